@@ -1,0 +1,20 @@
+"""trainkit: one config, the same training anywhere, proven before you pay for it."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainkit.api import compose, train
+
+__all__ = ["__version__", "compose", "train"]
+
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """`trainkit.compose` and `trainkit.train`, imported when asked for: workers and plugins import this package too."""
+    if name in ("compose", "train"):
+        from trainkit import api  # noqa: PLC0415 - see above
+
+        return getattr(api, name)
+    message = f"module {__name__!r} has no attribute {name!r}"
+    raise AttributeError(message)
