@@ -1,0 +1,167 @@
+"""What can go wrong, as exceptions with the exit code each one ends the command with.
+
+TrainkitError                1   anything below
+├── ConfigError              2   every problem of the config at once, before anything starts
+│   └── MissingExtraError    2   an optional dependency that this config needs
+├── DataError                3   a dataset that is absent, damaged or empty
+├── CheckpointError          4   a checkpoint that is damaged, or belongs to another training
+├── TrainingError            1   a step that cannot be computed: rank, step and cause
+│   ├── ZeroWeightError      1   a global batch without a single target
+│   ├── NonFiniteError       1   a loss or gradient that is NaN or infinite
+│   └── LossScaleError       1   the loss scale fell to its floor and gradients still overflow
+├── HangError                5   a rank that stopped making progress
+├── CrashLoopError           6   restarts that do not get further
+├── StoppedError           130   Ctrl-C; resumable
+└── TerminatedError        143   SIGTERM; resumable
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+__all__ = [
+    "MISSING",
+    "CheckpointError",
+    "ConfigError",
+    "CrashLoopError",
+    "DataError",
+    "HangError",
+    "LossScaleError",
+    "MissingExtraError",
+    "NonFiniteError",
+    "Problem",
+    "StoppedError",
+    "TerminatedError",
+    "TrainingError",
+    "TrainkitError",
+    "ZeroWeightError",
+]
+
+
+class _Missing:
+    """The type of `MISSING`: a problem with a key rather than with its value."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING: Final = _Missing()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Problem:
+    """One mistake in a config, in the words the user reads.
+
+    Example:
+        >>> str(Problem(key="batch.micro_size", value=128, rule="use 100 or less.", origin="command line"))
+        'batch.micro_size=128: use 100 or less. (command line)'
+    """
+
+    key: str
+    """The full key, `batch.micro_size`, or what else is wrong (an argument, a file)."""
+    rule: str
+    """What is wrong, with its numbers, and the remedy: full sentences."""
+    value: Any = MISSING
+    """The value found; MISSING where the key itself is the problem."""
+    origin: str = ""
+    """Where it was set: `command line`, or `file.yaml:12`."""
+
+    def __str__(self) -> str:
+        subject = self.key if self.value is MISSING else f"{self.key}={_shown(self.value)}"
+        where = f" ({self.origin})" if self.origin else ""
+        return f"{subject}: {self.rule}{where}"
+
+
+def _shown(value: Any) -> str:
+    """A value as one would write it in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+class TrainkitError(Exception):
+    """The root: everything trainkit raises on purpose."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class ConfigError(TrainkitError):
+    """Every problem of a config, found before a process, port or file exists.
+
+    Example:
+        >>> print(ConfigError([Problem(key="seed", value=-1, rule="must not be negative.")]))
+        1 problem in the config
+          seed=-1: must not be negative.
+    """
+
+    exit_code = 2
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        count = len(self.problems)
+        head = f"{count} problem{'' if count == 1 else 's'} in the config"
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+class MissingExtraError(ConfigError):
+    """A package this config needs is not installed; the message is the line that installs it."""
+
+    def __init__(self, *, key: str, package: str, extra: str) -> None:
+        rule = f'needs the package {package}. Install it: pip install "trainkit[{extra}]"'
+        super().__init__([Problem(key=key, rule=rule)])
+
+
+class DataError(TrainkitError):
+    """A dataset is absent, damaged or empty."""
+
+    exit_code = 3
+
+
+class CheckpointError(TrainkitError):
+    """A checkpoint is damaged, incomplete, or belongs to another training."""
+
+    exit_code = 4
+
+
+class TrainingError(TrainkitError):
+    """A step cannot be computed; the message names rank, step and cause."""
+
+
+class ZeroWeightError(TrainingError):
+    """The global batch of a step holds no target: its loss would be 0 / 0."""
+
+
+class NonFiniteError(TrainingError):
+    """A loss or gradient is NaN or infinite where no loss scale explains it."""
+
+
+class LossScaleError(TrainingError):
+    """The loss scale is at its floor and gradients still overflow."""
+
+
+class HangError(TrainkitError):
+    """A rank stopped making progress for longer than allowed."""
+
+    exit_code = 5
+
+
+class CrashLoopError(TrainkitError):
+    """Restart after restart failed without getting further."""
+
+    exit_code = 6
+
+
+class StoppedError(TrainkitError):
+    """The user stopped the run with Ctrl-C; it can be resumed."""
+
+    exit_code = 130
+
+
+class TerminatedError(TrainkitError):
+    """The run was asked to end with SIGTERM; it can be resumed."""
+
+    exit_code = 143
