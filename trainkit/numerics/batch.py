@@ -1,0 +1,207 @@
+"""The batch plan: how the samples of an epoch become steps, and a step becomes shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from trainkit.errors import Problem
+
+__all__ = ["BatchPlan", "BatchSizes", "Ticket", "lane_order", "lane_shards", "resolve_batch", "shards_of_rank"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What a replica is asked to compute: a step, and some of its shards."""
+
+    step: int
+    """The update this belongs to, from 0."""
+    shards: tuple[int, ...]
+    """The shards to compute here, in order; empty where a short batch has fewer shards than there are replicas."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """The two sizes that are maths."""
+
+    global_size: int
+    """Samples per step."""
+    micro_size: int
+    """Samples per shard, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan:
+    """How a dataset of `num_samples` is cut into steps and shards.
+
+    A step takes the next `global_size` positions of the epoch's order; the last step of an epoch takes what is
+    left. A batch of b samples is cut into ceil(b / micro_size) contiguous shards whose sizes differ by at most one.
+
+    Example:
+        >>> plan = BatchPlan(num_samples=10, global_size=4, micro_size=3)
+        >>> [plan.batch_size(step) for step in range(plan.steps_per_epoch)]
+        [4, 4, 2]
+        >>> plan.shard_range(1, 0), plan.shard_range(1, 1)
+        ((0, 4, 6), (0, 6, 8))
+    """
+
+    num_samples: int
+    """Samples in the training split."""
+    global_size: int
+    """Samples per step."""
+    micro_size: int
+    """Samples per shard, at most."""
+    drop_last: bool = False
+    """Leave out the last, short batch of every epoch."""
+
+    @cached_property
+    def steps_per_epoch(self) -> int:
+        """Steps that go once through the dataset."""
+        if self.drop_last:
+            return self.num_samples // self.global_size
+        return -(-self.num_samples // self.global_size)
+
+    def epoch(self, step: int) -> int:
+        """The epoch that a step belongs to, from 0."""
+        return step // self.steps_per_epoch
+
+    def batch_range(self, step: int) -> tuple[int, int, int]:
+        """(epoch, start, stop): the positions of the epoch's order that a step takes."""
+        epoch, within = divmod(step, self.steps_per_epoch)
+        start = within * self.global_size
+        return epoch, start, min(start + self.global_size, self.num_samples)
+
+    def batch_size(self, step: int) -> int:
+        """Samples of a step."""
+        _, start, stop = self.batch_range(step)
+        return stop - start
+
+    def num_shards(self, step: int) -> int:
+        """Shards of a step."""
+        return -(-self.batch_size(step) // self.micro_size)
+
+    def shard_range(self, step: int, shard: int) -> tuple[int, int, int]:
+        """(epoch, start, stop): the positions of the epoch's order that a shard takes."""
+        epoch, start, stop = self.batch_range(step)
+        size = stop - start
+        shards = -(-size // self.micro_size)
+        small, larger = divmod(size, shards)
+        first = start + shard * small + min(shard, larger)
+        return epoch, first, first + small + (1 if shard < larger else 0)
+
+    def shard_size(self, step: int, shard: int) -> int:
+        """Samples of a shard."""
+        _, start, stop = self.shard_range(step, shard)
+        return stop - start
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before this one have used."""
+        epoch, start, _ = self.batch_range(step)
+        per_epoch = self.steps_per_epoch * self.global_size if self.drop_last else self.num_samples
+        return epoch * per_epoch + start
+
+
+def shards_of_rank(num_shards: int, *, rank: int, num_ranks: int, lanes: int | None) -> tuple[int, ...]:
+    """The shards of a step that one data rank computes, in the order in which it computes them.
+
+    Args:
+        num_shards: shards of the step.
+        rank: the data rank, from 0.
+        num_ranks: data ranks.
+        lanes: lanes of the reproducible order of summation; None where the order is free.
+
+    Returns:
+        Every `num_ranks`-th shard; with lanes, lane after lane, as `lane_order` visits them.
+
+    Example:
+        >>> shards_of_rank(5, rank=1, num_ranks=2, lanes=None)
+        (1, 3)
+        >>> shards_of_rank(12, rank=0, num_ranks=2, lanes=8)
+        (0, 8, 4, 2, 10, 6)
+    """
+    if lanes is None:
+        return tuple(range(rank, num_shards, num_ranks))
+    own = (lane for lane in lane_order(lanes) if lane % num_ranks == rank)
+    return tuple(shard for lane in own for shard in lane_shards(num_shards, lane=lane, lanes=lanes))
+
+
+def lane_shards(num_shards: int, *, lane: int, lanes: int) -> range:
+    """The shards of one lane: every `lanes`-th, from the lane's own number."""
+    return range(lane, num_shards, lanes)
+
+
+def lane_order(lanes: int) -> Iterator[int]:
+    """The leaves of the pairwise tree from left to right: 0, 4, 2, 6, 1, 5, 3, 7 for 8 lanes.
+
+    In this order a single replica needs to keep no more partial sums than the tree is deep.
+    """
+    bits = (lanes - 1).bit_length()
+    return (int(format(leaf, f"0{bits}b")[::-1], 2) if bits else 0 for leaf in range(lanes))
+
+
+def resolve_batch(
+    *,
+    global_size: int | None,
+    micro_size: int | None,
+    accumulation: int | None,
+    num_replicas: int,
+    lanes: int | None,
+) -> BatchSizes | list[Problem]:
+    """Work out global and micro size from the two of three that the config gives.
+
+    Args:
+        global_size: samples per step.
+        micro_size: samples per shard, at most.
+        accumulation: shards that each replica computes in a full step.
+        num_replicas: replicas that get their own shards.
+        lanes: lanes of the reproducible order of summation; None where the order is free.
+
+    Returns:
+        The sizes, or what is wrong with them.
+
+    Example:
+        >>> resolve_batch(global_size=64, micro_size=None, accumulation=4, num_replicas=2, lanes=None)
+        BatchSizes(global_size=64, micro_size=8)
+    """
+    if global_size is None:
+        if micro_size is None or accumulation is None:
+            rule = "needs a size. Give batch.global_size, or both batch.micro_size and batch.accumulation."
+            return [Problem(key="batch", rule=rule)]
+        return BatchSizes(global_size=micro_size * accumulation * num_replicas, micro_size=micro_size)
+    if micro_size is None:
+        # Without either, one shard a replica is the fastest; a reproducible run has one a lane, so that the shards,
+        # and with them the bits, are the same on every number of replicas.
+        shards = num_replicas * accumulation if accumulation else max(num_replicas, min(lanes or 0, global_size))
+        if shards > global_size:
+            return [_too_few(global_size, shards, num_replicas)]
+        micro_size = -(-global_size // shards)
+        key, value = "batch.global_size", global_size
+    else:
+        key, value = "batch.micro_size", micro_size
+    if micro_size > global_size:
+        rule = f"larger than batch.global_size={global_size}. Use {global_size} or less."
+        return [Problem(key="batch.micro_size", value=micro_size, rule=rule)]
+    num_shards = -(-global_size // micro_size)
+    if num_shards < num_replicas:
+        largest = _largest_micro(global_size, num_replicas)
+        remedy = (
+            f"The largest batch.micro_size that occupies all is {largest}."
+            if largest
+            else f"Use batch.global_size={num_replicas} or more."
+        )
+        cut = f"{num_shards} shard{'' if num_shards == 1 else 's'}"
+        rule = f"cuts a step of {global_size} samples into {cut}, fewer than the {num_replicas} replicas. {remedy}"
+        return [Problem(key=key, value=value, rule=rule)]
+    return BatchSizes(global_size=global_size, micro_size=micro_size)
+
+
+def _too_few(global_size: int, shards: int, num_replicas: int) -> Problem:
+    rule = f"fewer samples than the {shards} shards of a step on {num_replicas} replicas. Use {shards} or more."
+    return Problem(key="batch.global_size", value=global_size, rule=rule)
+
+
+def _largest_micro(global_size: int, num_replicas: int) -> int:
+    """The largest micro size that cuts a batch into at least `num_replicas` shards; 0 where there is none."""
+    fits = (size for size in range(global_size, 0, -1) if -(-global_size // size) >= num_replicas)
+    return next(fits, 0)

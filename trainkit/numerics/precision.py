@@ -1,0 +1,175 @@
+"""Precision as a value: what parameters, compute and gradients are held in, and how fp16 is kept from overflowing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from trainkit.errors import LossScaleError
+
+__all__ = ["LossScale", "Precision", "Scaling"]
+
+_NOTHING: Final = nullcontext()
+
+Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Which numbers a training is made of.
+
+    | value | parameters and optimizer | compute |
+    |---|---|---|
+    | fp64 | float64 | float64 |
+    | fp32 | float32 | float32, matrix products in full precision |
+    | tf32 | float32 | float32; on CUDA, matrix products with 10 bits of mantissa |
+    | bf16 | float32 masters of bfloat16 parameters | bfloat16 throughout |
+    | bf16_mixed | float32 | autocast: matrix products in bfloat16 |
+    | fp16_mixed | float32 | autocast: matrix products in float16, with loss scaling |
+
+    Source: Micikevicius et al. 2018, arXiv:1710.03740; Kalamkar et al. 2019, arXiv:1905.12322.
+    """
+
+    value: Value = "fp32"
+    """The precision by its name."""
+    initial_scale: float = 65536.0
+    """fp16_mixed: the first loss scale."""
+    growth_interval: int = 2000
+    """fp16_mixed: steps without overflow after which the scale doubles."""
+    min_scale: float = 1.0
+    """fp16_mixed: the scale never falls below this."""
+    max_overflows: int = 20
+    """fp16_mixed: straight overflows after which the run stops."""
+
+    @cached_property
+    def model_dtype(self) -> torch.dtype:
+        """The dtype of the parameters that the forward pass uses."""
+        return {"fp64": torch.float64, "bf16": torch.bfloat16}.get(self.value, torch.float32)
+
+    @cached_property
+    def master_dtype(self) -> torch.dtype:
+        """The dtype of the parameters that the optimizer updates and a checkpoint keeps."""
+        return torch.float64 if self.value == "fp64" else torch.float32
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of matrix products."""
+        mixed = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
+        return mixed.get(self.value, self.model_dtype)
+
+    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
+        """The context of a forward pass and its loss."""
+        if self.compute_dtype is self.model_dtype:
+            return _NOTHING
+        return torch.autocast(device_type, dtype=self.compute_dtype)
+
+    def adapt(self, model: nn.Module) -> nn.Module:
+        """The model in its dtype, taking floating inputs of any dtype: data does not know the precision of a run."""
+        model = model.to(dtype=self.model_dtype)
+        if self.model_dtype is not torch.float32:
+            dtype = self.model_dtype
+
+            def cast(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+                return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+
+            model.register_forward_pre_hook(cast, with_kwargs=True)
+        return model
+
+    def apply_globally(self, device_type: str) -> None:
+        """Set the process-wide switch of float32 matrix products on CUDA."""
+        if device_type == "cuda":
+            torch.set_float32_matmul_precision("high" if self.value == "tf32" else "highest")
+            torch.backends.cudnn.allow_tf32 = self.value == "tf32"
+
+    def loss_scale(self) -> LossScale:
+        """The loss scale a fresh run begins with; constant 1 where nothing can overflow."""
+        if self.value != "fp16_mixed":
+            return LossScale(scale=1.0)
+        scaling = Scaling(
+            growth_interval=self.growth_interval, min_scale=self.min_scale, max_overflows=self.max_overflows
+        )
+        return LossScale(scale=self.initial_scale, scaling=scaling)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scaling:
+    """How a loss scale moves."""
+
+    growth_interval: int
+    min_scale: float
+    max_overflows: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossScale:
+    """The factor on the loss before backward, and what it remembers.
+
+    A value: `after(overflow)` gives the next one. An overflowed step is tried again at half the scale.
+
+    Example:
+        >>> scaling = Scaling(growth_interval=2, min_scale=1.0, max_overflows=9)
+        >>> scale = LossScale(scale=8.0, scaling=scaling)
+        >>> scale.after(overflow=True).scale, scale.after(overflow=False).after(overflow=False).scale
+        (4.0, 16.0)
+    """
+
+    scale: float
+    """What the loss is multiplied by."""
+    scaling: Scaling | None = None
+    """How it moves; None: it stays."""
+    good_steps: int = 0
+    """Steps since the last change."""
+    overflows: int = 0
+    """Overflows in a row."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether gradients must be looked at for overflow."""
+        return self.scaling is not None
+
+    def after(self, *, overflow: bool) -> LossScale:
+        """The scale after a try.
+
+        Raises:
+            LossScaleError: `max_overflows` tries in a row overflowed.
+        """
+        if self.scaling is None:
+            return self
+        if overflow:
+            overflows = self.overflows + 1
+            if overflows >= self.scaling.max_overflows:
+                raise LossScaleError(
+                    f"{overflows} overflows in a row, down to a loss scale of {self.scale:g}. The gradients themselves "
+                    "are not finite: lower optimizer.lr, set clip.max_norm, or use precision=bf16_mixed."
+                )
+            lower = max(self.scale / 2, self.scaling.min_scale)
+            return replace(self, scale=lower, good_steps=0, overflows=overflows)
+        good_steps = self.good_steps + 1
+        if good_steps >= self.scaling.growth_interval:
+            return replace(self, scale=self.scale * 2, good_steps=0, overflows=0)
+        return replace(self, good_steps=good_steps, overflows=0)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
+
+    def restored(self, state: dict[str, float]) -> LossScale:
+        """The scale with the memory of a checkpoint; a scale that stays ignores it."""
+        if self.scaling is None:
+            return self
+        return replace(
+            self,
+            scale=float(state["scale"]),
+            good_steps=int(state["good_steps"]),
+            overflows=int(state["overflows"]),
+        )

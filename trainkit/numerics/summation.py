@@ -1,0 +1,113 @@
+"""The reproducible order of summation: lanes, and the pairwise tree over them.
+
+Shard i belongs to lane i mod L, lane l to replica l mod R. A lane adds its shards in order; lanes combine pairwise at
+distance L/2, ..., 2, 1; a lane without shards is skipped. None of this mentions R, which is why any number of
+replicas up to L arrives at the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = ["LaneNode", "combine_pairwise", "owned_nodes"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class LaneNode:
+    """A node of the tree: the sum of lanes `first`, `first + stride`, `first + 2 stride`, ..."""
+
+    first: int
+    """The lowest lane."""
+    stride: int
+    """Lanes between its lanes; the number of lanes for a leaf, 1 for the root."""
+
+    def lanes(self, num_lanes: int) -> range:
+        """The lanes below this node."""
+        return range(self.first, num_lanes, self.stride)
+
+    def children(self) -> tuple[LaneNode, LaneNode]:
+        """The two nodes this one is the sum of, the lower lane first."""
+        return LaneNode(self.first, self.stride * 2), LaneNode(self.first + self.stride, self.stride * 2)
+
+
+def owned_nodes(*, rank: int, num_ranks: int, num_lanes: int, num_shards: int) -> tuple[LaneNode, ...]:
+    """The largest nodes whose occupied lanes all belong to one rank, left to right.
+
+    What a rank can add up alone before anything is exchanged: one node on 1, 2 and 4 ranks of 8 lanes, its single
+    lanes on 3.
+
+    Args:
+        rank: the data rank.
+        num_ranks: data ranks.
+        num_lanes: lanes, a power of two.
+        num_shards: shards of the step; lanes from this number on are empty.
+
+    Example:
+        >>> owned_nodes(rank=1, num_ranks=2, num_lanes=8, num_shards=8)
+        (LaneNode(first=1, stride=2),)
+    """
+    occupied = min(num_lanes, num_shards)
+
+    def visit(node: LaneNode) -> Iterator[LaneNode]:
+        lanes = [lane for lane in node.lanes(num_lanes) if lane < occupied]
+        owners = {lane % num_ranks for lane in lanes}
+        if rank not in owners:
+            return
+        if len(owners) == 1:
+            yield node
+            return
+        for child in node.children():
+            yield from visit(child)
+
+    return tuple(visit(LaneNode(0, 1)))
+
+
+def combine_pairwise(parts: Iterable[tuple[LaneNode, T]], add: Callable[[T, T], T], *, num_lanes: int) -> T:
+    """Add partial sums up the tree.
+
+    Args:
+        parts: (node, its sum), left to right over the leaves of the tree; empty lanes are absent. Consumed one at a
+            time, so that at most one sum a level of the tree is held.
+        add: the sum of two, the left one first; may work in place on its first argument.
+        num_lanes: lanes, a power of two.
+
+    Returns:
+        The sum over all lanes.
+
+    Raises:
+        ValueError: there are no parts.
+
+    Example:
+        >>> leaves = [(LaneNode(lane, 4), str(lane)) for lane in (0, 2, 1, 3)]
+        >>> combine_pairwise(leaves, lambda a, b: f"({a}+{b})", num_lanes=4)
+        '((0+2)+(1+3))'
+    """
+    stream = iter(parts)
+    head: list[tuple[LaneNode, T]] = []
+
+    def peek() -> LaneNode | None:
+        if not head:
+            head.extend([item for item in [next(stream, None)] if item is not None])
+        return head[0][0] if head else None
+
+    def total(node: LaneNode) -> list[T]:
+        upcoming = peek()
+        if upcoming is None or upcoming.first % node.stride != node.first:
+            return []
+        if upcoming == node:
+            return [head.pop()[1]]
+        if node.stride >= num_lanes:
+            return []
+        left, right = node.children()
+        sums = [*total(left), *total(right)]
+        return [add(sums[0], sums[1])] if len(sums) == 2 else sums
+
+    found = total(LaneNode(0, 1))
+    if not found:
+        msg = "a step without shards has no sum"
+        raise ValueError(msg)
+    return found[0]
