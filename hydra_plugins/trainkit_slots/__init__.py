@@ -1,0 +1,38 @@
+"""The launcher `slots`, where Hydra insists on finding it: runs the jobs of a sweep on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+__all__ = ["SlotsLauncher"]
+
+
+class SlotsLauncher(Launcher):
+    """Starts each job in a process of its own, one after the other, and keeps the leaderboard of the sweep."""
+
+    def __init__(self) -> None:
+        self._sweep: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what the jobs need; a job is a command, so the task function is not among it."""
+        del task_function
+        from trainkit.sweeps.slots import Slots  # noqa: PLC0415 - Hydra loads every plugin on every start
+
+        self._sweep = Slots(hydra_context=hydra_context, config=config)
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run a batch of jobs."""
+        returns: Sequence[JobReturn] = self._sweep.launch(job_overrides, initial_job_idx)
+        return returns
+
+
+# A mapping, not a dataclass: Hydra executes this module before it is in `sys.modules`, where dataclasses look.
+_NODE = {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}
+ConfigStore.instance().store(group="hydra/launcher", name="slots", node=_NODE, provider="trainkit")

@@ -1,0 +1,172 @@
+"""The command line: what is a verb, a flag, an override; help, completion; what is never imported."""
+
+import subprocess
+import sys
+
+import pytest
+
+from trainkit.cli import main, parse
+from trainkit.errors import ConfigError
+from trainkit.verbs.call import VERBS
+from trainkit.verbs.completion import candidates
+
+
+def test_no_verb_is_train():
+    call, flags = parse(["seed=3"])
+    assert (call.verb, call.overrides, flags) == ("train", ("seed=3",), {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["diff", "a", "b", "--config-dir", "."],
+        ["--config-dir", ".", "diff", "a", "b"],
+        ["--config-dir=.", "diff", "a", "b"],
+        ["-cd", ".", "diff", "a", "b"],
+        ["diff", "-cd", ".", "a", "b"],
+    ],
+)
+def test_the_first_bare_word_is_the_verb_wherever_flags_stand(arguments):
+    call, _ = parse(arguments)
+    assert (call.verb, call.arguments, len(call.config_dirs)) == ("diff", ("a", "b"), 1)
+
+
+def test_multirun_belongs_to_train():
+    assert parse(["-m", "seed=1,2"])[0].multirun
+    assert parse(["seed=1,2", "--multirun"])[0].multirun
+    with pytest.raises(ConfigError, match="belongs to train"):
+        parse(["prove", "-m", "strategy=a,b"])
+
+
+def test_packages_are_named_one_by_one_or_in_a_list():
+    assert parse(["--allow-package", "a,b", "--allow-package", "c"])[0].packages == ("a", "b", "c")
+
+
+def test_tilde_plus_and_equals_make_an_override():
+    assert parse(["~recipe", "+x=1", "++y.z=2"])[0].overrides == ("~recipe", "+x=1", "++y.z=2")
+
+
+def test_several_mistakes_are_told_at_once():
+    with pytest.raises(ConfigError) as caught:
+        parse(["--nope", "--config-dir"])
+    assert [problem.key for problem in caught.value.problems] == ["--nope", "--config-dir"]
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["seed=3", "--help"]])
+def test_help_shows_the_grammar_and_every_verb(arguments, capsys):
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES\n")
+    assert all(f"\n  {verb} " in printed for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_its_help(verb, capsys):
+    assert main([verb, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: trainkit {verb} ")
+
+
+def test_version(capsys):
+    from trainkit import __version__
+
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trainkit {__version__}\n"
+
+
+def test_ls_lists_groups_choices_and_a_choice(capsys):
+    assert main(["ls"]) == 0
+    assert "\nschedule   constant, cosine, inverse_sqrt, linear, step, warmup_stable_decay\n" in capsys.readouterr().out
+    assert main(["ls", "schedule"]) == 0
+    assert "linear               A straight line from the peak to end\n" in capsys.readouterr().out
+    assert main(["ls", "schedule", "linear"]) == 0
+    assert "_target_: trainkit.numerics.schedules.Linear\nend: 0.0\n" in capsys.readouterr().out
+
+
+def test_ls_goes_on_past_a_broken_file(write_conf, capsys):
+    folder = write_conf({"model/broken.yaml": "a: [\n", "model/mine.yaml": "# My own\nwidth: 3\n"})
+    assert main(["ls", "model", "--config-dir", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert "mine" in printed.out
+    assert "My own" in printed.out
+    assert "broken.yaml: is no YAML" in printed.err
+
+
+def test_explain_tells_value_place_meaning_and_tag(capsys):
+    assert main(["explain", "schedule.end", "recipe=null", "schedule.end=0.1"]) == 0
+    assert capsys.readouterr().out == (
+        "schedule.end=0.1\n"
+        "  set by   command line\n"
+        "  means    Factor where the curve would arrive after the last step.\n"
+        "  changes  maths: changes the result\n"
+    )
+
+
+def test_explain_shows_a_group_key_by_key(capsys):
+    assert main(["explain", "clip", "recipe=null"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].split() == ["clip.max_norm", "null", "conf/config.yaml:34"]
+
+
+def test_the_composed_config_can_be_printed(capsys):
+    import yaml
+
+    assert main(["--cfg", "job", "recipe=null", "seed=3"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["seed"] == 3
+    assert main(["recipe=null", "--cfg", "hydra"]) == 0
+    assert "run:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("trainkit pl", ["plan"]),
+        ("trainkit plan schedule=lin", ["schedule=linear"]),
+        ("trainkit schedule=inv", ["schedule=inverse_sqrt"]),
+        ("trainkit recipe=null optimizer.l", ["optimizer.lr="]),
+        ("trainkit recipe=null strategy=mirrored strategy.rep", ["strategy.replicas="]),
+        ("trainkit --multi", ["--multirun"]),
+    ],
+)
+def test_completion_knows_verbs_choices_keys_and_flags(line, expected):
+    assert candidates(line, parse([])[0]) == expected
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_can_be_installed(shell, capsys):
+    assert main(["-sc", f"install={shell}"]) == 0
+    assert "-sc query=" in capsys.readouterr().out
+
+
+def test_completion_answers_through_the_shells_variable(monkeypatch, capsys):
+    monkeypatch.setenv("COMP_LINE", "trainkit explain schedule=lin")
+    assert main(["-sc", "query=bash"]) == 0
+    assert capsys.readouterr().out == "schedule=linear\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["ls"], 0),
+        (["recipe=null", "epohs=3"], 2),
+        (["recipe=null", "model=absent"], 2),
+        (["recipe=null", "seed=x"], 2),
+        (["plann"], 2),
+    ],
+)
+def test_what_answers_at_once_imports_no_torch(arguments, code, tmp_path):
+    program = (
+        "import sys\n"
+        "from trainkit.cli import main\n"
+        f"code = main({arguments!r})\n"
+        "heavy = [name for name in ('torch', 'numpy', 'rich', 'matplotlib') if name in sys.modules]\n"
+        f"sys.exit(0 if code == {code} and not heavy else f'{{code}} {{heavy}}')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+    command = f"set -o pipefail; {sys.executable} -m trainkit --help | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert (done.returncode, done.stdout) == (0, "usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES\n")

@@ -1,0 +1,93 @@
+"""YAML files with their lines."""
+
+import pytest
+
+from trainkit.config.documents import read_document
+from trainkit.errors import ConfigError
+
+TEXT = """\
+# @package _global_
+# What it is for
+defaults:
+  - _self_
+  - override /model: mlp
+seed: 3
+batch:
+  global_size: 1e2   # a float, as OmegaConf reads it
+  sizes:
+    - no
+    - 'no'
+when: 2026-11-21
+"""
+
+
+@pytest.fixture
+def document(tmp_path):
+    (tmp_path / "mine.yaml").write_text(TEXT)
+    return read_document(tmp_path / "mine.yaml")
+
+
+def test_every_key_has_its_line(document):
+    assert document.lines["seed",] == 6
+    assert document.lines["batch",] == 7
+    assert document.lines["batch", "global_size"] == 8
+
+
+def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document):
+    assert document.defaults == ["_self_", {"override /model": "mlp"}]
+    assert document.defaults_lines == (4, 5)
+    assert "defaults" not in document.values
+
+
+def test_header_and_description_are_read(document):
+    assert document.package == "_global_"
+    assert document.description == "What it is for"
+
+
+def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document):
+    assert document.values["batch"]["global_size"] == 100.0
+    assert document.values["when"] == "2026-11-21"
+
+
+def test_only_plain_scalars_are_traps(document):
+    assert [(trap.path, trap.line, trap.text) for trap in document.traps] == [(("batch", "sizes", "0"), 10, "no")]
+
+
+@pytest.mark.parametrize("text", ["1_000", "1e5", "true", "'0777'", '"on"', "0", "10", "-3", "0.5", "null", "x:1"])
+def test_what_reads_as_it_looks_is_no_trap(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
+    assert read_document(tmp_path / "mine.yaml").traps == ()
+
+
+@pytest.mark.parametrize("text", ["no", "Yes", "ON", "off", "1:30", "12:30:45", "0777", "-017", "190:20:30.15"])
+def test_what_yaml_rewrites_is_a_trap(tmp_path, text):
+    (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
+    assert [trap.text for trap in read_document(tmp_path / "mine.yaml").traps] == [text]
+
+
+def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path):
+    (tmp_path / "mine.yaml").write_text("on: 3\n")
+    assert [trap.line for trap in read_document(tmp_path / "mine.yaml").traps] == [1]
+
+
+def test_an_empty_file_is_an_empty_choice(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# nothing yet\n")
+    assert read_document(tmp_path / "mine.yaml").values == {}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\xff\xfe", "mine.yaml: is not UTF-8 text"),
+        (b"a: [1\nb: 2\n", "is no YAML"),
+        (b"defaults: mlp\n", "defaults: must be a list."),
+        (b"- a\n", "must hold keys and values."),
+        (b"a: !!python/object:os.system {}\n", "is no YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_named(tmp_path, content, words):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        read_document(tmp_path / "mine.yaml")
+    assert words in str(caught.value)
+    assert "mine.yaml" in str(caught.value)

@@ -1,0 +1,72 @@
+"""Every run-level key, changed: it has an effect on the run, a report of none, or a refusal. None is silent."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+import pytest
+
+from trainkit.config.check import check_names, check_values
+from trainkit.config.compose import compose
+from trainkit.config.schema import GROUPS, RunConfig, hints_of
+from trainkit.config.semantics import difference, fingerprint, tag_of
+from trainkit.config.values import misfit, plain
+
+CANDIDATES = (False, True, 3, 16, 0.5, "sqrt", "base", "skip", "max", "val/accuracy", "auto", "other")
+
+
+def run_level_keys(kind=RunConfig, path=()) -> Iterator[tuple[str, ...]]:
+    for field in fields(kind):
+        hint = plain(hints_of(kind)[field.name])
+        if is_dataclass(hint):
+            yield from run_level_keys(hint, (*path, field.name))
+        elif field.name not in (*GROUPS, "recipe") or path:
+            yield (*path, field.name)
+
+
+KEYS = list(run_level_keys())
+
+
+def another_value(path):
+    kind: typing.Any = RunConfig
+    for name in path[:-1]:
+        kind = plain(hints_of(kind)[name])
+    hint = plain(hints_of(kind)[path[-1]])
+    default = getattr(kind(), path[-1])
+    return next(value for value in CANDIDATES if misfit(value, hint) is None and value != default)
+
+
+@pytest.mark.parametrize("path", KEYS, ids=".".join)
+def test_a_changed_key_is_never_silent(path):
+    value = another_value(path)
+    text = str(value).lower() if isinstance(value, bool) else value
+    composed = compose(["recipe=null", f"{'.'.join(path)}={text}"])
+    reports = check_names(composed) or check_values(composed)
+    if reports:
+        assert all(problem.key.startswith(path[0]) for problem in reports)
+        return
+    before, after = compose(["recipe=null"]).cfg, composed.cfg
+    (changed,) = [item for item in difference(before, after) if item.key == ".".join(path)]
+    assert changed.tag is tag_of(after, path).tag or not changed.matters
+    assert (fingerprint(before) != fingerprint(after)) == changed.matters
+
+
+def test_the_schema_and_the_shipped_defaults_agree():
+    shipped = compose(["recipe=null"]).values
+    for path in KEYS:
+        value, default = shipped, RunConfig().to_dict()
+        for name in path:
+            value, default = value[name], default[name]
+        assert value == default or path == ("epochs",), path
+
+
+def test_every_run_level_key_says_what_it_means():
+    from trainkit.config.doclines import doc_line
+
+    for path in KEYS:
+        kind: typing.Any = RunConfig
+        for name in path[:-1]:
+            kind = plain(hints_of(kind)[name])
+        assert doc_line(kind, path[-1]), path

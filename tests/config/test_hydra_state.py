@@ -1,0 +1,125 @@
+"""Hydra's global state is left as it was found; jobs run in its frame exactly once."""
+
+import logging
+
+import pytest
+import yaml
+from hydra import initialize_config_dir, version
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.singleton import Singleton
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+
+from trainkit.config.compose import compose
+from trainkit.config.compose.jobs import hydra_config, run_job
+from trainkit.config.places import shipped_conf
+
+
+def state():
+    base = Singleton._instances.get(version.VersionBase)
+    return (
+        GlobalHydra.instance().is_initialized(),
+        HydraConfig.instance().cfg,
+        base.getbase() if base is not None else None,
+        dict(BaseContainer._resolvers),
+    )
+
+
+@pytest.fixture
+def handlers():
+    """The root logger's handlers put back, and those that Hydra opened closed."""
+    root = logging.getLogger()
+    before, level = list(root.handlers), root.level
+    yield
+    for handler in [one for one in root.handlers if one not in before]:
+        root.removeHandler(handler)
+        handler.close()
+    root.handlers[:] = before
+    root.setLevel(level)
+
+
+def test_composing_leaves_hydra_as_it_was():
+    before = state()
+    compose(["recipe=null", "seed=3", "model=absent"])
+    assert state() == before
+
+
+def test_composing_works_inside_a_program_that_uses_hydra_itself():
+    with initialize_config_dir(str(shipped_conf()), version_base="1.3"):
+        before = state()
+        assert compose(["recipe=null", "seed=3"]).values["seed"] == 3
+        assert state() == before
+        assert GlobalHydra.instance().is_initialized()
+    GlobalHydra.instance().clear()
+
+
+def test_resolvers_of_the_user_survive():
+    OmegaConf.register_new_resolver("double", lambda value: 2 * int(value))
+    try:
+        assert compose(["recipe=null", "batch.micro_size=${double:4}"]).values["batch"]["micro_size"] == 8
+        assert OmegaConf.has_resolver("double")
+    finally:
+        OmegaConf.clear_resolver("double")
+
+
+def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path, handlers):
+    composed = compose(["recipe=null", "steps=3", "seed=5"])
+    before = state()
+    assert run_job(composed, tmp_path, lambda: 42) == 42
+    assert state() == before
+    assert sorted(path.name for path in (tmp_path / ".hydra").iterdir()) == [
+        "config.yaml",
+        "hydra.yaml",
+        "overrides.yaml",
+    ]
+    saved = yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())
+    assert (saved["steps"], saved["epochs"], saved["seed"]) == (3, None, 5)
+    assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == ["recipe=null", "steps=3", "seed=5"]
+
+
+def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path, handlers):
+    run_job(compose(["recipe=null", "seed=5"]), tmp_path, lambda: None)
+    run_job(compose(["recipe=null", "seed=6"]), tmp_path, lambda: None)
+    assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5
+
+
+def test_what_a_job_raises_is_raised_unchanged(tmp_path, handlers):
+    error = ValueError("the task's own")
+
+    def task():
+        raise error
+
+    with pytest.raises(ValueError, match="the task's own") as caught:
+        run_job(compose(["recipe=null"]), tmp_path, task)
+    assert caught.value is error
+
+
+def test_hydras_own_settings_reach_the_job(tmp_path, handlers):
+    import os
+
+    composed = compose(["recipe=null", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"])
+    assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
+
+
+def test_what_files_say_about_hydra_reaches_the_job_too(tmp_path, handlers, write_conf):
+    folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
+    composed = compose(["recipe=mine"], config_dirs=[folder])
+    assert (str(composed.run_dir), composed.run_dir_given) == ("elsewhere", True)
+    run_job(composed, tmp_path, lambda: logging.getLogger("trainkit.test").info("told"))
+    assert "told" in (tmp_path / "mine.log").read_text()
+
+
+def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path):
+    composed = compose(["recipe=null"])
+    assert hydra_config(composed).hydra.launcher._target_ == "hydra_plugins.trainkit_slots.SlotsLauncher"
+    assert hydra_config(compose(["recipe=null", "hydra/launcher=basic"])).hydra.launcher._target_.endswith(
+        "BasicLauncher"
+    )
+
+
+def test_hydra_takes_no_typo_in_a_users_file(write_conf, refuse):
+    folder = write_conf({"recipe/mine.yaml": "hydra:\n  runn: {dir: x}\n"})
+    assert refuse("--config-dir", str(folder), "recipe=mine") == [
+        "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"
+    ]

@@ -1,0 +1,110 @@
+"""A user's own package and folder of YAMLs: checked like ours, without a fork and without a registry."""
+
+import pytest
+
+from trainkit.config.check import check, check_names, check_values
+from trainkit.config.compose import compose
+
+PACKAGE = """\
+from dataclasses import dataclass, field
+from typing import Literal
+import enum
+
+class Kind(enum.Enum):
+    wide = "wide"
+    deep = "deep"
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    width: int = 3
+    bias: bool = True
+
+class Net:
+    def __init__(self, width: int, kind: Kind = Kind.wide, head: Head = Head(), rates: list[float] | None = None):
+        pass
+
+class Loose:
+    def __init__(self, width: int = 3, **more):
+        pass
+
+def broken_at_import():
+    pass
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, write_conf):
+    """A package `test_own_nets` and a choice `model=mine` that names a class of it."""
+    (tmp_path / "test_own_nets.py").write_text(PACKAGE)
+    (tmp_path / "test_own_bad.py").write_text("raise RuntimeError('half written')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = write_conf({"model/mine.yaml": "# My own\n_target_: test_own_nets.Net\nwidth: 3\n"})
+
+    def run(*arguments, packages=("test_own_nets", "test_own_bad")):
+        return compose(["recipe=null", "model=mine", *arguments], config_dirs=[folder], packages=packages)
+
+    return run
+
+
+def problems(composition):
+    return [str(problem) for problem in check_names(composition) or check_values(composition)]
+
+
+def test_a_users_class_is_built_once_its_package_is_named(own, tmp_path):
+    assert problems(own()) == []
+    assert problems(own(packages=())) == [
+        (
+            "model._target_=test_own_nets.Net: test_own_nets is not among the packages that targets may come from "
+            "(trainkit, torch, torchvision, timm, transformers, torchmetrics). "
+            f"To trust it: --allow-package test_own_nets. ({tmp_path}/conf/model/mine.yaml:2)"
+        )
+    ]
+
+
+def test_a_package_that_nobody_named_is_never_imported(own):
+    import sys
+
+    assert problems(own("model._target_=test_own_bad.Net", packages=("test_own_nets",))) != []
+    assert "test_own_bad" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("argument", "problem"),
+    [
+        ("model.wdth=3", "model.wdth: no such key in mine. Did you mean model.width? (command line)"),
+        ("model.width=wide", "model.width=wide: must be a whole number. (command line)"),
+        ("model.kind=dep", "model.kind=dep: must be wide or deep. Did you mean deep? (command line)"),
+        ("model.head.wdth=3", "model.head.wdth: no such key. Did you mean model.head.width? (command line)"),
+        ("model.head.bias=1", "model.head.bias=1: must be true or false. (command line)"),
+        ("model.rates=[a]", "model.rates=['a']: must be a list of numbers or null. (command line)"),
+        ("~model.width", "model.width: is missing: mine needs it. Give model.width=VALUE."),
+        (
+            "model._target_=test_own_bad.Net",
+            "model._target_=test_own_bad.Net: cannot be imported: RuntimeError: half written (command line)",
+        ),
+    ],
+)
+def test_its_signature_is_its_schema(own, tmp_path, argument, problem):
+    (found,) = problems(own(argument))
+    assert found.removesuffix(f" ({tmp_path}/conf/model/mine.yaml:2)") == problem
+
+
+def test_words_and_mappings_fit_enums_and_dataclasses(own):
+    assert problems(own("model.kind=deep", "+model.head={width:4}", "model.rates=[1,0.5]")) == []
+
+
+def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own):
+    composed = own("model._target_=test_own_nets.Loose", "model.anything=3")
+    assert check(composed) == ("model.anything: not checked, its class takes any key",)
+
+
+def test_an_optional_package_that_is_absent_is_named_with_its_extra(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    composed = compose(["recipe=null", "model._target_=transformers.GPT2LMHeadModel"])
+    (found,) = [text for text in problems(composed) if "_target_" in text]
+    assert found == (
+        "model._target_=transformers.GPT2LMHeadModel: its module needs transformers, which is not installed. "
+        'Install it: pip install "trainkit[huggingface]" (command line)'
+    )

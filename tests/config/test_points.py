@@ -1,0 +1,75 @@
+"""Sweeps and comparisons: every point checked before the first; a group's keys for the choices that have them."""
+
+import pytest
+
+from trainkit.cli import parse
+from trainkit.config.compose.composer import Composer
+from trainkit.config.compose.jobs import Loader
+from trainkit.errors import ConfigError
+
+
+def points(*arguments):
+    call, _ = parse(["-m", "recipe=null", *arguments])
+    return call.compose_points()
+
+
+def test_comma_lists_are_multiplied_in_order():
+    found = [(one.values["seed"], one.values["optimizer"]["lr"]) for one in points("seed=1,2", "optimizer.lr=0.1,0.2")]
+    assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("argument", "seeds"),
+    [
+        ("seed=range(1,4)", [1, 2, 3]),
+        ("seed=choice(5,7)", [5, 7]),
+        ("seed=tag(zip,choice(1,2))", [1, 2]),
+        ("seed=3", [3]),
+    ],
+)
+def test_every_countable_sweep_of_hydra_counts(argument, seeds):
+    assert [one.values["seed"] for one in points(argument)] == seeds
+
+
+def test_a_glob_finds_choices():
+    assert [one.choices["schedule"] for one in points("schedule=glob(in*)")] == ["inverse_sqrt"]
+
+
+def test_a_key_of_a_group_applies_to_the_choices_that_have_it():
+    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2")
+    assert "replicas" not in one_device.values["strategy"]
+    assert mirrored.values["strategy"]["replicas"] == 2
+
+
+def test_the_keys_of_two_choices_each_go_to_their_own():
+    one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
+    assert one_device.values["strategy"]["device"] == "cpu"
+    assert "device" not in mirrored.values["strategy"]
+
+
+def test_a_key_that_no_point_has_is_a_problem():
+    with pytest.raises(ConfigError) as caught:
+        points("optimizer=adamw,adam", "optimizer.momentum=0.9")
+    assert [str(problem) for problem in caught.value.problems] == [
+        "optimizer.momentum: no such key in adamw. It belongs to sgd: add optimizer=sgd. (command line)"
+    ]
+
+
+def test_the_problems_of_all_points_come_before_the_first_run():
+    with pytest.raises(ConfigError) as caught:
+        points("seed=1,x", "optimizer.lr=0.1,-1")
+    assert [problem.key for problem in caught.value.problems] == ["optimizer.lr", "seed"]
+
+
+def test_a_sweep_name_has_an_effect_here():
+    assert len(points("seed=1,2", "sweep.name=mine")) == 2
+
+
+def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path):
+    loader = Loader(Composer([tmp_path], ["mine"]))
+    line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
+    command = loader.command(line, tmp_path / "job 1")
+    assert command[1:] == (
+        "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "mine",
+        "recipe=null", "strategy=one_device", f'hydra.run.dir="{tmp_path}/job 1"',
+    )  # fmt: skip

@@ -1,0 +1,38 @@
+"""The recipes that ship compose cleanly, alone and with another placement."""
+
+import pytest
+
+from trainkit.config.check import check
+from trainkit.config.compose import compose
+from trainkit.config.documents import read_document
+from trainkit.config.places import shipped_recipes
+
+NAMES = sorted(file.parent.name for file in shipped_recipes().glob("*/recipe.yaml"))
+
+NEEDED = {"resnet50_imagenet": ("data.path=/somewhere",)}
+"""What a recipe cannot know."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_composes_without_a_problem_and_without_an_idle_key(name):
+    composed = compose([f"recipe={name}", *NEEDED.get(name, ())])
+    assert check(composed) == ()
+    assert composed.notes == ()
+    assert (composed.values["recipe"], composed.values["name"]) == (name, name)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_takes_another_strategy(name):
+    check(compose([f"recipe={name}", *NEEDED.get(name, ()), "strategy=mirrored", "strategy.replicas=2"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_says_what_it_is_and_how_it_is_run(name):
+    file = shipped_recipes() / name / "recipe.yaml"
+    assert read_document(file).description
+    assert f"recipe={name}" in file.read_text()
+
+
+def test_the_default_is_the_recipe_digits():
+    assert compose([]).values["recipe"] == "digits"
+    assert "shakespeare" in NAMES

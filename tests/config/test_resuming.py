@@ -1,0 +1,63 @@
+"""`trainkit resume RUN`: the run's own config, with changes of placement."""
+
+import pytest
+import yaml
+
+from trainkit.config.check import check
+from trainkit.config.compose import compose
+from trainkit.config.resuming import compose_resumed, other_training
+from trainkit.errors import ConfigError
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """A run folder with the config that a run resolved."""
+    values = compose(
+        ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
+    ).values
+    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump(values))
+    return tmp_path
+
+
+def test_the_config_is_that_of_the_run(earlier):
+    composed = compose_resumed(earlier, [])
+    assert composed.values["optimizer"]["lr"] == 0.3
+    assert composed.values["batch"]["micro_size"] == 16
+    assert (composed.values["resume"], composed.run_dir, composed.run_dir_given) == ("auto", earlier, True)
+    assert composed.origin("optimizer").where.startswith(f"{earlier}/resolved.yaml:")
+
+
+def test_another_placement_is_taken(earlier):
+    composed = compose_resumed(earlier, ["strategy=mirrored", "strategy.replicas=3", "stop_at_step=null"])
+    assert composed.values["strategy"]["replicas"] == 3
+    assert "device" not in composed.values["strategy"]
+    assert composed.values["stop_at_step"] is None
+    assert other_training(composed, earlier) == []
+
+
+def test_another_training_is_refused_by_name(earlier):
+    composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
+    assert [str(problem) for problem in other_training(composed, earlier)] == [
+        (
+            "seed=1: the run has 0, and going on with another value is another training. "
+            "Leave it, or start a new run. (command line)"
+        ),
+        (
+            "optimizer.lr=0.1: the run has 0.3, and going on with another value is another training. "
+            "Leave it, or start a new run. (command line)"
+        ),
+    ]
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"is no run folder: it has no resolved\.yaml"):
+        compose_resumed(tmp_path, [])
+
+
+def test_what_ended_the_run_early_does_not_end_it_again(earlier):
+    assert compose_resumed(earlier, []).values["stop_at_step"] is None
+    assert compose_resumed(earlier, ["stop_at_step=9"]).values["stop_at_step"] == 9
+
+
+def test_resolved_values_are_not_told_to_be_idle(earlier):
+    assert list(check(compose_resumed(earlier, []))) == []

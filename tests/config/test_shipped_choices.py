@@ -1,0 +1,44 @@
+"""The YAMLs that ship, against the classes they name."""
+
+import pytest
+
+from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, resolve_target, signature_of
+from trainkit.config.check import check
+from trainkit.config.compose import compose
+from trainkit.config.documents import read_document
+from trainkit.config.places import shipped_conf
+from trainkit.config.schema import GROUPS
+
+FILES = sorted(shipped_conf().glob("*/*.yaml"))
+NODES = [file for file in FILES if TARGET in read_document(file).values]
+
+
+def ids(file):
+    return f"{file.parent.name}/{file.stem}"
+
+
+@pytest.mark.parametrize("file", NODES, ids=ids)
+def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file):
+    values = read_document(file).values
+    group = file.parent.name
+    signature = signature_of(resolve_target(values[TARGET]))
+    keys = {name for name in signature.keys if name not in INJECTED.get(group, ())}
+    listed = set(values) - {TARGET, *GROUP_KEYS.get(group, ())}
+    assert listed == keys or (signature.takes_more and listed <= keys)
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_a_choice_says_in_a_line_what_it_is(file):
+    assert read_document(file).description
+
+
+@pytest.mark.parametrize("file", FILES, ids=ids)
+def test_a_choice_belongs_to_a_group_and_has_no_trap(file):
+    assert file.parent.name in GROUPS
+    assert read_document(file).traps == ()
+
+
+@pytest.mark.parametrize("group", ["optimizer", "schedule", "strategy"])
+def test_every_choice_of_these_composes_cleanly(group):
+    for file in sorted((shipped_conf() / group).glob("*.yaml")):
+        check(compose(["recipe=null", f"{group}={file.stem}"]))

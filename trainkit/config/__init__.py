@@ -1,0 +1,1 @@
+"""Composition, checks, the schema of the run, and objects from `_target_`."""

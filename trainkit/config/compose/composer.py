@@ -1,0 +1,149 @@
+"""The composer: one search path, and the runs, points and arguments read through it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from trainkit.config.compose.composing import Composing
+from trainkit.config.compose.files import hydra_state
+from trainkit.config.compose.layers import first_line
+from trainkit.config.composition import Composition
+from trainkit.config.documents import read_document
+from trainkit.config.grammar import COMMAND_LINE, unreadable
+from trainkit.config.origins import Level, dotted
+from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.schema import LIST_GROUPS
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["Composer", "foreign_keys"]
+
+
+class Composer:
+    """Composes runs from one search path."""
+
+    def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
+        self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
+        self.packages = tuple(packages)
+        for folder in self.config_dirs:
+            if not folder.is_dir():
+                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is no folder.", origin=COMMAND_LINE)])
+        with hydra_state():
+            self.loader = ConfigLoaderImpl(self._search_path())
+        self._parser: OverridesParser | None = None
+
+    def _search_path(self) -> ConfigSearchPathImpl:
+        path = ConfigSearchPathImpl()
+        for folder in self.config_dirs:
+            path.append("command-line", f"file://{folder}")
+        path.append("hydra", "pkg://hydra.conf")
+        path.append("main", f"file://{shipped_conf()}")
+        path.append("trainkit", f"recipes://{shipped_recipes()}")
+        path.append("schema", "structured://")
+        return path
+
+    def choices_of(self, group: str) -> list[str]:
+        """The choices of a group."""
+        return list(self.loader.repository.get_group_options(group))
+
+    def groups(self) -> list[str]:
+        """The groups there are, the user's own included."""
+        found = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
+        return [name for name in found if name != "hydra"]
+
+    def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+        """Arguments by Hydra's grammar, and those that it cannot read."""
+        if self._parser is None:
+            self._parser = OverridesParser.create(config_loader=self.loader)
+        parsed, problems = [], []
+        for argument in overrides:
+            try:
+                override = self._parser.parse_override(argument)
+                override.config_loader = self.loader  # glob(...) asks it for the choices
+                parsed.append(override)
+            except HydraException:
+                problems.append(unreadable(argument))
+        return parsed, problems
+
+    def is_group(self, override: Override) -> bool:
+        """Whether an argument chooses, rather than sets a value."""
+        if override.is_sweep_override():
+            return bool(self.loader.repository.group_exists(override.key_or_group))
+        return self.loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
+
+    def without_null(self, override: Override) -> Override:
+        """`recipe=null` as Hydra's grammar has it: `~recipe`, and an empty list for a group that takes one."""
+        if override.is_sweep_override() or override.is_delete() or not self.is_group(override):
+            return override
+        if override.value() is not None:
+            return override
+        group = override.get_key_element()
+        line = f"{group}=[]" if override.key_or_group in LIST_GROUPS else f"~{group}"
+        return self.parse([line])[0][0]
+
+    def compose(self, overrides: Sequence[str] = (), *, for_others: bool = False) -> Composition:
+        """Compose one run.
+
+        Args:
+            overrides: the arguments.
+            for_others: whether other choices are composed beside this one: then a group's keys that this choice does
+                not have, and another has, are left out.
+        """
+        with hydra_state():
+            composition = Composing(self, overrides).run()
+            if for_others and (foreign := foreign_keys(composition)):
+                kept = [line for line in overrides if _key_of(line) not in foreign]
+                composition = Composing(self, kept).run()
+            return composition
+
+    def points(self, overrides: Sequence[str]) -> list[list[str]]:
+        """The arguments of every point of a sweep, in order; a single point where nothing is swept.
+
+        Raises:
+            ConfigError: arguments that cannot be read, or sweeps that cannot be counted out.
+        """
+        with hydra_state():
+            parsed, problems = self.parse(overrides)
+            endless = [item for item in parsed if item.is_sweep_override() and not item.is_discrete_sweep()]
+            for item in endless:
+                rule = "is a range without steps: it needs a sweeper that searches, hydra/sweeper=NAME."
+                key, _, value = (item.input_line or "").partition("=")
+                problems.append(Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE))
+            if problems:
+                raise ConfigError(problems)
+            try:
+                found = BasicSweeper.split_arguments(parsed, None)[0]
+            except HydraException as error:
+                raise ConfigError([Problem(key="sweep", rule=first_line(error), origin=COMMAND_LINE)]) from error
+            if not found:
+                swept = next(item for item in parsed if item.is_sweep_override())
+                key, _, value = (swept.input_line or "").partition("=")
+                rule = "is an empty sweep: there is nothing to run."
+                raise ConfigError([Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)])
+            return found
+
+
+def _key_of(argument: str) -> str:
+    return argument.lstrip("+").partition("=")[0]
+
+
+def foreign_keys(composition: Composition) -> set[str]:
+    """Keys on the command line that the chosen choices do not have and other choices of their groups do."""
+    found = set()
+    for path, origin in composition.origins.items():
+        file = next((item for item in composition.files if item.package == path[:1]), None)
+        if origin.level is not Level.command_line or len(path) < 2 or file is None or path[1] in file.document.values:
+            continue
+        folders = (*composition.config_dirs, shipped_conf())
+        others = [other for folder in folders for other in sorted((folder / path[0]).glob("*.yaml"))]
+        if any(path[1] in read_document(other).values for other in others):
+            found.add(dotted(path))
+    return found

@@ -1,0 +1,230 @@
+"""One composition on its way: arguments and files in, values with their origins out."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from hydra._internal.defaults_list import DefaultsList, create_defaults_list
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
+from trainkit.config.compose.layers import Layers, first_line, shown
+from trainkit.config.composition import ChoiceFile, Composition
+from trainkit.config.documents import Document
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.origins import Layered, Level, Origin, lookup
+from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.values import closest
+from trainkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from trainkit.config.compose.composer import Composer
+
+__all__ = ["Composing"]
+
+_ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
+
+
+class Composing:
+    """One composition on its way."""
+
+    def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
+        self.composer = composer
+        self.repository = Repository(composer.loader.repository)
+        self.parsed, self.problems = composer.parse(overrides)
+        self.layers = Layers()
+
+    def run(self) -> Composition:
+        """Defaults list, layers, arguments, exclusive keys, interpolations."""
+        task = [item for item in self.parsed if not item.is_hydra_override()]
+        about_hydra = [item for item in self.parsed if item.is_hydra_override()]
+        task = [item for item in task if not self._refused(item)]
+        defaults = self._defaults(task)
+        files = self._files(defaults)
+        choices = self._choices(defaults, files)
+        swapped = self._swapped(task, files, choices)
+        layers = self.layers
+        layers.lay(files, swapped)
+        hydra = copy.deepcopy(layers.hydra.values.get("hydra", {}))
+        for override in defaults.config_overrides:
+            self._apply(override, layers.tree)
+        for override in about_hydra:
+            if "." in override.key_or_group:
+                self._apply(override, layers.hydra)
+        values = layers.finish(files, choices)
+        run_dir = lookup(layers.hydra.values, ("hydra", "run", "dir"))
+        return Composition(
+            values=values,
+            origins=dict(layers.tree.origins),
+            choices=choices,
+            files=tuple(files),
+            overrides=tuple(item.input_line or "" for item in self.parsed if not item.is_hydra_override()),
+            hydra_overrides=tuple(item.input_line or "" for item in about_hydra),
+            hydra=hydra,
+            hydra_choices=_hydra_choices(files),
+            config_dirs=self.composer.config_dirs,
+            packages=self.composer.packages,
+            notes=tuple(layers.notes),
+            problems=(*self.problems, *layers.problems),
+            run_dir=layers.folder(run_dir, values),
+            run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
+        )
+
+    # -- the arguments ------------------------------------------------------------------------------------------
+
+    def _refused(self, override: Override) -> bool:
+        """Report an argument that no defaults list can take; True where there was something to report."""
+        key = override.key_or_group
+        if override.is_sweep_override():
+            rule = f"is a list of choices to try one after the other: add -m. As one text: {key}='...'."
+            self._report(override, rule)
+            return True
+        if not self.composer.is_group(override):
+            return False
+        value = override.value()
+        if isinstance(value, list) and key not in LIST_GROUPS:
+            first = ",".join(map(str, value))
+            self._report(override, f"takes one choice, not a list. To run them all: -m {key}={first}.")
+            return True
+        if override.is_force_add():
+            self._report(override, f"is a group: write {key}={value}.")
+            return True
+        if not isinstance(value, str | list | None) and not override.is_delete():
+            self._report(override, f"needs the name of a choice. {self._there_are(key)}")
+            return True
+        names = value if isinstance(value, list) else [value]
+        absent = [] if override.is_delete() else [name for name in names if not self._exists(key, name)]
+        for name in absent:
+            self._report(override, self._no_choice(key, str(name)))
+        return bool(absent)
+
+    def _report(self, override: Override, rule: str) -> None:
+        line = override.input_line or ""
+        name, separator, value = line.lstrip("+").partition("=")
+        found = {"value": value} if separator else {}
+        self.problems.append(Problem(key=name, rule=rule, origin=COMMAND_LINE, **found))
+
+    def _exists(self, group: str, name: Any) -> bool:
+        return name is None or (isinstance(name, str) and self.repository.config_exists(f"{group}/{name}"))
+
+    def _no_choice(self, group: str, name: str) -> str:
+        near = closest(name, self.composer.choices_of(group))
+        hint = f"Did you mean {near}? " if near else ""
+        return f"no such choice. {hint}{self._there_are(group)}"
+
+    def _there_are(self, group: str) -> str:
+        return f"There are: {', '.join(self.composer.choices_of(group))}."
+
+    # -- the files ----------------------------------------------------------------------------------------------
+
+    def _defaults(self, task: Sequence[Override]) -> DefaultsList:
+        """Hydra's defaults list; choices that files name and that do not exist are reported, all of them."""
+        remaining = [self.composer.without_null(item) for item in task]
+        while True:
+            try:
+                return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
+            except MissingConfigException as error:
+                missing = error.missing_cfg_file or ""
+                if missing in self.repository.absent or missing == CONFIG:
+                    raise ConfigError([*self.problems, Problem(key=missing, rule=first_line(error))]) from error
+                self.problems.append(self._missing(missing))
+                self.repository.forgive(missing)
+            except (HydraException, ValueError, OmegaConfBaseException) as error:
+                culprit = next((item for item in remaining if item.get_key_element() in str(error)), None)
+                rule = f"{first_line(error)}"
+                if culprit is None:
+                    raise ConfigError([*self.problems, Problem(key="defaults list", rule=rule)]) from error
+                self._report(culprit, rule)
+                remaining.remove(culprit)
+
+    def _missing(self, config_path: str) -> Problem:
+        """The problem of a choice that a file names, with the line that names it."""
+        group, _, name = config_path.rpartition("/")
+        for document in self.repository.documents.values():
+            for item, line in zip(document.defaults, document.defaults_lines, strict=False):
+                pairs = item.items() if isinstance(item, Mapping) else ()
+                if any(group_in(str(key)) == group and name in _names(value) for key, value in pairs):
+                    where = f"{shown(document.file)}:{line}"
+                    return Problem(key=group, value=name, rule=self._no_choice(group, name), origin=where)
+        return Problem(key=group or config_path, value=name, rule=self._no_choice(group, name))
+
+    def _files(self, defaults: DefaultsList) -> list[ChoiceFile]:
+        """The files in ascending precedence: config.yaml, choices, recipes."""
+        files = []
+        shipped = (shipped_conf(), shipped_recipes())
+        for default in defaults.defaults:
+            path = default.config_path or ""
+            group, _, name = path.rpartition("/")
+            level = Level.choice
+            if path == CONFIG:
+                level = Level.defaults
+            elif path.startswith("recipe/"):
+                level = Level.recipe
+            document = self.repository.documents[path]
+            package = tuple(part for part in (default.package or "").split(".") if part and part != "_global_")
+            own = any(document.file.is_relative_to(folder) for folder in shipped)
+            files.append(
+                ChoiceFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
+            )
+        return sorted(files, key=lambda file: file.level)
+
+    def _choices(self, defaults: DefaultsList, files: Sequence[ChoiceFile]) -> dict[str, str | list[str] | None]:
+        known: dict[str, Any] = dict(defaults.overrides.known_choices)
+        for group in LIST_GROUPS:
+            known[group] = [file.name for file in files if file.group == group]
+        return {name: known[name] for name in sorted(known)}
+
+    def _swapped(
+        self, task: Sequence[Override], files: Sequence[ChoiceFile], choices: Mapping[str, Any]
+    ) -> dict[str, str]:
+        """Groups whose choice in the recipe the command line replaced -> what to say about it."""
+        recipes = [file.document for file in files if file.level == Level.recipe]
+        primary = [file.document for file in files if file.level == Level.defaults]
+        swapped = {}
+        for override in task:
+            group = override.key_or_group
+            if group == "recipe" or not self.composer.is_group(override):
+                continue
+            before = next(_chosen_in([*reversed(recipes), *primary], group), None)
+            if _names(before) != _names(choices.get(group)):
+                swapped[group] = f"{override.input_line} replaces {'+'.join(_names(before)) or 'nothing'}"
+        return swapped
+
+    def _apply(self, override: Override, tree: Layered) -> None:
+        """Put one argument over the files."""
+        path = tuple(override.key_or_group.split("."))
+        if override.package is not None:
+            self._report(override, f"{override.key_or_group} is no group, so it takes no @package.")
+        elif override.is_delete():
+            if not tree.remove(path):
+                self._report(override, "there is no such key to delete.")
+        else:
+            value = override.value()
+            if value == {}:
+                tree.remove(path)  # merging nothing would do nothing: an empty mapping empties
+            tree.put(path, value, _ARGUMENT)
+
+
+def _hydra_choices(files: Sequence[ChoiceFile]) -> dict[str, str]:
+    """What files choose for Hydra's own groups; the file of the highest precedence decides."""
+    items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
+    return {group_in(str(key)): value for item in items for key, value in item.items()}
+
+
+def _names(value: Any) -> list[str]:
+    if value is None:
+        return []
+    return [str(item) for item in value] if isinstance(value, list) else [str(value)]
+
+
+def _chosen_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
+    """What the defaults lists of documents choose for a group, first document first."""
+    for item in itertools.chain.from_iterable(document.defaults for document in documents):
+        if isinstance(item, Mapping):
+            yield from (value for key, value in item.items() if group_in(str(key)) == group)

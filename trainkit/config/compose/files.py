@@ -1,0 +1,156 @@
+"""Hydra's files and state: its repository read with line numbers, its globals put back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from hydra import version as hydra_version
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
+from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
+from hydra.core.singleton import Singleton
+from hydra.core.utils import setup_globals
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+from omegaconf.basecontainer import BaseContainer
+
+from trainkit.config.composition import Composition
+from trainkit.config.documents import Document, read_document
+from trainkit.config.schema import LIST_GROUPS
+
+CONFIG: Final = "config"
+"""The primary config, conf/config.yaml."""
+
+__all__ = ["CONFIG", "HydraFiles", "Repository", "group_in", "hydra_state", "is_about_hydra"]
+
+
+@contextlib.contextmanager
+def hydra_state() -> Iterator[None]:
+    """Hydra's resolvers and version base set as it needs them, and put back afterwards."""
+    resolvers = dict(BaseContainer._resolvers)  # noqa: SLF001 - OmegaConf offers no way to restore them
+    base = Singleton._instances.get(hydra_version.VersionBase)  # noqa: SLF001
+    held = base.getbase() if base is not None else None  # type: ignore[attr-defined]
+    try:
+        setup_globals()
+        hydra_version.setbase("1.3")
+        Plugins.instance()
+        yield
+    finally:
+        BaseContainer._resolvers = resolvers  # noqa: SLF001
+        if base is None:
+            Singleton._instances.pop(hydra_version.VersionBase, None)  # noqa: SLF001
+        else:
+            base.version_base = held  # type: ignore[attr-defined]
+
+
+class Repository(CachingConfigRepository):
+    """Hydra's files, read with their line numbers, and without what a file says about Hydra itself."""
+
+    def __init__(self, delegate: ConfigRepository) -> None:
+        super().__init__(delegate)
+        self.documents: dict[str, Document] = {}
+        self.absent: set[str] = set()
+        """Choices that do not exist: read as empty once reported, so that the others are looked at too."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """A file's defaults list and header for Hydra; its content is kept in `documents`."""
+        if config_path in self.cache:
+            return self.cache[config_path]
+        self.cache[config_path] = result = self._load(config_path)
+        return result
+
+    def config_exists(self, config_path: str) -> bool:
+        """Whether there is such a file, or its absence is reported already."""
+        return config_path in self.absent or super().config_exists(config_path)
+
+    def forgive(self, config_path: str) -> None:
+        """Take an absent file for an empty one from here on."""
+        self.absent.add(config_path)
+        self.cache.pop(config_path, None)
+
+    def _load(self, config_path: str) -> ConfigResult | None:
+        if config_path in self.absent:
+            return self._result(config_path, Document(file=Path(config_path), values={}, lines={}))
+        file = self.file_of(config_path)
+        if file is not None:
+            document = read_document(file)
+        elif (found := self.delegate.load_config(config_path)) is not None:
+            values: Any = OmegaConf.to_container(found.config, resolve=False)
+            header = found.header.get("package")
+            document = Document(file=Path(config_path), values=values or {}, lines={}, package=header)
+        else:
+            return None
+        return self._result(config_path, document)
+
+    def file_of(self, config_path: str) -> Path | None:
+        """The YAML file behind a config path; None where another kind of source has it."""
+        source = self.delegate._find_object_source(config_path, ObjectType.CONFIG)  # type: ignore[attr-defined]  # noqa: SLF001
+        if source is None:
+            return None
+        if source.scheme() == "file":
+            return Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+        return Path(source.file_of(config_path)) if hasattr(source, "file_of") else None
+
+    def _result(self, config_path: str, document: Document) -> ConfigResult:
+        self.documents[config_path] = document
+        items = [item for item in document.defaults if not is_about_hydra(item)]
+        has_content = {"content": True} if document.values else {}
+        result = ConfigResult(
+            provider="trainkit",
+            path=str(document.file),
+            config=OmegaConf.create(has_content),
+            header={"package": _package(config_path, document)},
+        )
+        result.defaults_list = self.delegate._create_defaults_list(  # type: ignore[attr-defined]  # noqa: SLF001
+            config_path, OmegaConf.create(items)
+        )
+        return result
+
+
+def is_about_hydra(item: Any) -> bool:
+    """Whether an item of a defaults list chooses for one of Hydra's own groups."""
+    return isinstance(item, Mapping) and any(group_in(str(key)).startswith("hydra/") for key in item)
+
+
+def group_in(key: str) -> str:
+    """The group that an item of a defaults list names: `override /model@x` is model."""
+    return key.rsplit(" ", maxsplit=1)[-1].lstrip("/").split("@")[0]
+
+
+def _package(config_path: str, document: Document) -> str | None:
+    """Where a file's content stands: a recipe at the root, a callback or logger under its own name."""
+    group, _, name = config_path.rpartition("/")
+    if document.package is not None:
+        return document.package
+    if group.split("/")[0] == "recipe":
+        return "_global_"
+    if group in LIST_GROUPS and "_target_" in document.values:
+        return f"{group}.{name}"
+    return None
+
+
+class HydraFiles(Repository):
+    """What a composition says about Hydra, as a primary config; Hydra's own files stand beside it."""
+
+    def __init__(self, delegate: ConfigRepository, composition: Composition) -> None:
+        super().__init__(delegate)
+        choices = [{f"override /{group}": name} for group, name in composition.hydra_choices.items()]
+        self._primary = Document(
+            file=Path("config.yaml"), values={"hydra": composition.hydra}, lines={}, defaults=["_self_", *choices]
+        )
+
+    def _load(self, config_path: str) -> ConfigResult | None:
+        if config_path != CONFIG:
+            return self.delegate.load_config(config_path)
+        result = ConfigResult(
+            provider="trainkit",
+            path="config.yaml",
+            config=OmegaConf.create(self._primary.values),
+            header={"package": None},
+        )
+        items = OmegaConf.create(self._primary.defaults)
+        result.defaults_list = self.delegate._create_defaults_list(config_path, items)  # type: ignore[attr-defined]  # noqa: SLF001
+        return result

@@ -1,0 +1,194 @@
+"""Values put over one another, file by file, each key with its own line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from trainkit.config.composition import ChoiceFile
+from trainkit.config.exclusive import settle
+from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, leaves, lookup
+from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.schema import GROUPS, LIST_GROUPS
+from trainkit.errors import Problem
+
+__all__ = ["Layers", "first_line", "shown"]
+
+_PATH_KEY: Final = re.compile(r"(.*_)?(path|folder|root|dir|file)|resume|init_from")
+
+
+class Layers:
+    """The values of one composition on their way, and what there is to say about them."""
+
+    def __init__(self) -> None:
+        self.tree = Layered()
+        self.hydra = Layered()
+        """What the files and arguments say about Hydra itself."""
+        self.notes: list[str] = []
+        self.problems: list[Problem] = []
+
+    def lay(self, files: Sequence[ChoiceFile], swapped: Mapping[str, str]) -> None:
+        """Put files over one another, in ascending precedence.
+
+        Args:
+            files: in their order.
+            swapped: groups whose choice in the recipe the command line replaced -> what to say about it.
+        """
+        for rank, file in enumerate(files):
+            self._lay(file, rank, swapped)
+
+    def finish(self, files: Sequence[ChoiceFile], choices: Mapping[str, Any]) -> dict[str, Any]:
+        """Once the arguments lie on top: names, exclusive keys, interpolations, and reports on the files."""
+        self._complete(choices)
+        notes, problems = settle(self.tree)
+        self.notes += notes
+        self.problems += problems
+        values = self._resolved()
+        self._traps(files)
+        self._shadowed(files)
+        return values
+
+    def _lay(self, file: ChoiceFile, rank: int, swapped: Mapping[str, str]) -> None:
+        """Put one file's values over those below."""
+        chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
+        dropped: dict[str, list[str]] = {}
+        for name, value in file.document.values.items():
+            path = (*file.package, str(name))
+            if path[0] == "hydra":
+                self._put(self.hydra, file, rank, path, value)
+            elif file.level == Level.recipe and path[0] in swapped:
+                names = value if isinstance(value, Mapping) else {}
+                gone = [key for key in names if key not in chosen.get(path[0], ())]
+                dropped.setdefault(path[0], []).extend(dotted((*path, str(key))) for key in gone)
+                for key in [key for key in names if key not in gone]:
+                    self._put(self.tree, file, rank, (*path, str(key)), names[key])
+            else:
+                self._put(self.tree, file, rank, path, value)
+        if not file.document.values and file.package and file.level == Level.choice:
+            self._put(self.tree, file, rank, file.package, {})
+        for group, keys in ((group, keys) for group, keys in dropped.items() if keys):
+            what = f"what the recipe set in {group} is dropped with it ({', '.join(keys)})"
+            self.notes.append(f"{swapped[group]}: {what}")
+
+    def _put(self, tree: Layered, file: ChoiceFile, rank: int, path: KeyPath, value: Any) -> None:
+        """Put a value and everything below it, each key with its own line."""
+        inner = path[len(file.package) :]
+        line = file.document.lines.get(inner)
+        name = shown(file.document.file)
+        where = f"{name}:{line}" if line else name
+        origin = Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
+        if not isinstance(value, Mapping):
+            tree.put(path, value, origin)
+            return
+        if not isinstance(lookup(tree.values, path), Mapping):
+            tree.put(path, {}, origin)
+        for key, item in value.items():
+            self._put(tree, file, rank, (*path, str(key)), item)
+
+    def _complete(self, choices: Mapping[str, Any]) -> None:
+        """The name, the recipe, `~` in paths, and a node for every group."""
+        for group in GROUPS:
+            if group not in self.tree.values and (group in LIST_GROUPS or choices.get(group) is not None):
+                self.tree.put((group,), {}, Origin(level=Level.defaults, where=""))
+        recipe = choices.get("recipe")
+        if "recipe" not in self.tree.values:
+            self.tree.put(("recipe",), recipe, Origin(level=Level.defaults, where=""))
+        if self.tree.values.get("name") is None:
+            name = re.sub(r"[^A-Za-z0-9._-]", "_", str(recipe)) if recipe else "run"
+            self.tree.put(("name",), name, self.tree.origin_of(("name",)))
+        for path, value in list(leaves(self.tree.values)):
+            if isinstance(value, str) and value.startswith("~") and _PATH_KEY.fullmatch(path[-1]):
+                self.tree.put(path, str(Path(value).expanduser()), self.tree.origin_of(path))
+
+    def _resolved(self) -> dict[str, Any]:
+        """The values with `${...}` filled in."""
+        values = self.tree.values
+        open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
+        if not open_leaves:
+            return values
+        config = OmegaConf.create(values)
+        for path, value in open_leaves:
+            try:
+                node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
+                self._set(values, path, _as_plain(node))
+            except OmegaConfBaseException as error:
+                where = self.tree.origin_of(path).where
+                self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
+                self._set(values, path, None)
+        return values
+
+    @staticmethod
+    def _set(values: dict[str, Any], path: KeyPath, value: Any) -> None:
+        for name in path[:-1]:
+            values = values[name]
+        values[path[-1]] = value
+
+    def _traps(self, files: Sequence[ChoiceFile]) -> None:
+        """Report scalars that YAML 1.1 rewrites, unless another place set the key anew."""
+        for file in files:
+            name = shown(file.document.file)
+            for trap in file.document.traps:
+                path = (*file.package, *trap.path)
+                where = f"{name}:{trap.line}"
+                origin = self.tree.origin_of(path)
+                if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
+                    self.problems.append(Problem(key=dotted(path), value=trap.text, rule=trap.rule, origin=where))
+
+    def _shadowed(self, files: Sequence[ChoiceFile]) -> None:
+        """Say which shipped files the user's own folders hide."""
+        for file in files:
+            if file.shipped:
+                continue
+            path = Path(file.group) / file.name
+            hidden = shipped_conf() / f"{path}.yaml"
+            if file.group == "recipe":
+                hidden = shipped_recipes() / file.name / "recipe.yaml"
+            if hidden.is_file():
+                self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
+
+    def folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
+        """`hydra.run.dir` with its interpolations filled in; None where only a job knows them."""
+        if not isinstance(pattern, str):
+            return None
+        try:
+            return Path(OmegaConf.create({**values, "_folder_": pattern})["_folder_"]).expanduser()
+        except OmegaConfBaseException:
+            return None
+
+
+def _has_interpolation(value: Any) -> bool:
+    if isinstance(value, str):
+        return "${" in value
+    return isinstance(value, list) and any(
+        _has_interpolation(item) or (isinstance(item, Mapping) and any(_has_interpolation(v) for _, v in leaves(item)))
+        for item in value
+    )
+
+
+def _as_plain(node: Any) -> Any:
+    return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+
+
+def _unresolved(error: OmegaConfBaseException) -> str:
+    text = first_line(error)
+    if match := re.search(r"Interpolation key '([^']+)' not found", text):
+        return f"refers to {match[1]}, and there is no such key."
+    return f"cannot be resolved: {text.rstrip('.')}."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def shown(file: Path) -> str:
+    """A file as short as it can be said: relative below the current folder."""
+    with contextlib.suppress(ValueError):
+        return str(file.relative_to(Path.cwd()))
+    return str(file)

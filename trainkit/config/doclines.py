@@ -1,0 +1,51 @@
+"""The one-line docstring under a field, read from its source without importing anything more."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import itertools
+import textwrap
+from typing import Any
+
+__all__ = ["doc_line", "doc_lines"]
+
+
+def doc_lines(kind: Any) -> dict[str, str]:
+    """Field -> the first line of the docstring under it, inherited ones included; empty for a class without source.
+
+    Example:
+        >>> from trainkit.config.schema import Clip
+        >>> doc_lines(Clip)
+        {'max_norm': "Largest global norm of a step's gradient; null does not clip."}
+    """
+    found: dict[str, str] = {}
+    for base in reversed(getattr(kind, "__mro__", ())):
+        found.update(_own_lines(base))
+    return found
+
+
+def doc_line(kind: Any, name: str) -> str:
+    """The docstring line of one field, or nothing."""
+    return doc_lines(kind).get(name, "")
+
+
+def _own_lines(kind: Any) -> dict[str, str]:
+    if not getattr(kind, "__module__", "").startswith("trainkit"):
+        return {}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        ):
+            found[field.target.id] = text.value.value.strip().splitlines()[0]
+    return found

@@ -1,0 +1,139 @@
+"""Keys that a person set and that change nothing in this composition: never silently ignored.
+
+On the command line such a key is a problem; in a recipe or a file, where another choice may have taken its effect
+away, it is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from trainkit.config.composition import Composition, path_of
+from trainkit.config.origins import Level, lookup
+from trainkit.config.semantics import SCALING_KEYS
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["without_effect", "without_effect_here"]
+
+
+def without_effect(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
+    """What can be told without importing anything.
+
+    Returns:
+        Problems (set on the command line) and notes (set in a recipe or in the user's own files).
+    """
+    problems: list[Problem] = []
+    notes: list[str] = []
+    for key, rule in _ineffective(composition.values, multirun=multirun):
+        origin = composition.origin(key)
+        problem = composition.problem(key, rule, value=_value(composition, key))
+        if origin.level is Level.command_line:
+            problems.append(problem)
+        elif origin.level is Level.recipe or (origin.where and not origin.shipped):
+            notes.append(str(problem))
+    if not multirun:
+        problems += _hydra_sweep_keys(composition)
+    return problems, notes
+
+
+def without_effect_here(composition: Composition) -> list[Problem]:
+    """What depends on the classes and on this machine; torch is imported by now."""
+    problems = []
+    for key, rule in _ineffective_here(composition.values):
+        if composition.origin(key).level is Level.command_line or key == "precision":
+            problems.append(composition.problem(key, rule, value=_value(composition, key)))
+    told = [f"supervisor.{name}" for name in composition.values.get("supervisor", {})]
+    given = [key for key in told if composition.origin(key).level is Level.command_line]
+    if given and _processes(composition.values) == 1:
+        rule = "has no effect: this strategy runs in one process."
+        problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]
+    return problems
+
+
+def _value(composition: Composition, key: str) -> Any:
+    if key == "precision":
+        return composition.choices.get("precision")
+    return lookup(composition.values, path_of(key))
+
+
+def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:
+    """Key and reason for every key that is idle by the values of others."""
+    yield from _idle_rates(values)
+    if not values["numerics"]["reproducible"]:
+        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    if values["eval"]["metric"] is None:
+        yield "eval.mode", "has no effect without eval.metric."
+    if values["loader"]["num_workers"] == 0:
+        yield "loader.prefetch", "has no effect without workers. Give loader.num_workers."
+    if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
+        yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
+    if values["resume"] not in (None, "auto") and values["init_from"] is not None:
+        yield "init_from", "has no effect beside resume: the checkpoint brings its weights."
+    if not multirun:
+        yield "sweep.name", "has no effect without -m."
+    if values["precision"].get("value") != "fp16_mixed":
+        reason = "has no effect: only precision=fp16_mixed scales its loss."
+        yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
+
+
+def _idle_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Those that say how fast to learn."""
+    warmup, scaling, optimizer = values["warmup"], values["lr_scaling"], values["optimizer"]
+    unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"
+    if not warmup["epochs"] and not warmup["steps"]:
+        yield "warmup.start", "has no effect without a warmup. Give warmup.epochs or warmup.steps."
+    elif warmup["start"] == "base" and unscaled:
+        yield "warmup.start", "has no effect: nothing is scaled, so base is the peak already."
+    if scaling["reference_batch"] is None:
+        yield "lr_scaling.rule", "has no effect without lr_scaling.reference_batch: nothing is scaled."
+    elif unscaled:
+        yield "lr_scaling.reference_batch", "has no effect with lr_scaling.rule=none."
+    if "dampening" in optimizer and not optimizer.get("momentum"):
+        yield "optimizer.dampening", "has no effect without optimizer.momentum."
+
+
+def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
+    for override in composition.hydra_overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith(("hydra.sweep.", "hydra.launcher", "hydra.sweeper", "hydra/launcher", "hydra/sweeper")):
+            yield Problem(key=key, value=value, rule="has no effect without -m.", origin="command line")
+
+
+def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from trainkit.config.build import resolve_target  # noqa: PLC0415 - imports targets: second phase only
+
+    loader = values["loader"]
+    dataset = resolve_target(values["data"]["_target_"])
+    in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
+    if in_memory or loader["cache"] is True:
+        reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
+        yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
+    if not _cuda():
+        if values["precision"].get("value") == "tf32":
+            yield "precision", "is a mode of CUDA GPUs, and there is none here. Use precision=fp32."
+        if loader["pin_memory"] is True:
+            yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
+
+
+def _processes(values: Mapping[str, Any]) -> int | None:
+    """The processes that the strategy will start; None where it cannot say without more."""
+    from trainkit.config.build import build  # noqa: PLC0415 - imports targets: second phase only
+
+    tasks = getattr(build(values["strategy"]), "tasks", None)
+    try:
+        return len(tasks(_num_gpus())) if callable(tasks) else None
+    except ConfigError:
+        return None  # the plan says what is wrong with it
+
+
+def _num_gpus() -> int:
+    import torch  # noqa: PLC0415 - second phase only
+
+    return torch.cuda.device_count()
+
+
+def _cuda() -> bool:
+    import torch  # noqa: PLC0415 - second phase only
+
+    return torch.cuda.is_available()

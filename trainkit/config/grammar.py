@@ -1,0 +1,56 @@
+"""Arguments as the user typed them: what is wrong with one, and how to write it instead."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Final
+
+from trainkit.errors import Problem
+
+__all__ = ["COMMAND_LINE", "is_override", "quoted_form", "unreadable"]
+
+COMMAND_LINE: Final = "command line"
+"""The origin of every argument."""
+
+_OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTALL)
+
+
+def is_override(argument: str) -> bool:
+    """Whether an argument is `key=value`, `+key=value` or `~key`.
+
+    Example:
+        >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k")]
+        [True, True, False, False]
+    """
+    if argument.startswith("-"):
+        return False
+    return "=" in argument or argument.startswith("~")
+
+
+def quoted_form(argument: str) -> str:
+    """The argument with its value quoted, for Hydra and for the shell.
+
+    Example:
+        >>> print(quoted_form("data.path=~/x"))
+        'data.path="~/x"'
+    """
+    key, _, value = argument.partition("=")
+    inner = value.strip("\"'").replace("\\", "\\\\").replace('"', '\\"')
+    return shlex.quote(f'{key}="{inner}"')
+
+
+def unreadable(argument: str) -> Problem:
+    """The problem of an argument that Hydra's grammar cannot read."""
+    key, separator, value = argument.partition("=")
+    if not separator:
+        rule = "is no key=value. A verb comes first, and its own options begin with --."
+        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
+    if not _OVERRIDE.fullmatch(f"{key}=") or not key:
+        rule = "is no key=value: a key is made of letters, digits, _ and dots."
+        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
+    if value[:1] in "{[" and value:
+        rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'
+        return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
+    rule = f"has a character that needs quotes. Write {quoted_form(argument)}"
+    return Problem(key=argument, rule=rule, origin=COMMAND_LINE)

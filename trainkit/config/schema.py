@@ -1,0 +1,315 @@
+"""The run as a value: what `resolved.yaml` holds, read by every process.
+
+Run-level keys are fields here, with their type, limits, tag and one line of meaning. A group (`model`, `data`, ...)
+stays the plain mapping it was written as: the class behind its `_target_` is its schema.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from trainkit.config.values import above, at_least, below, limits_in, misfit, pattern, plain
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic, maths, placement, speed
+
+__all__ = [
+    "GROUPS",
+    "LIST_GROUPS",
+    "Batch",
+    "Checkpoint",
+    "Clip",
+    "Eval",
+    "Loader",
+    "LrScaling",
+    "Numerics",
+    "RunConfig",
+    "Supervisor",
+    "Sweep",
+    "Warmup",
+    "hints_of",
+    "load_resolved",
+]
+
+GROUPS: Final = (
+    "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",
+)  # fmt: skip
+"""The groups whose node is part of a run; `recipe` composes one and leaves nothing but its name."""
+LIST_GROUPS: Final = ("callbacks", "logger")
+"""The groups that take any number of choices at once."""
+
+Node = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """The samples of one update. Any two of the three say all; with `global_size` alone, a shard a replica."""
+
+    global_size: Annotated[int | None, maths, at_least(1)] = 64
+    """Samples per step, over all replicas."""
+    micro_size: Annotated[int | None, maths, at_least(1)] = None
+    """Most samples in a shard, the unit of one forward and backward pass; null lets it follow."""
+    accumulation: Annotated[int | None, maths, at_least(1)] = None
+    """Shards that each replica computes per step; null lets it follow."""
+    drop_last: Annotated[bool, maths] = False
+    """Leave out the last, short batch of an epoch instead of training on it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScaling:
+    """How the learning rate follows the global batch."""
+
+    rule: Annotated[Literal["linear", "sqrt", "none"], maths] = "linear"
+    """linear: times global_size / reference_batch; sqrt: times its root; none: as it is."""
+    reference_batch: Annotated[int | None, maths, at_least(1)] = None
+    """Samples per step that `optimizer.lr` was tuned for; null scales nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmup:
+    """The climb of the learning rate to its peak."""
+
+    epochs: Annotated[float | None, maths, at_least(0)] = None
+    """Length in epochs."""
+    steps: Annotated[int | None, maths, at_least(0)] = 0
+    """Length in steps."""
+    start: Annotated[Literal["zero", "base"], maths] = "zero"
+    """Where the climb begins: at zero, or at the unscaled `optimizer.lr`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Bounds on the gradient."""
+
+    max_norm: Annotated[float | None, maths, above(0)] = None
+    """Largest global norm of a step's gradient; null does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How sums are formed, and what a number that is none does."""
+
+    reproducible: Annotated[bool, maths] = False
+    """The same bits on any number of replicas up to `lanes`; costs speed."""
+    lanes: Annotated[int, maths, at_least(1)] = 8
+    """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
+    on_nonfinite: Annotated[Literal["stop", "skip"], maths] = "stop"
+    """A NaN or infinite gradient that no loss scale explains: end the run, or record a step of nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """How samples become batches."""
+
+    shuffle: Annotated[bool, maths] = True
+    """A new permutation each epoch; false takes the samples as they stand."""
+    cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
+    """true reads the whole dataset once into memory; auto does where it is in memory already."""
+    num_workers: Annotated[int, speed, at_least(0)] = 0
+    """Processes that read samples ahead; 0 reads in the training process."""
+    prefetch: Annotated[int, speed, at_least(1)] = 2
+    """Batches that each worker holds ready."""
+    pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
+    """Page-locked host memory for faster copies; auto where the device is CUDA."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When the run is saved, and what is kept."""
+
+    every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    """Save each so many steps; the end and Ctrl-C always save."""
+    every_epochs: Annotated[float | None, cosmetic, above(0)] = None
+    """Save each so many epochs."""
+    keep_last: Annotated[int, cosmetic, at_least(1)] = 2
+    """Newest checkpoints kept."""
+    keep_best: Annotated[int, cosmetic, at_least(0)] = 1
+    """Best checkpoints kept, by `eval.metric`."""
+    background: Annotated[bool, speed] = True
+    """Write beside the training; a step only waits for the copy to host memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Evaluation on the validation split."""
+
+    every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    """Evaluate each so many steps."""
+    every_epochs: Annotated[float | None, cosmetic, above(0)] = 1
+    """Evaluate each so many epochs; the end always evaluates."""
+    metric: Annotated[str | None, cosmetic] = None
+    """What best, early stop and leaderboards go by, such as val/accuracy; null is val/loss."""
+    mode: Annotated[Literal["min", "max"] | None, cosmetic] = None
+    """Whether less or more of `metric` is better."""
+    batch_size: Annotated[int | None, speed, at_least(1)] = None
+    """Samples per forward pass of each rank; null lets it follow the training's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervisor:
+    """What is done about ranks that fail, where a run has several."""
+
+    max_restarts: Annotated[int, placement, at_least(0)] = 3
+    """Times that a run is started again from its last whole checkpoint without getting further."""
+    hang_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    """Seconds without progress after which a rank counts as hanging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """Many runs of one command, `-m`."""
+
+    name: Annotated[str | None, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = (
+        None
+    )
+    """Folder of the sweep below outputs/sweeps; null takes the date and time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training, whole: run-level values and the node of every group.
+
+    Example:
+        >>> cfg = RunConfig.from_dict({"seed": 3, "batch": {"micro_size": 8}})
+        >>> cfg.seed, cfg.batch.global_size, RunConfig.from_dict(cfg.to_dict()) == cfg
+        (3, 64, True)
+    """
+
+    name: Annotated[str, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = "run"
+    """Folder of the run below outputs; the recipe's name where there is one."""
+    seed: Annotated[int, maths, below(0, 2**63)] = 0
+    """Key of the sample order, the initial weights and all that is random."""
+    epochs: Annotated[float | None, maths, above(0)] = None
+    """Length in passes over the data."""
+    steps: Annotated[int | None, maths, at_least(1)] = None
+    """Length in updates."""
+    stop_at_step: Annotated[int | None, placement, at_least(1)] = None
+    """End early after this step; the schedule keeps its length."""
+    batch: Batch = field(default_factory=Batch)
+    """The samples of one update."""
+    lr_scaling: LrScaling = field(default_factory=LrScaling)
+    """How the learning rate follows the global batch."""
+    warmup: Warmup = field(default_factory=Warmup)
+    """The climb of the learning rate to its peak."""
+    clip: Clip = field(default_factory=Clip)
+    """Bounds on the gradient."""
+    numerics: Numerics = field(default_factory=Numerics)
+    """How sums are formed."""
+    loader: Loader = field(default_factory=Loader)
+    """How samples become batches."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the run is saved."""
+    eval: Eval = field(default_factory=Eval)
+    """Evaluation on the validation split."""
+    supervisor: Supervisor = field(default_factory=Supervisor)
+    """What is done about ranks that fail."""
+    sweep: Sweep = field(default_factory=Sweep)
+    """Many runs of one command."""
+    log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
+    """Steps between two rows of the log."""
+    quiet: Annotated[bool, cosmetic] = False
+    """Print nothing while training: no summary, live line, sample or closing lines."""
+    resume: Annotated[str | None, placement] = None
+    """auto, or the folder of a run or checkpoint to continue."""
+    init_from: Annotated[str | None, maths] = None
+    """A checkpoint whose weights the training starts from."""
+    recipe: Annotated[str | None, cosmetic] = None
+    """The recipe this run was composed by."""
+    model: Node = field(default_factory=dict)
+    """What is trained."""
+    data: Node = field(default_factory=dict)
+    """The samples."""
+    objective: Node = field(default_factory=dict)
+    """The loss and its metrics."""
+    optimizer: Node = field(default_factory=dict)
+    """The update rule; `optimizer.lr` is the base learning rate."""
+    schedule: Node = field(default_factory=dict)
+    """The learning rate after warmup, as a factor on its peak."""
+    strategy: Node = field(default_factory=dict)
+    """How shards are spread over replicas."""
+    precision: Node = field(default_factory=dict)
+    """Which numbers the training is made of."""
+    cluster: Node = field(default_factory=dict)
+    """Which machines take part."""
+    callbacks: Node = field(default_factory=dict)
+    """What looks on while the run goes, by name."""
+    logger: Node = field(default_factory=dict)
+    """Where scalars are written, by name."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """A run from plain values; an absent key takes its default.
+
+        Raises:
+            ConfigError: unknown keys and values that do not fit, all at once.
+        """
+        problems = list(_misfits(cls, values, ()))
+        if problems:
+            raise ConfigError(problems)
+        return typing.cast("RunConfig", _built(cls, values))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `resolved.yaml` holds them."""
+        return typing.cast("dict[str, Any]", _plain_values(self))
+
+
+def load_resolved(path: str | Path) -> RunConfig:
+    """The run that `resolved.yaml` describes, without Hydra.
+
+    Raises:
+        ConfigError: the file is no config of a run.
+    """
+    import yaml  # noqa: PLC0415 - a process that builds its config in memory needs none
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    text = Path(path).read_text(encoding="utf-8")
+    values = yaml.load(text, Loader=loader)  # noqa: S506 - both loaders are the safe ones
+    if not isinstance(values, Mapping):
+        raise ConfigError([Problem(key=str(path), rule="is no mapping of keys to values.")])
+    return RunConfig.from_dict(values)
+
+
+def hints_of(kind: type) -> dict[str, Any]:
+    """Annotations of a dataclass of the schema, with their tags and limits."""
+    if kind not in _HINTS:
+        _HINTS[kind] = typing.get_type_hints(kind, include_extras=True)
+    return _HINTS[kind]
+
+
+_HINTS: dict[type, dict[str, Any]] = {}
+
+
+def _misfits(kind: type, values: Mapping[str, Any], path: tuple[str, ...]) -> typing.Iterator[Problem]:
+    hints = hints_of(kind)
+    for name, value in values.items():
+        key = ".".join((*path, str(name)))
+        if name not in hints:
+            yield Problem(key=key, rule="no such key.")
+            continue
+        hint = plain(hints[name])
+        if is_dataclass(hint) and isinstance(value, Mapping):
+            yield from _misfits(typing.cast("type", hint), value, (*path, name))
+            continue
+        rule = misfit(value, hint)
+        rules = [rule] if rule else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
+        yield from (Problem(key=key, value=value, rule=rule) for rule in rules)
+
+
+def _built(kind: Any, values: Mapping[str, Any]) -> Any:
+    hints = hints_of(kind)
+    arguments = {}
+    for name, value in values.items():
+        hint = plain(hints[name])
+        arguments[name] = _built(hint, value) if is_dataclass(hint) else value
+    return kind(**arguments)
+
+
+def _plain_values(value: Any) -> Any:
+    if is_dataclass(value):
+        return {item.name: _plain_values(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain_values(item) for key, item in value.items()}
+    return [_plain_values(item) for item in value] if isinstance(value, list | tuple) else value

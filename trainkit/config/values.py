@@ -1,0 +1,289 @@
+"""Does a plain value fit an annotation? Numbers, text, enums, Literal, Path, and containers and unions of these.
+
+What an annotation says that has no plain form (a tensor, a callable, a type variable) is not judged: a class is
+trusted to know what it takes. A bool is no number, text is no number, and numbers are finite.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from typing import Any, Final, Literal, Union
+
+__all__ = ["Limit", "above", "at_least", "below", "closest", "expected", "limits_in", "misfit", "pattern", "plain"]
+
+_SCALARS: Final = (bool, int, float, str, type(None))
+_SEQUENCES: Final = (list, tuple, set, frozenset, Sequence, Iterable, typing.Collection)
+_NAMES: Final[Mapping[Any, str]] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+_PLURALS: Final[Mapping[Any, str]] = {bool: "true or false", int: "whole numbers", float: "numbers", str: "texts"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """A rule on a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
+
+    rule: str
+    """The rule as the message says it: `must be at least 1.`."""
+    low: float = -math.inf
+    """Smallest value."""
+    high: float = math.inf
+    """Largest value."""
+    open_low: bool = False
+    """True where `low` itself is refused."""
+    open_high: bool = False
+    """True where `high` itself is refused."""
+    regex: str | None = None
+    """What text must match as a whole."""
+
+    def broken_by(self, value: Any) -> bool:
+        """Whether a value of a fitting type is outside; null and words pass.
+
+        Example:
+            >>> at_least(1).broken_by(0), at_least(1).broken_by("auto")
+            (True, False)
+        """
+        if self.regex is not None:
+            import re  # noqa: PLC0415 - only a name that is text needs it
+
+            return isinstance(value, str) and re.fullmatch(self.regex, value) is None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        too_low = value <= self.low if self.open_low else value < self.low
+        too_high = value >= self.high if self.open_high else value > self.high
+        return too_low or too_high
+
+
+def at_least(low: float) -> Limit:
+    """`low` or more."""
+    return Limit(rule=f"must be at least {low}.", low=low)
+
+
+def above(low: float) -> Limit:
+    """More than `low`."""
+    return Limit(rule=f"must be more than {low}.", low=low, open_low=True)
+
+
+def below(low: float, high: float) -> Limit:
+    """From `low` up to, not including, `high`."""
+    return Limit(rule=f"must be at least {low} and less than {high}.", low=low, high=high, open_high=True)
+
+
+def pattern(regex: str, rule: str) -> Limit:
+    """Text of one shape."""
+    return Limit(rule=rule, regex=regex)
+
+
+def limits_in(hint: Any) -> list[Limit]:
+    """The limits an annotation carries."""
+    return [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limit)]
+
+
+def closest(word: str, words: Iterable[str]) -> str | None:
+    """The word most like a misspelt one, or None.
+
+    Example:
+        >>> closest("epohs", ["epochs", "steps"])
+        'epochs'
+    """
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def plain(hint: Any) -> Any:
+    """The annotation without Annotated, Final, ClassVar and Required around it."""
+    while (origin := typing.get_origin(hint)) is typing.Annotated or origin in (typing.Final, typing.ClassVar):
+        hint = typing.get_args(hint)[0]
+    return hint
+
+
+def misfit(value: Any, hint: Any) -> str | None:
+    """What is wrong with a value by its annotation; None where it fits or cannot be judged.
+
+    Args:
+        value: a plain value, as YAML gives it.
+        hint: an annotation; strings and type variables are not judged.
+
+    Returns:
+        The rule as a message says it, `must be a whole number.`
+
+    Example:
+        >>> misfit(True, int), misfit(3, float), misfit("sqr", Literal["linear", "sqrt"])
+        ('must be a whole number.', None, 'must be linear or sqrt. Did you mean sqrt?')
+    """
+    hint = plain(hint)
+    if _fits(value, hint):
+        return None
+    if isinstance(value, float) and not math.isfinite(value) and _takes_numbers(hint):
+        return "must be finite."
+    quoted = "is text: it " if isinstance(value, str) and _reads_as_number(value) else ""
+    words = _words(hint)
+    near = closest(value, words) if isinstance(value, str) and words else None
+    return f"{quoted}must be {expected(hint)}." + (f" Did you mean {near}?" if near else "")
+
+
+def expected(hint: Any) -> str:
+    """What an annotation takes, in words.
+
+    Example:
+        >>> expected(int | None), expected(list[float]), expected(Literal["auto", True])
+        ('a whole number or null', 'a list of numbers', 'auto or true')
+    """
+    hint = plain(hint)
+    arguments = typing.get_args(hint)
+    words: dict[str | None, Callable[[], str]] = {
+        "scalar": lambda: _NAMES[hint],
+        "literal": lambda: _either(_word(choice) for choice in arguments),
+        "union": lambda: _either(expected(member) for member in arguments if _kind(plain(member))),
+        "enum": lambda: _either(str(member.value) for member in hint),
+        "path": lambda: "a path",
+        "list": lambda: _expected_items(arguments),
+        "section": lambda: f"a mapping with the keys {', '.join(field.name for field in fields(hint))}",
+    }
+    return words.get(_kind(hint), lambda: "a mapping")()
+
+
+def _expected_items(arguments: tuple[Any, ...]) -> str:
+    items = [item for item in arguments if item is not Ellipsis]
+    if not items or not _kind(plain(items[0])):
+        return "a list"
+    kind = plain(items[0])
+    noun = _PLURALS.get(kind, f"items that are each {expected(kind)}")
+    count = f"{len(items)} " if len(items) > 1 or (arguments[-1] is not Ellipsis and len(set(items)) > 1) else ""
+    return f"a list of {count}{noun}"
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    hint = plain(hint)
+    judge = _JUDGES.get(_kind(hint))
+    return judge is None or judge(value, hint)
+
+
+def _fits_scalar(value: Any, hint: Any) -> bool:
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint)
+
+
+def _fits_union(value: Any, hint: Any) -> bool:
+    members = [plain(member) for member in typing.get_args(hint)]
+    judged = [member for member in members if _kind(member)]
+    if any(_fits(value, member) for member in judged):
+        return True
+    unjudged = [member for member in members if not _kind(member)]
+    if not unjudged:
+        return False
+    # A scalar is never the tensor of `float | Tensor`: where the union names scalars, they are all it takes.
+    names_scalars = any(member in _NAMES and member is not type(None) for member in judged)
+    opaque = any(not isinstance(member, type) or getattr(member, "_is_protocol", False) for member in unjudged)
+    return not (isinstance(value, _SCALARS) and names_scalars and not opaque)
+
+
+def _fits_items(value: Any, hint: Any) -> bool:
+    origin, arguments = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if not isinstance(value, list | tuple):
+        return False
+    if not arguments:
+        return True
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        pairs = zip(value, arguments, strict=False)
+        return len(value) == len(arguments) and all(_fits(item, hint) for item, hint in pairs)
+    return all(_fits(item, arguments[0]) for item in value)
+
+
+def _fits_mapping(value: Any, hint: Any) -> bool:
+    arguments = typing.get_args(hint)
+    if not isinstance(value, Mapping):
+        return False
+    return len(arguments) != 2 or all(_fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items())
+
+
+def _kind(hint: Any) -> str | None:
+    """What sort of annotation it is; None for one that has no plain form to compare with."""
+    origin = typing.get_origin(hint)
+    kind = origin or hint
+    sorts = (
+        ("scalar", hint in _NAMES),
+        ("literal", origin is Literal),
+        ("union", _is_union(origin) and any(_kind(plain(member)) for member in typing.get_args(hint))),
+        ("list", kind in _SEQUENCES),
+        ("mapping", kind in (dict, Mapping, typing.MutableMapping)),
+        ("section", is_dataclass(kind)),
+        ("enum", isinstance(kind, type) and issubclass(kind, Enum)),
+        ("path", isinstance(kind, type) and issubclass(kind, PurePath)),
+    )
+    return next((name for name, holds in sorts if holds), None)
+
+
+def _fits_literal(value: Any, hint: Any) -> bool:
+    return any(type(value) is type(choice) and value == choice for choice in typing.get_args(hint))
+
+
+def _fits_enum(value: Any, hint: Any) -> bool:
+    return not isinstance(value, bool) and any(value in (member.value, member.name) for member in hint)
+
+
+_JUDGES: Final[Mapping[str | None, Callable[[Any, Any], bool]]] = {
+    "scalar": _fits_scalar,
+    "literal": _fits_literal,
+    "union": _fits_union,
+    "list": _fits_items,
+    "mapping": _fits_mapping,
+    "section": lambda value, _: isinstance(value, Mapping),
+    "enum": _fits_enum,
+    "path": lambda value, _: isinstance(value, str | PurePath),
+}
+
+
+def _is_union(origin: Any) -> bool:
+    return origin is Union or origin is types.UnionType
+
+
+def _takes_numbers(hint: Any) -> bool:
+    return plain(hint) in (int, float) or any(_takes_numbers(member) for member in typing.get_args(plain(hint)))
+
+
+def _words(hint: Any) -> list[str]:
+    """The words an annotation takes: of a Literal, an enum, or a union with one."""
+    hint = plain(hint)
+    if typing.get_origin(hint) is Literal:
+        return [_word(choice) for choice in typing.get_args(hint)]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return [str(member.value) for member in hint]
+    return (
+        [word for member in typing.get_args(hint) for word in _words(member)]
+        if _is_union(typing.get_origin(hint))
+        else []
+    )
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _either(words: Iterable[str]) -> str:
+    found = list(dict.fromkeys(words))
+    return found[0] if len(found) == 1 else f"{', '.join(found[:-1])} or {found[-1]}"
+
+
+def _reads_as_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
