@@ -1,0 +1,29 @@
+"""A task: one process of a run, by role, index, rank and device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Task"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One process of a run.
+
+    Example:
+        >>> str(Task(role="worker", index=1, rank=2, device="cuda:2"))
+        'worker:1'
+    """
+
+    role: str
+    """chief, worker, ps or evaluator; the synchronous strategies know workers only."""
+    index: int
+    """The place among the tasks of its role, from 0."""
+    rank: int
+    """The place among all tasks, from 0; rank 0 owns the run folder."""
+    device: str = "cpu"
+    """Where its replica lives: `cpu`, `cuda:0`."""
+
+    def __str__(self) -> str:
+        return f"{self.role}:{self.index}"
