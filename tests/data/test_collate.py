@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from trainkit.data.collate import collate, narrow
+from trainkit.errors import DataError
+
+
+def test_numbers_arrays_and_tensors_become_tensors_and_text_stays():
+    samples = [{"x": np.float32([i, i]), "n": i, "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)]
+
+    batch = collate(samples, [0, 1])
+
+    assert batch["x"].tolist() == [[0, 0], [1, 1]]
+    assert batch["n"].dtype == torch.int64
+    assert batch["f"].dtype == torch.float32
+    assert batch["ok"].dtype == torch.bool
+    assert batch["t"] == ["s0", "s1"]
+
+
+def test_nesting_is_kept():
+    assert collate([((1, 2), {"a": 3})], [0])[0][1].tolist() == [2]
+
+
+def test_a_sample_of_another_shape_is_named():
+    samples = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
+
+    with pytest.raises(DataError) as caught:
+        collate(samples, [11, 4, 8])
+
+    assert str(caught.value) == (
+        "sample 8 cannot stand in a batch with sample 11: (float32 (3,), int) beside (float32 (2,), int)."
+    )
+
+
+def test_a_sample_of_a_foreign_type_is_named():
+    with pytest.raises(DataError, match=r"^sample 3 cannot be part of a batch: a object cannot become part"):
+        collate([(1, 2), (1, object())], [2, 3])
+
+
+def test_a_sample_with_other_keys_is_named():
+    with pytest.raises(DataError, match=r"^sample 1 cannot stand in a batch with sample 0: \{b: int\} beside"):
+        collate([{"a": 1}, {"b": 1}], [0, 1])
+
+
+def test_a_shard_is_a_view():
+    batch = torch.arange(6)
+
+    assert narrow(batch, 2, 3).data_ptr() == batch[2:].data_ptr()

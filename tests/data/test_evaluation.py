@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
+from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.evaluation import eval_batches, num_eval_batches
+
+
+def batches(dataset, rank=0, num_ranks=1, **settings):
+    return eval_batches(
+        dataset, batch_size=4, rank=rank, num_ranks=num_ranks, device=CPU, settings=LoaderSettings(**settings)
+    )
+
+
+PATHS = [(InMemorySquares, {}), (Squares, {}), (Squares, {"cache": True}), (Squares, {"num_workers": 1})]
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
+def test_each_sample_comes_exactly_once_over_all_ranks(dataset, settings):
+    seen = [[targets.tolist() for _, targets in batches(dataset(10), rank, 3, **settings)] for rank in range(3)]
+
+    assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
+
+
+def test_it_can_be_gone_through_twice_and_says_how_long_it_is():
+    both = batches(Squares(10))
+
+    assert len(list(both)) == len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
+
+
+def test_a_rank_without_batches_gets_none():
+    assert list(batches(Squares(3), rank=1, num_ranks=2, num_workers=1)) == []
+
+
+def test_random_samples_are_the_same_at_each_evaluation():
+    evaluation = batches(Noisy(5))
+
+    assert [x.tolist() for x, _ in evaluation] == [x.tolist() for x, _ in evaluation]
+
+
+def test_stopping_early_leaves_no_process():
+    running = iter(batches(Squares(10), num_workers=1))
+    next(running)
+    running.close()

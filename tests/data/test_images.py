@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.samples import make_loader
+from trainkit.data import fashion_mnist
+from trainkit.data.digits import Digits
+from trainkit.data.fashion_mnist import FashionMnist
+from trainkit.data.image_folder import ImageFolder
+from trainkit.errors import ConfigError, DataError
+from trainkit.numerics.batch import Ticket
+
+image = pytest.importorskip("PIL.Image")
+
+
+def test_the_digits_are_split_once_and_by_class():
+    train, val = Digits(split="train"), Digits(split="val")
+
+    assert (len(train), len(val)) == (1437, 360)
+    assert torch.bincount(val.tensors()[1]).tolist() == [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
+    assert (float(train.tensors()[0].min()), float(train.tensors()[0].max())) == (0, 1)
+
+
+def test_standard_scaling_centres_the_training_digits():
+    pixels = Digits(split="train", scaling="standard").tensors()[0]
+
+    assert abs(float(pixels.mean())) < 1e-5
+    assert float(pixels.std()) == pytest.approx(1, abs=1e-3)
+
+
+@pytest.fixture
+def idx(tmp_path, monkeypatch) -> Path:
+    """Fashion-MNIST with black images, in its real size."""
+    for stem, count in (("train", 60_000), ("t10k", 10_000)):
+        files = {f"{stem}-images-idx3-ubyte": bytes(16 + count * 784), f"{stem}-labels-idx1-ubyte": bytes(8 + count)}
+        for name, content in files.items():
+            (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, 1))
+            monkeypatch.setitem(fashion_mnist._SHA256, name, fashion_mnist.hashlib.sha256(content).hexdigest())
+    return tmp_path
+
+
+def test_fashion_mnist_holds_out_the_last_training_images(idx):
+    sizes = {split: len(FashionMnist(path=idx, split=split, val_size=1000)) for split in ("train", "val", "test")}
+
+    assert sizes == {"train": 59_000, "val": 1000, "test": 10_000}
+    assert FashionMnist.splits({"val_size": 0}) == ("train", "test")
+    assert FashionMnist.splits({}) == ("train", "val", "test")
+
+
+def test_a_damaged_or_absent_idx_file_is_named(idx):
+    labels = idx / "t10k-labels-idx1-ubyte.gz"
+    labels.write_bytes(gzip.compress(b"other"))
+    with pytest.raises(
+        DataError, match=r"t10k-labels-idx1-ubyte.gz is not the expected file: unpacked, its SHA-256 is"
+    ):
+        FashionMnist(path=idx, split="test")
+    labels.write_bytes(b"not gzip")
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz cannot be unpacked: Not a gzipped file"):
+        FashionMnist(path=idx, split="test")
+    labels.unlink()
+    with pytest.raises(DataError, match=r"t10k-labels-idx1-ubyte.gz: there is no such file or folder"):
+        FashionMnist(path=idx, split="test")
+
+
+def test_a_download_is_kept_where_asked_and_only_if_right(idx, tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "_URL", f"{idx.as_uri()}/")
+    target = tmp_path / "new"
+
+    assert len(FashionMnist(path=target, split="test", download=True)) == 10_000
+    assert sorted(path.name for path in target.iterdir()) == ["t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"]
+    monkeypatch.setitem(fashion_mnist._SHA256, "train-images-idx3-ubyte", "00")
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is not the expected file: unpacked"):
+        FashionMnist(path=target, split="train", download=True)
+    assert not (target / "train-images-idx3-ubyte.gz").exists()
+
+
+def test_where_fashion_mnist_is_not_the_ways_to_get_it_are_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
+
+    with pytest.raises(
+        DataError, match=r"Install the Debian package dataset-fashion-mnist, give the folder of its four"
+    ):
+        FashionMnist(split="train")
+
+
+@pytest.mark.skipif(not fashion_mnist._DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
+def test_the_real_fashion_mnist_is_recognised():
+    images, labels = FashionMnist(split="test").tensors()
+
+    assert images.shape == (10_000, 1, 28, 28)
+    assert torch.bincount(labels).tolist() == [1000] * 10
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    for split, names in (("train", ("bird", "cat")), ("val", ("bird", "cat"))):
+        for label, name in enumerate(names):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                pixels = np.random.default_rng(number).integers(0, 255, (40, 60, 3), dtype=np.uint8)
+                pixels[..., 0] = 255 * label
+                image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
+            (tmp_path / split / name / "notes.txt").write_text("no image")
+    return tmp_path
+
+
+def test_classes_are_the_sorted_folders(folder):
+    data = ImageFolder(path=folder, split="val", image_size=16, resize=20)
+
+    assert data.classes == ("bird", "cat")
+    assert [data[index][1] for index in range(len(data))] == [0, 0, 0, 1, 1, 1]
+    assert data[0][0].shape == (3, 16, 16)
+    assert float(data[5][0][0].min()) == pytest.approx((1 - 0.485) / 0.229)
+
+
+def test_a_training_image_is_augmented_by_its_key_alone(folder):
+    def epochs(**settings):
+        data = ImageFolder(path=folder, split="train", image_size=16, resize=20)
+        loader = make_loader(data, shuffle=False, **settings)
+        found = [loader.fetch(Ticket(step, (0,)))[0][0][0] for step in (0, 2)]
+        loader.close()
+        return found
+
+    first, second = epochs()
+
+    assert not torch.equal(first, second)
+    assert all(map(torch.equal, epochs(), epochs(num_workers=1)))
+
+
+def test_without_augmentation_a_training_image_stays_the_same(folder):
+    data = ImageFolder(path=folder, split="train", image_size=16, resize=20, augment=False)
+
+    assert torch.equal(data[0][0], data[0][0])
+
+
+def test_a_folder_that_does_not_do_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"data.image_size=300: larger than data.resize=256, out of which it is cut"):
+        ImageFolder(path=folder, split="train", image_size=300)
+    (folder / "val" / "dog").mkdir()
+    (folder / "empty" / "train").mkdir(parents=True)
+    with pytest.raises(DataError, match=r"val has classes that train has not: dog\.$"):
+        ImageFolder(path=folder, split="val")
+    with pytest.raises(DataError, match=r"holds no class folders: images are expected as"):
+        ImageFolder(path=folder / "empty", split="train")
+
+
+def test_an_image_that_is_none_is_named(folder):
+    (folder / "train" / "bird" / "1.png").write_text("text")
+    data = ImageFolder(path=folder, split="train")
+
+    with pytest.raises(DataError, match=r"^sample 1 cannot be read: .*1.png: cannot identify image file"):
+        data[1]

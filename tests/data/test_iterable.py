@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.data.samples import CPU, make_loader
+from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.evaluation import eval_batches
+from trainkit.data.iterable import Stream
+from trainkit.errors import ConfigError, DataError
+from trainkit.numerics.batch import Ticket
+
+
+class Lines:
+    """Gives (epoch * 100 + i, 0); counts what is read."""
+
+    def __init__(self, count=10):
+        self.count, self.epoch, self.reads = count, 0, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        for index in range(self.count):
+            self.reads += 1
+            yield self.epoch * 100 + index, 0
+
+
+class SavedLines(Lines):
+    """The same with a place it can return to."""
+
+    def __init__(self, count=10):
+        super().__init__(count)
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < self.count:
+            self.at += 1
+            self.reads += 1
+            yield self.epoch * 100 + self.at - 1, 0
+        self.at = 0
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def numbers(loader, step, shards=(0, 1)):
+    return [batch[0].tolist() for batch in loader.fetch(Ticket(step, shards))]
+
+
+def test_each_shard_is_read_by_position():
+    loader = make_loader(Stream(source=Lines(), num_samples=10))
+
+    assert numbers(loader, 0) == [[0, 1], [2, 3]]
+    assert numbers(loader, 1, (1,)) == [[6, 7]]
+    assert numbers(loader, 2, (0,)) == [[8, 9]]
+    assert numbers(loader, 3, (1, 0)) == [[102, 103], [100, 101]]
+
+
+def test_going_back_starts_the_epoch_again():
+    loader = make_loader(Stream(source=Lines(), num_samples=10))
+    numbers(loader, 1)
+
+    assert numbers(loader, 0) == [[0, 1], [2, 3]]
+
+
+def test_a_source_with_a_state_resumes_without_reading_again():
+    first = make_loader(Stream(source=SavedLines(), num_samples=10))
+    numbers(first, 0)
+    source = SavedLines()
+    second = make_loader(Stream(source=source, num_samples=10))
+
+    said = second.load_state(first.state())
+
+    assert said == "the stream resumes from its own state, at sample 4 of epoch 0"
+    assert numbers(second, 1) == [[4, 5], [6, 7]]
+    assert source.reads == 4
+
+
+def test_a_source_without_a_state_resumes_by_skipping_and_says_so():
+    first = make_loader(Stream(source=Lines(), num_samples=10))
+    numbers(first, 0)
+    source = Lines()
+    second = make_loader(Stream(source=source, num_samples=10))
+
+    said = second.load_state(first.state())
+
+    assert said == "the stream has no state_dict: its place is found by skipping from the front of the epoch"
+    assert numbers(second, 1) == [[4, 5], [6, 7]]
+    assert source.reads == 8
+
+
+def test_a_source_that_ends_early_is_named():
+    loader = make_loader(Stream(source=Lines(3), num_samples=10))
+
+    with pytest.raises(DataError, match=r"^Lines ended after 3 samples, but num_samples=10\.$"):
+        numbers(loader, 0)
+
+
+def test_worker_processes_are_refused():
+    with pytest.raises(ConfigError, match=r"loader.num_workers=2: an iterable dataset is read by the training process"):
+        make_loader(Stream(source=Lines(), num_samples=10), num_workers=2)
+
+
+def test_validation_has_its_own_source_and_is_shared_by_ranks():
+    stream = Stream(source=Lines(), num_samples=10, val_source=Lines(5), val_num_samples=5, split="val")
+    shared = [
+        [
+            numbers.tolist()
+            for numbers, _ in eval_batches(
+                stream, batch_size=2, rank=rank, num_ranks=2, device=CPU, settings=LoaderSettings()
+            )
+        ]
+        for rank in (0, 1)
+    ]
+
+    assert shared == [[[0, 1], [4]], [[2, 3]]]
+    assert Stream.splits({"val_source": None}) == ("train",)

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
+from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.loader import Loader
+from trainkit.errors import ConfigError, DataError
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.order import SampleOrder
+
+PATHS = [
+    pytest.param(InMemorySquares, {}, id="memory"),
+    pytest.param(Squares, {"cache": True}, id="cached"),
+    pytest.param(Squares, {}, id="direct"),
+    pytest.param(InMemorySquares, {"cache": False}, id="uncached"),
+    pytest.param(Squares, {"num_workers": 1}, id="workers"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_every_path_gives_the_samples_of_the_order(dataset, settings):
+    order = SampleOrder(num_samples=9, seed=7)
+    expected = [order.indices(e, k * 4, min(k * 4 + 4, 9)).tolist() for e in range(3) for k in range(3)]
+
+    assert all_batches(make_loader(dataset(9), **settings), range(9)) == expected
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_each_shard_is_its_own_batch_of_inputs_and_targets(dataset, settings):
+    loader = make_loader(dataset(9), shuffle=False, **settings)
+
+    first, second = loader.fetch(Ticket(1, (0, 1)))
+    loader.close()
+
+    assert first[0].tolist() == [[4.0], [5.0]]
+    assert first[1].tolist() == [16, 25]
+    assert second[0].tolist() == [[6.0], [7.0]]
+    assert second[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_ranks_share_an_epoch_without_overlap(dataset, settings):
+    own = [
+        all_batches(make_loader(dataset(9), rank=rank, num_ranks=2, **settings), range(3), (rank,)) for rank in (0, 1)
+    ]
+
+    assert sorted(sample for rank in own for step in rank for sample in step) == list(range(9))
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_starting_at_a_later_step_gives_what_would_have_come_there(dataset, settings):
+    whole = all_batches(make_loader(dataset(9), **settings), range(9))
+
+    assert all_batches(make_loader(dataset(9), **settings), range(4, 9)) == whole[4:]
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS)
+def test_a_retried_ticket_gives_the_same_batch(dataset, settings):
+    loader = make_loader(dataset(9), **settings)
+
+    first = loader.fetch(Ticket(0, (0, 1)))
+    again = loader.fetch(Ticket(0, (0, 1)))
+    after = loader.fetch(Ticket(1, (0, 1)))
+    loader.close()
+
+    assert torch.equal(first[1][0], again[1][0])
+    assert not torch.equal(after[0][0], first[0][0])
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
+def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings):
+    loader = make_loader(Squares(9), shuffle=False, **settings)
+
+    found = [
+        [batch[1].tolist() for batch in loader.fetch(ticket)]
+        for ticket in (Ticket(0, (0, 1)), Ticket(1, (1,)), Ticket(1, (0, 1)), Ticket(0, (1, 0)))
+    ]
+    loader.close()
+
+    assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]]]
+
+
+def test_shards_in_any_order_are_gathered_in_that_order():
+    loader = make_loader(InMemorySquares(9), shuffle=False, micro_size=1)
+
+    found = [batch[1].tolist() for batch in loader.fetch(Ticket(1, (3, 0, 1)))]
+
+    assert found == [[49], [16], [25]]
+
+
+def test_a_ticket_without_shards_reads_nothing():
+    dataset = Squares(9)
+
+    assert make_loader(dataset).fetch(Ticket(2, ())) == []
+    assert dataset.reads == 0
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
+def test_augmentation_depends_on_seed_epoch_and_sample_only(settings):
+    whole = {}
+    for start in (0, 4):
+        loader = make_loader(Noisy(9), **settings)
+        for step in range(start, 6):
+            shards = (0, 1) if step % 3 != 2 else (0,)
+            for batch in loader.fetch(Ticket(step, shards)):
+                for value, target in zip(batch[0].flatten().tolist(), batch[1].tolist(), strict=True):
+                    whole.setdefault((step // 3, int(value)), set()).add((value, target))
+        loader.close()
+
+    assert len(whole) == 18
+    assert all(len(seen) == 1 for seen in whole.values())
+    assert whole[0, 3] != whole[1, 3]
+
+
+def test_random_samples_cannot_be_cached():
+    with pytest.raises(ConfigError) as caught:
+        make_loader(Noisy(9), cache=True)
+
+    assert str(caught.value) == (
+        "1 problem in the config\n"
+        "  loader.cache=true: the samples of Noisy are random, and a cache would repeat those of the first epoch. "
+        "Use loader.cache=false."
+    )
+
+
+def test_pinning_without_cuda_is_refused():
+    with pytest.raises(ConfigError, match=r"loader.pin_memory=true: pinned memory serves copies to a CUDA device"):
+        make_loader(Squares(9), pin_memory=True)
+
+
+def test_an_empty_dataset_is_named():
+    plan = BatchPlan(num_samples=1, global_size=1, micro_size=1)
+    with pytest.raises(DataError, match=r"^Squares is empty: it has no samples to train on\.$"):
+        Loader(
+            Squares(0),
+            plan=plan,
+            shards_at=lambda _: (0,),
+            device=CPU,
+            settings=LoaderSettings(),
+            seed=0,
+            num_steps=1,
+        )
+
+
+class Broken(Squares):
+    def __getitem__(self, index):
+        if index == 5:
+            raise OSError("disk gone")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
+def test_a_sample_that_cannot_be_read_is_named(settings):
+    loader = make_loader(Broken(9), shuffle=False, **settings)
+    loader.fetch(Ticket(0, (0, 1)))
+
+    with pytest.raises(DataError, match=r"^sample 5 cannot be read: OSError: disk gone$"):
+        loader.fetch(Ticket(1, (0, 1)))
+    loader.close()
+
+
+def test_waiting_is_counted():
+    loader = make_loader(Squares(9))
+    loader.fetch(Ticket(0, (0, 1)))
+
+    assert loader.wait_s > 0

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import pytest
+
+from trainkit.data.splits import build_splits, splits_of
+from trainkit.errors import DataError
+
+HERE = "tests.data.test_splits"
+
+
+class Plain:
+    def __len__(self):
+        return 3
+
+
+class Split(Plain):
+    def __init__(self, split):
+        self.split = split
+
+
+class Three(Split):
+    splits = ("train", "val", "test")
+
+
+class Empty(Split):
+    def __len__(self):
+        return 3 if self.split == "train" else 0
+
+
+class Endless:
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("Plain", ("train",)), ("Split", ("train", "val")), ("Three", ("train", "val", "test"))],
+)
+def test_a_class_says_by_its_signature_or_by_name_which_splits_it_has(name, expected):
+    assert splits_of({"_target_": f"{HERE}.{name}"}) == expected
+
+
+def test_each_split_is_built_once():
+    parts = build_splits({"_target_": f"{HERE}.Three"})
+
+    assert {name: part.split for name, part in parts.items()} == {"train": "train", "val": "val", "test": "test"}
+
+
+def test_an_empty_split_is_named():
+    with pytest.raises(
+        DataError, match=r"^the val split of tests.data.test_splits.Empty is empty: it has no samples\.$"
+    ):
+        build_splits({"_target_": f"{HERE}.Empty"})
+
+
+def test_an_iterable_dataset_is_shown_the_way():
+    with pytest.raises(DataError, match=r"^Endless has no length, .* read through trainkit.data.iterable.Stream"):
+        build_splits({"_target_": f"{HERE}.Endless"})

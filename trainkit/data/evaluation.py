@@ -1,0 +1,116 @@
+"""Batches to evaluate on: each sample exactly once, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+
+from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.collate import collate, narrow, to_device
+from trainkit.data.iterable import Stream
+from trainkit.data.reading import Reader
+from trainkit.data.sources import collated, whole_arrays
+from trainkit.data.splits import size_of
+from trainkit.data.workers import Request, opened, read_ahead, shut_down
+
+__all__ = ["EvalBatches", "eval_batches", "num_eval_batches"]
+
+
+def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
+    """How many batches one rank gets: every `num_ranks`-th of them.
+
+    Example:
+        >>> [num_eval_batches(10, 4, rank=rank, num_ranks=2) for rank in (0, 1)]
+        [2, 1]
+    """
+    return len(range(rank, -(-num_samples // batch_size), num_ranks))
+
+
+def eval_batches(
+    dataset: Any, *, batch_size: int, rank: int, num_ranks: int, device: torch.device, settings: LoaderSettings
+) -> EvalBatches:
+    """The batches of one rank; see `EvalBatches`."""
+    return EvalBatches(dataset, batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device, settings=settings)
+
+
+class EvalBatches:
+    """A split in its own order, in batches; rank r takes batch r, r + num_ranks, ...
+
+    A batch holds the same samples on any number of ranks, and the last one is as short as it must be: nothing is
+    padded, so nothing is counted twice. It can be iterated over again and again; what is random in a sample is keyed
+    as in epoch 0 with seed 0, the same at each evaluation.
+
+    Example:
+        >>> from trainkit.data.digits import Digits
+        >>> batches = eval_batches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
+        ...                        device=torch.device("cpu"), settings=LoaderSettings())
+        >>> [len(labels) for _, labels in batches]
+        [100, 100, 100, 60]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        rank: int,
+        num_ranks: int,
+        device: torch.device,
+        settings: LoaderSettings,
+    ) -> None:
+        self._dataset = dataset
+        self._device = device
+        self._settings = settings
+        count = size_of(dataset)
+        starts = range(rank * batch_size, count, num_ranks * batch_size)
+        self._ranges = [(start, min(start + batch_size, count)) for start in starts]
+        stream = isinstance(dataset, Stream)
+        self._arrays = None if stream or settings.cache is False else whole_arrays(dataset)
+        self._gather = None if settings.cache is False else getattr(dataset, "gather", None)
+        if self._arrays is None and self._gather is None and settings.cache is True and not stream:
+            self._arrays = collated(dataset)
+
+    def __len__(self) -> int:
+        """Batches of this rank."""
+        return len(self._ranges)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Go through the rank's batches once, on the device.
+
+        Raises:
+            DataError: a sample cannot be read or collated; its index is named.
+        """
+        if self._arrays is not None:
+            host: Iterator[Any] = (narrow(self._arrays, start, stop - start) for start, stop in self._ranges)
+        elif self._gather is not None:
+            host = (self._gather(torch.arange(start, stop)) for start, stop in self._ranges)
+        elif isinstance(self._dataset, Stream):
+            host = self._streamed(self._dataset)
+        elif self._settings.num_workers and self._ranges:
+            host = self._by_workers()
+        else:
+            reader = Reader(self._dataset, seed=0)
+            host = (reader.batch(0, range(start, stop)) for start, stop in self._ranges)
+        for batch in host:
+            yield to_device(batch, self._device)
+
+    def _streamed(self, stream: Stream) -> Iterator[Any]:
+        items, position = stream.items(0), 0
+        for start, stop in self._ranges:
+            samples = list(islice(items, start - position, stop - position))
+            if len(samples) < stop - start:
+                raise stream.too_short(start + len(samples))
+            yield collate(samples, range(start, stop))
+            position = stop
+
+    def _by_workers(self) -> Iterator[Any]:
+        requests: list[Request] = [(0, list(range(start, stop))) for start, stop in self._ranges]
+        ahead = read_ahead(self._dataset, requests, seed=0, device=self._device, settings=self._settings)
+        try:
+            for batch in ahead:
+                yield opened(batch)
+        finally:
+            shut_down(ahead)

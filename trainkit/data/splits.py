@@ -1,0 +1,75 @@
+"""From the data node of a config to one dataset a split."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from trainkit.config.build import build, resolve_target
+from trainkit.errors import DataError
+
+__all__ = ["build_splits", "size_of", "splits_of"]
+
+
+def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
+    """Which splits a data node has, without building any.
+
+    A class says so by `splits`: a tuple of names, or a class method from the node's keys to one. One that says
+    nothing has `train` and `val` where it takes `split`, and only `train` where it does not.
+
+    Example:
+        >>> splits_of({"_target_": "trainkit.data.digits.Digits"})
+        ('train', 'val')
+    """
+    target = resolve_target(node["_target_"])
+    declared = getattr(target, "splits", None)
+    if callable(declared):
+        declared = declared({key: value for key, value in node.items() if key != "_target_"})
+    if declared is not None:
+        return tuple(declared)
+    return ("train", "val") if _takes_split(target) else ("train",)
+
+
+def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the dataset of every split.
+
+    Args:
+        node: the `data` group: `_target_` and the class' own keys.
+
+    Returns:
+        Split name -> dataset; `train` is always there.
+
+    Raises:
+        DataError: a split has no samples, or a dataset says no length.
+
+    Example:
+        >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.digits.Digits"}).items()}
+        {'train': 1437, 'val': 360}
+    """
+    takes_split = _takes_split(resolve_target(node["_target_"]))
+    built = {}
+    for split in splits_of(node):
+        built[split] = build(node, split=split) if takes_split else build(node)
+        if size_of(built[split]) == 0:
+            raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
+    return built
+
+
+def size_of(dataset: Any) -> int:
+    """Samples of a dataset.
+
+    Raises:
+        DataError: it has no length, or no samples by position.
+    """
+    name = type(dataset).__name__
+    if not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{name} has no length, so that no epoch can be planned. An iterable dataset is read through "
+            "trainkit.data.iterable.Stream, which is told num_samples."
+        )
+    return len(dataset)
+
+
+def _takes_split(target: Any) -> bool:
+    return "split" in inspect.signature(target).parameters
