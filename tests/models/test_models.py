@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.errors import ConfigError
+from trainkit.models.convnet import ConvNet
+from trainkit.models.gpt import Gpt
+from trainkit.models.mlp import Mlp
+from trainkit.models.resnet import ResNet
+from trainkit.numerics.randomness import blocks_of
+
+TINY = {"vocab_size": 11, "context": 8, "num_layers": 2, "num_heads": 2, "width": 8}
+
+
+def count(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_an_mlp_flattens_images_and_names_its_layers_in_order():
+    model = Mlp(in_features=64, hidden=[16, 8], out_features=10, dropout=0.5, batch_norm=True)
+
+    assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
+    assert [type(layer).__name__ for layer in model.layers] == [
+        *("Linear", "BatchNorm1d", "ReLU", "Dropout"),
+        *("Linear", "BatchNorm1d", "ReLU", "Dropout"),
+        "Linear",
+    ]
+
+
+@pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
+def test_resnets_have_as_many_parameters_as_published(depth, parameters):
+    with torch.device("meta"):
+        assert count(ResNet(depth=depth)) == parameters
+
+
+def test_a_resnet_starts_as_its_shortcuts():
+    model = ResNet(depth=18, num_classes=5)
+
+    assert all(not block.last_norm.weight.any() for block in model.blocks)
+    assert all(block.last_norm.weight.all() for block in ResNet(depth=18, zero_init_last_gamma=False).blocks)
+    assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
+
+
+def test_a_convnet_takes_colour_images_and_learns_from_them():
+    model = ConvNet(in_channels=3, image_size=32, widths=[4, 8], num_classes=5, dropout=0.1)
+    model(torch.randn(2, 3, 32, 32)).sum().backward()
+
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_a_gpt_sees_only_what_came_before():
+    model = Gpt(**TINY)
+    tokens = torch.arange(8).unsqueeze(0)
+    changed = tokens.clone()
+    changed[0, 5] = 0
+
+    before, after = model(tokens), model(changed)
+
+    assert torch.equal(before[0, :5], after[0, :5])
+    assert not torch.equal(before[0, 5], after[0, 5])
+
+
+def test_a_gpt_ties_its_embedding_to_its_output():
+    model = Gpt(**TINY)
+
+    assert model.head.output.weight is model.embed.tokens.weight
+    assert float(model.blocks[0].mlp.project.weight.detach().std()) == pytest.approx(0.01, rel=0.3)
+
+
+def test_a_gpt_is_cut_at_its_blocks():
+    names = [name for name, _ in blocks_of(Gpt(**TINY))]
+
+    assert names == ["", "embed", "blocks.0", "blocks.1", "head"]
+
+
+def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch):
+    seen = []
+    attend = nn.functional.scaled_dot_product_attention
+
+    def spy(queries, *args, **kwargs):
+        seen.append(queries.dtype)
+        return attend(queries, *args, **kwargs)
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", spy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert Gpt(**TINY)(torch.zeros(1, 8, dtype=torch.int64)).dtype == torch.bfloat16
+
+    assert seen == [torch.float32, torch.float32]
+
+
+def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_seed():
+    model = Gpt(**TINY, dropout=0.5)
+    start = torch.tensor([[1, 2, 3]])
+
+    first, second = (
+        model.generate(start, num_tokens=9, top_k=3, generator=torch.Generator().manual_seed(0)) for _ in range(2)
+    )
+
+    assert first.shape == (1, 12)
+    assert torch.equal(first, second)
+    assert model.training
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: Gpt(**{**TINY, "num_heads": 3}), "model.num_heads=3: must divide model.width=8."),
+        (lambda: Mlp(in_features=2, hidden=[0], out_features=1), "model.hidden=[0]: every width must be 1 or more."),
+        (lambda: ConvNet(widths=[]), "model.widths=[]: needs one width or more, each >= 1."),
+        (
+            lambda: ConvNet(widths=[2, 2, 2, 2], image_size=8),
+            "model.widths=[2, 2, 2, 2]: halves images of model.image_size=8 4 times, to nothing. Use fewer widths.",
+        ),
+    ],
+)
+def test_a_bad_size_is_told(build, message):
+    with pytest.raises(ConfigError) as caught:
+        build()
+
+    assert str(caught.value) == f"1 problem in the config\n  {message}"

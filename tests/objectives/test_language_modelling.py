@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.objectives.ranks import Alone, on_ranks
+from trainkit.objectives.language_modelling import LanguageModelling
+
+SCORES = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+PADDED = torch.tensor([[1, 2, -100], [4, -100, -100]])
+FULL = torch.tensor([[1, 2, 3], [4, 0, 1]])
+
+
+@pytest.mark.parametrize("targets", [PADDED, FULL], ids=["padded", "full"])
+def test_sum_over_weight_is_the_mean_over_tokens(targets):
+    loss = LanguageModelling().score(SCORES, targets)
+
+    expected = functional.cross_entropy(SCORES.flatten(0, 1), targets.flatten())
+
+    torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
+
+
+def test_the_weight_counts_tokens_that_are_not_padding():
+    assert LanguageModelling().score(SCORES, PADDED).weight == 3
+
+
+def test_a_shard_of_padding_alone_is_zero_over_zero_not_nan():
+    loss = LanguageModelling().score(SCORES, torch.full((2, 3), -100))
+
+    assert (float(loss.loss_sum), int(loss.weight)) == (0, 0)
+
+
+def test_the_weight_is_known_beforehand_only_without_padding():
+    sample, padded = (FULL[0], FULL[0]), (FULL[0], PADDED[0])
+
+    assert LanguageModelling(padding=False).weight_per_sample(sample) == 3
+    assert LanguageModelling(padding=False).weight_per_sample(padded) is None
+    assert LanguageModelling().weight_per_sample(sample) is None
+    assert LanguageModelling().planned_weight_per_sample(padded) == 3
+
+
+def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks():
+    objective = LanguageModelling()
+
+    def evaluate(collective):
+        metric = objective.metrics()["perplexity"]
+        part = slice(collective.rank, collective.rank + 1)
+        metric.update(objective.score(SCORES[part], PADDED[part]), None)
+        return metric.compute(collective)
+
+    expected = math.exp(functional.cross_entropy(SCORES.flatten(0, 1).double(), PADDED.flatten()))
+
+    assert on_ranks(2, evaluate) == [pytest.approx(expected, rel=1e-6)] * 2
+    assert math.isnan(objective.metrics()["perplexity"].compute(Alone()))

@@ -1,0 +1,67 @@
+"""Fully connected layers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, ClassVar, Final, Literal
+
+from torch import Tensor, nn
+
+from trainkit.config.values import at_least, below
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["Mlp"]
+
+_ACTIVATIONS: Final = {"relu": nn.ReLU, "gelu": nn.GELU, "tanh": nn.Tanh}
+
+
+class Mlp(nn.Module):
+    """Linear layers with an activation between; inputs of any shape are flattened.
+
+    Example:
+        >>> sum(p.numel() for p in Mlp(in_features=64, hidden=[128], out_features=10).parameters())
+        9610
+    """
+
+    draws_nothing: ClassVar[bool] = True
+    """Its own code draws no random number; a dropout in it does."""
+
+    def __init__(
+        self,
+        *,
+        in_features: Annotated[int, at_least(1)],
+        hidden: list[int],
+        out_features: Annotated[int, at_least(1)],
+        activation: Literal["relu", "gelu", "tanh"] = "relu",
+        dropout: Annotated[float, below(0, 1)] = 0.0,
+        batch_norm: bool = False,
+    ) -> None:
+        """Build the layers.
+
+        Args:
+            in_features: numbers a sample, after flattening.
+            hidden: width of each hidden layer; empty is a linear model.
+            out_features: outputs a sample: classes, or regression values.
+            activation: after each hidden layer.
+            dropout: share of hidden activations zeroed in training, in [0, 1).
+            batch_norm: normalise each hidden layer before its activation.
+        """
+        super().__init__()
+        widths = [in_features, *hidden]
+        if min(widths) < 1:
+            raise ConfigError([Problem(key="model.hidden", value=hidden, rule="every width must be 1 or more.")])
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(widths):
+            layers.append(nn.Linear(fan_in, fan_out))
+            if batch_norm:
+                layers.append(nn.BatchNorm1d(fan_out))
+            layers.append(_ACTIVATIONS[activation]())
+            if dropout:
+                layers.append(nn.Dropout(dropout))
+        layers.append(nn.Linear(widths[-1], out_features))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, ...) -> (samples, out_features)."""
+        outputs: Tensor = self.layers(inputs.flatten(1) if inputs.dim() > 2 else inputs)
+        return outputs

@@ -1,0 +1,113 @@
+"""Residual networks for images (He et al. 2015, arXiv:1512.03385)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Final, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config.values import at_least
+
+__all__ = ["ResNet"]
+
+_BLOCKS: Final = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+_WIDTHS: Final = (64, 128, 256, 512)
+
+
+class ResNet(nn.Module):
+    """ResNet with the stride of a bottleneck in its 3 x 3 convolution, as everybody trains it today.
+
+    Example:
+        >>> sum(p.numel() for p in ResNet(depth=18).parameters())
+        11689512
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: Literal[18, 34, 50, 101] = 50,
+        num_classes: Annotated[int, at_least(1)] = 1000,
+        in_channels: Annotated[int, at_least(1)] = 3,
+        zero_init_last_gamma: bool = True,
+    ) -> None:
+        """Build the stages.
+
+        Args:
+            depth: layers with weights.
+            num_classes: outputs a sample.
+            in_channels: of the images.
+            zero_init_last_gamma: start each residual branch at zero (Goyal et al. 2017, section 5.1).
+        """
+        super().__init__()
+        bottleneck = depth >= 50
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False),
+            nn.BatchNorm2d(64),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, stride=2, padding=1),
+        )
+        expansion = 4 if bottleneck else 1
+        blocks: list[nn.Module] = []
+        channels = 64
+        for stage, (width, count) in enumerate(zip(_WIDTHS, _BLOCKS[depth], strict=True)):
+            for position in range(count):
+                stride = 2 if stage and not position else 1
+                blocks.append(_Residual(channels, width, width * expansion, stride=stride, bottleneck=bottleneck))
+                channels = width * expansion
+        self.blocks = nn.Sequential(*blocks)
+        self.head = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+        self._initialise(zero_init_last_gamma=zero_init_last_gamma)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(samples, in_channels, height, width) -> (samples, num_classes)."""
+        images = images.contiguous(memory_format=torch.channels_last)
+        scores: Tensor = self.head(self.blocks(self.stem(images)))
+        return scores
+
+    def _initialise(self, *, zero_init_last_gamma: bool) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, _Residual) and zero_init_last_gamma:
+                nn.init.zeros_(module.last_norm.weight)
+        final = self.head[-1]
+        if isinstance(final, nn.Linear):
+            nn.init.normal_(final.weight, std=0.01)
+            nn.init.zeros_(final.bias)
+
+
+class _Residual(nn.Module):
+    """Convolutions beside a shortcut: two of 3 x 3, or 1 x 1, 3 x 3, 1 x 1."""
+
+    def __init__(self, channels: int, width: int, out_channels: int, *, stride: int, bottleneck: bool) -> None:
+        super().__init__()
+        kernels: Sequence[tuple[int, int, int, int]] = (
+            ((channels, width, 1, 1), (width, width, 3, stride), (width, out_channels, 1, 1))
+            if bottleneck
+            else ((channels, width, 3, stride), (width, out_channels, 3, 1))
+        )
+        layers: list[nn.Module] = []
+        for fan_in, fan_out, size, step in kernels:
+            layers += [
+                nn.Conv2d(fan_in, fan_out, size, stride=step, padding=size // 2, bias=False),
+                nn.BatchNorm2d(fan_out),
+                nn.ReLU(inplace=True),
+            ]
+        self.branch = nn.Sequential(*layers[:-1])
+        self.shortcut = (
+            nn.Sequential(nn.Conv2d(channels, out_channels, 1, stride=stride, bias=False), nn.BatchNorm2d(out_channels))
+            if stride > 1 or channels != out_channels
+            else nn.Identity()
+        )
+
+    @property
+    def last_norm(self) -> nn.BatchNorm2d:
+        """The norm that the branch ends with."""
+        norm = self.branch[-1]
+        assert isinstance(norm, nn.BatchNorm2d)
+        return norm
+
+    def forward(self, features: Tensor) -> Tensor:
+        return torch.relu(self.branch(features) + self.shortcut(features))

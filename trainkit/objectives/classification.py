@@ -1,0 +1,84 @@
+"""One class a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.config.values import below
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic
+from trainkit.objectives.base import Loss, Metric, Supervised
+from trainkit.objectives.metrics import TopK, fresh_metrics
+
+__all__ = ["Classification"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classification(Supervised):
+    """Cross entropy over classes, summed over samples; accuracy, and top-k beside it.
+
+    With class weights a sample weighs what its class does, and the loss is the weighted mean, as in torch.
+
+    Example:
+        >>> objective = Classification(top_k=[3])
+        >>> objective.score(torch.zeros(2, 4), torch.tensor([0, 1])).weight
+        2.0
+        >>> sorted(objective.metrics())
+        ['accuracy', 'top3']
+    """
+
+    label_smoothing: Annotated[float, below(0, 1)] = 0.0
+    """Share of each target spread evenly over all classes, in [0, 1)."""
+    class_weights: list[float] | None = None
+    """A weight a class; null weighs all alike."""
+    top_k: Annotated[list[int], cosmetic] = field(default_factory=list)
+    """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
+
+    def __post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems(self) -> list[Problem]:
+        found = []
+        if any(k < 2 for k in self.top_k):
+            rule = "every k must be 2 or more (accuracy is k = 1 and always there)."
+            found.append(Problem(key="objective.top_k", value=self.top_k, rule=rule))
+        if self.class_weights is not None and (not self.class_weights or min(self.class_weights) < 0):
+            rule = "needs one weight a class, none negative."
+            found.append(Problem(key="objective.class_weights", value=self.class_weights, rule=rule))
+        return found
+
+    def weight_per_sample(self, sample: Any) -> float | None:
+        """1 for every sample, unless classes weigh differently."""
+        del sample
+        return 1.0 if self.class_weights is None else None
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+        """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
+        scores = outputs if outputs.dtype in _EXACT else outputs.float()
+        if self.class_weights is None:
+            loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)
+            return Loss(loss_sum, float(targets.shape[0]), None, outputs, targets)
+        weights = torch.tensor(self.class_weights, dtype=scores.dtype, device=scores.device)
+        loss_sum = functional.cross_entropy(
+            scores, targets, weight=weights, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        return Loss(loss_sum, weights[targets].sum(), None, outputs, targets)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Accuracy, the top-k asked for, and the metrics of the config."""
+        ranked: Mapping[str, Metric] = {f"top{k}": TopK(k) for k in self.top_k}
+        return {"accuracy": TopK(1), **ranked, **fresh_metrics(self.extra_metrics)}
+
+
+_EXACT = (torch.float32, torch.float64)
+"""Scores narrower than this are widened first: a sum of logarithms in bf16 keeps two digits."""

@@ -1,0 +1,78 @@
+"""The next token, at every place."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.fields import cosmetic
+from trainkit.objectives.base import Collective, Loss, Metric, Supervised, Tally, split_batch
+from trainkit.objectives.metrics import fresh_metrics
+
+__all__ = ["LanguageModelling", "Perplexity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LanguageModelling(Supervised):
+    """Cross entropy summed over tokens; places whose target is `ignore_index` are padding and count for nothing.
+
+    Example:
+        >>> scores, targets = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
+        >>> LanguageModelling().score(scores, targets).weight
+        tensor(2)
+    """
+
+    padding: bool = True
+    """Whether training samples may hold padding; false saves counting, and divides the loss before backward."""
+    ignore_index: int = -100
+    """The target of a padded place."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
+
+    def weight_per_sample(self, sample: Any) -> float | None:
+        """The sample's length where no sample is padded; else tokens are counted batch by batch."""
+        targets = torch.as_tensor(split_batch(sample)[1])
+        if self.padding or bool((targets == self.ignore_index).any()):
+            return None
+        return float(targets.numel())
+
+    def planned_weight_per_sample(self, sample: Any) -> float:
+        """The length of a sample, padding included."""
+        return float(torch.as_tensor(split_batch(sample)[1]).numel())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+        """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""
+        scores = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
+        loss_sum = functional.cross_entropy(
+            scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index
+        )
+        return Loss(loss_sum, (targets != self.ignore_index).sum(), None, outputs, targets)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Perplexity, and the metrics of the config."""
+        return {"perplexity": Perplexity(), **fresh_metrics(self.extra_metrics)}
+
+
+class Perplexity(Metric):
+    """e to the mean loss of a token: as many equally likely tokens would be as hard to tell apart."""
+
+    def __init__(self) -> None:
+        self._tally = Tally()
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        self._tally.add(loss.loss_sum, loss.weight)
+
+    def compute(self, collective: Collective) -> float:
+        """Of all ranks' tokens; infinity where the mean loss is too large for it."""
+        mean = self._tally.mean(collective)
+        try:
+            return math.exp(mean)
+        except OverflowError:
+            return math.inf

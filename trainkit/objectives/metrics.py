@@ -1,0 +1,128 @@
+"""Metrics that are ours, and the adapter through which any torchmetrics class works."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.objectives.base import Collective, Loss, Metric, Tally
+
+__all__ = ["MeanOf", "TopK", "TorchMetric", "fresh_metrics", "gather_ragged"]
+
+MAX_DIMS: Final = 8
+"""Most dims a gathered state of a torchmetrics class may have."""
+
+
+class TopK(Metric):
+    """The share of samples whose class is among the k highest scores; k = 1 is accuracy.
+
+    Outputs are (samples, classes) scores, targets (samples,) class numbers.
+    """
+
+    def __init__(self, k: int = 1) -> None:
+        self._k = k
+        self._tally = Tally()
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        scores, labels = loss.outputs.detach(), loss.targets
+        if self._k == 1:
+            hits = scores.argmax(dim=1) == labels
+        else:
+            hits = (scores.topk(min(self._k, scores.shape[1]), dim=1).indices == labels.unsqueeze(1)).any(dim=1)
+        self._tally.add(hits.sum(), labels.shape[0])
+
+    def compute(self, collective: Collective) -> float:
+        """The share over all ranks."""
+        return self._tally.mean(collective)
+
+
+class MeanOf(Metric):
+    """The mean of something a batch has: a function of (outputs, targets) gives its sum and its count."""
+
+    def __init__(self, sum_and_count: Any) -> None:
+        self._sum_and_count = sum_and_count
+        self._tally = Tally()
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Count one batch."""
+        del batch
+        self._tally.add(*self._sum_and_count(loss.outputs.detach(), loss.targets))
+
+    def compute(self, collective: Collective) -> float:
+        """The mean over all ranks."""
+        return self._tally.mean(collective)
+
+
+class TorchMetric(Metric):
+    """Any torchmetrics metric, reduced over the ranks of trainkit instead of a process group of torch's.
+
+    The metric is copied, so that the one that was configured stays empty; its floating states are float64.
+    """
+
+    def __init__(self, prototype: Any) -> None:
+        self._metric = copy.deepcopy(prototype)
+        self._metric.reset()
+        self._metric.set_dtype(torch.float64)
+
+    def update(self, loss: Loss, batch: Any) -> None:
+        """Give the metric the predictions and the targets of one batch."""
+        del batch
+        outputs = loss.outputs.detach()
+        self._metric.to(outputs.device)
+        self._metric.update(outputs, loss.targets)
+
+    def compute(self, collective: Collective) -> float:
+        """Combine the states of all ranks by the metric's own rules, then compute.
+
+        Raises:
+            ConfigError: the metric gives more than one number.
+        """
+        self._metric.distributed_available_fn = lambda: collective.num_ranks > 1
+        self._metric.dist_sync_fn = lambda state, **_group: gather_ragged(state, collective)
+        with warnings.catch_warnings():
+            # A rank without samples computes all the same: its states come from the others.
+            warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
+            value = self._metric.compute()
+        if isinstance(value, Tensor) and value.numel() == 1:
+            return float(value)
+        name = type(self._metric).__name__
+        rule = f"{name} gives more than one number. Choose its average (average: macro), or another metric."
+        raise ConfigError([Problem(key="objective.extra_metrics", rule=rule)])
+
+
+def gather_ragged(tensor: Tensor, collective: Collective) -> list[Tensor]:
+    """Every rank's tensor where sizes differ: headers first, then the tensors padded to the largest.
+
+    A rank without samples has an empty tensor of whatever shape and dtype; it takes those of the others.
+    """
+    header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=tensor.device)
+    header[:2] = torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype)])
+    header[2 : tensor.dim() + 2] = torch.tensor(tensor.shape, dtype=torch.int64)
+    headers = [(_DTYPES[h[1]], h[2 : 2 + h[0]]) for h in (row.tolist() for row in collective.gather(header))]
+    dtype, shape = next(((d, s) for d, s in headers if 0 not in s), headers[0])
+    shapes = [s if 0 not in s else [0, *shape[1:]] for _, s in headers]
+    padded = torch.zeros([max(sizes) for sizes in zip(*shapes, strict=True)], dtype=dtype, device=tensor.device)
+    if tensor.numel():
+        padded[tuple(slice(0, size) for size in tensor.shape)] = tensor
+    gathered = collective.gather(padded)
+    return [full[tuple(slice(0, size) for size in sizes)] for full, sizes in zip(gathered, shapes, strict=True)]
+
+
+_FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_DTYPES: Final = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+
+
+def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
+    """Empty copies of the metrics that a config names: ours as they are, others through `TorchMetric`."""
+    return {
+        name: copy.deepcopy(metric) if isinstance(metric, Metric) else TorchMetric(metric)
+        for name, metric in configured.items()
+    }

@@ -1,0 +1,86 @@
+"""Models that compute their own loss, as those of Hugging Face do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import DataError, TrainingError
+from trainkit.fields import cosmetic
+from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.metrics import fresh_metrics
+
+__all__ = ["OwnLoss"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(Objective):
+    """The model is given the whole batch and reports a mean loss; it counts as that mean times its number of targets.
+
+    A batch that is a dict is passed by name, a tuple in order. The loss is the output's `loss`, its first element,
+    or the output itself. Predictions for metrics are its `logits`, or its second element.
+
+    Example:
+        >>> model = lambda inputs, labels: {"loss": inputs.mean(), "logits": inputs}
+        >>> batch = {"inputs": torch.tensor([1.0, 3.0, 5.0]), "labels": torch.tensor([0, 1, -100])}
+        >>> float(OwnLoss().loss(model, batch).loss_sum)
+        6.0
+    """
+
+    labels: str = "labels"
+    """The key of the targets in a batch; in a tuple they are its last element."""
+    ignore_index: int = -100
+    """Targets that the model leaves out of its mean."""
+    shifted: bool = False
+    """Whether the model predicts each next label itself, so that the first of a row is no target (causal models)."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """Metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
+
+    def weight_per_sample(self, sample: Any) -> float | None:
+        """Counted: labels may hold padding."""
+        del sample
+        return None
+
+    def planned_weight_per_sample(self, sample: Any) -> float:
+        """How many labels a sample has."""
+        labels = torch.as_tensor(self._labels(sample))
+        return float(max(1, labels.numel() - (1 if self.shifted and labels.dim() else 0)))
+
+    def loss(self, model: Model, batch: Any) -> Loss:
+        """Run the model on the batch and turn its mean into a sum."""
+        output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        labels = self._labels(batch)
+        counted = labels[:, 1:] if self.shifted else labels
+        weight = (counted != self.ignore_index).sum()
+        mean = _part(output, "loss", 0)
+        if not isinstance(mean, Tensor) or mean.numel() != 1:
+            raise TrainingError(
+                "the model reports no loss: objective=own_loss needs `loss`, one number, in its output."
+            )
+        return Loss(mean.reshape(()) * weight, weight, None, _part(output, "logits", 1), labels)
+
+    def metrics(self) -> dict[str, Metric]:
+        """The metrics of the config."""
+        return fresh_metrics(self.extra_metrics)
+
+    def _labels(self, batch: Any) -> Any:
+        if not isinstance(batch, Mapping):
+            return batch[-1]
+        if self.labels not in batch:
+            held = ", ".join(map(str, batch))
+            raise DataError(f"a batch holds {held}, and no {self.labels}. Name its targets by objective.labels.")
+        return batch[self.labels]
+
+
+def _part(output: Any, name: str, position: int) -> Any:
+    if isinstance(output, Tensor):
+        return output if position == 0 else None
+    if isinstance(output, Mapping):
+        return output.get(name)
+    if hasattr(output, name):
+        return getattr(output, name)
+    return output[position] if isinstance(output, tuple) and len(output) > position else None

@@ -1,0 +1,72 @@
+"""Numbers to be predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.config.values import above
+from trainkit.errors import ConfigError, DataError, Problem
+from trainkit.fields import cosmetic
+from trainkit.objectives.base import Loss, Metric, Supervised, split_batch
+from trainkit.objectives.metrics import MeanOf, fresh_metrics
+
+__all__ = ["Regression"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regression(Supervised):
+    """Squared, absolute or Huber error, summed over every predicted number.
+
+    Example:
+        >>> loss = Regression(error="l1").score(torch.tensor([[1.0], [2.0]]), torch.tensor([0.0, 4.0]))
+        >>> float(loss.loss_sum), loss.weight
+        (3.0, 2.0)
+    """
+
+    error: Literal["mse", "l1", "huber"] = "mse"
+    """What is summed: squared, absolute, or absolute beyond `delta` and squared within."""
+    delta: Annotated[float, above(0)] = 1.0
+    """Where Huber's error turns from squared to absolute; only `huber` reads it."""
+    extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
+    """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
+
+    def __post_init__(self) -> None:
+        if self.error != "huber" and self.delta != 1:
+            rule = f"has no effect with objective.error={self.error}. Use objective.error=huber, or leave it out."
+            raise ConfigError([Problem(key="objective.delta", value=self.delta, rule=rule)])
+
+    def weight_per_sample(self, sample: Any) -> float | None:
+        """How many numbers a sample's target has."""
+        return float(torch.as_tensor(split_batch(sample)[1]).numel())
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+        """Sum the error of predictions of the targets' shape (one more dim of size 1 is taken off)."""
+        if outputs.shape[:-1] == targets.shape and outputs.shape[-1] == 1:
+            outputs = outputs.squeeze(-1)
+        if outputs.shape != targets.shape:
+            raise DataError(
+                f"the model predicts {tuple(outputs.shape)} for targets of {tuple(targets.shape)}: "
+                "the shapes must agree."
+            )
+        found = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
+        wanted = targets.to(found.dtype)
+        if self.error == "mse":
+            loss_sum = functional.mse_loss(found, wanted, reduction="sum")
+        elif self.error == "l1":
+            loss_sum = functional.l1_loss(found, wanted, reduction="sum")
+        else:
+            loss_sum = functional.huber_loss(found, wanted, reduction="sum", delta=self.delta)
+        return Loss(loss_sum, float(targets.numel()), None, outputs, targets)
+
+    def metrics(self) -> dict[str, Metric]:
+        """Mean absolute error, and the metrics of the config."""
+        return {"mae": MeanOf(_absolute_error), **fresh_metrics(self.extra_metrics)}
+
+
+def _absolute_error(outputs: Tensor, targets: Tensor) -> tuple[Tensor, int]:
+    return (outputs.double() - targets.double()).abs().sum(), targets.numel()
