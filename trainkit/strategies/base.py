@@ -1,0 +1,256 @@
+"""What every strategy is: the interface that the engine, the plan and the supervisor speak."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.errors import Problem
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.precision import LossScale, Precision
+from trainkit.objectives.base import Collective, Objective
+
+__all__ = [
+    "Facts",
+    "Numerics",
+    "Outcome",
+    "Placed",
+    "Position",
+    "Rule",
+    "Status",
+    "Strategy",
+    "Ticket",
+    "Training",
+    "Update",
+    "Weighing",
+]
+
+
+class Status(Enum):
+    """What became of a try at a step."""
+
+    applied = "applied"
+    """The optimizer stepped."""
+    retry = "retry"
+    """Gradients overflowed: nothing changed but the loss scale, and the same step comes again."""
+    skipped = "skipped"
+    """A step that policy leaves out: a recorded update of nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an update needs to know, where it happens."""
+
+    lr_factor: float
+    """The learning rate of this update over the base rate; every parameter group is multiplied alike."""
+    max_norm: float | None
+    """Clip the gradient to this global norm."""
+
+
+Rule = Callable[[int], Update]
+"""Update of a version: the number of updates the parameters have seen."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a try at a step gave. Tensors stay on the device: reading one waits for it."""
+
+    step: int
+    status: Status
+    loss_sum: Tensor | None
+    """() this rank's sum over its targets, None where it had no shard."""
+    weight: Tensor | float
+    """This rank's total weight of targets: () tensor where it was counted, else a float."""
+    grad_norm: Tensor | None = None
+    """() global norm before clipping, where it was computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighing:
+    """How much a sample weighs in the loss; from the objective and one sample, so that every rank agrees."""
+
+    per_sample: float | None
+    """Its weight where that is the same for all and known beforehand; None: it is counted."""
+    planned: float
+    """About its weight: where weights are counted, a power of two near the planned total divides the loss."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What every step of a training needs; the same on every rank."""
+
+    plan: BatchPlan
+    """How steps are cut into shards."""
+    objective: Objective
+    """Scores a shard."""
+    weighing: Weighing
+    """How the loss is normalised."""
+    rule: Rule
+    """The update of a version."""
+
+
+class Position(Protocol):
+    """How far the training is."""
+
+    @property
+    def step(self) -> int:
+        """Updates completed."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The numbers settings that a strategy carries out."""
+
+    seed: int = 0
+    """The run's seed."""
+    reproducible: bool = False
+    """Sum in the order of the lanes."""
+    lanes: int = 8
+    """Lanes of that order, a power of two."""
+    skip_nonfinite: bool = False
+    """Leave out a step whose gradient is not finite, instead of stopping."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a strategy may judge a config by, before any process starts."""
+
+    numerics: Numerics
+    """The numbers settings."""
+    num_gpus: int
+    """CUDA devices of this host."""
+    precision: str = "fp32"
+    """The precision's name."""
+
+
+@dataclass(kw_only=True)
+class Placed:
+    """A model placed where its strategy computes it: all that lives as long as the process group."""
+
+    model: nn.Module
+    """Called by the objective; its parameters are in the precision's model dtype."""
+    device: torch.device
+    """Where batches must be."""
+    collective: Collective
+    """Sums of small tensors over the data ranks."""
+    loss_scale: LossScale
+    """The current loss scale."""
+    precision: Precision
+    """The numbers the training is made of."""
+    lanes: int | None = None
+    """Lanes of the order of summation; None where it is free."""
+    on_phase: Callable[[str, int], None] | None = None
+    """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
+
+    @property
+    def rank(self) -> int:
+        """The data rank of this process."""
+        return self.collective.rank
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks of the run."""
+        return self.collective.num_ranks
+
+
+class Strategy(ABC):
+    """How shards are spread over replicas and how their gradients become one update.
+
+    A strategy is a frozen, keyword-only dataclass: its fields are what the user may set. What lives with the
+    processes is in `Placed`.
+    """
+
+    changes_maths: ClassVar[bool] = False
+    """Whether choosing this strategy changes the result: False for every synchronous one."""
+
+    num_loops: ClassVar[int] = 1
+    """Training loops in one process."""
+
+    @abstractmethod
+    def problems(self, facts: Facts) -> list[Problem]:
+        """What is wrong with this strategy in these surroundings; pure, before any process starts."""
+
+    @abstractmethod
+    def tasks(self, num_gpus: int) -> tuple[Task, ...]:
+        """The processes it needs, by role; a single one runs in the process that asks.
+
+        Args:
+            num_gpus: CUDA devices of this host.
+        """
+
+    @abstractmethod
+    def num_replicas(self, num_gpus: int) -> int:
+        """Replicas that get their own shards."""
+
+    @abstractmethod
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+        """Copies of all gradients that a device holds at the peak of a step, besides the gradients themselves."""
+
+    @abstractmethod
+    def place(
+        self,
+        model: nn.Module,
+        *,
+        identity: Identity,
+        precision: Precision,
+        numerics: Numerics,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Placed:
+        """Put the model where it is computed; collective over the ranks of the run.
+
+        Args:
+            model: initialised on the CPU in float32, alike on every rank.
+            identity: who this process is.
+            precision: the numbers to use.
+            numerics: the numbers settings.
+            make_optimizer: builds the optimizer over parameters by canonical name.
+        """
+
+    @abstractmethod
+    def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
+        """The shards of a step that this rank computes."""
+
+    @abstractmethod
+    def tickets(self, plan: BatchPlan, position: Position, placed: Placed) -> Iterator[Ticket]:
+        """What to compute here, step after step, from the position on; the same again while it does not move."""
+
+    @abstractmethod
+    def step(
+        self,
+        placed: Any,
+        ticket: Ticket,
+        batches: Sequence[Any],
+        training: Training,
+    ) -> Outcome:
+        """Compute a ticket and update the parameters; collective.
+
+        Args:
+            placed: what `place` returned.
+            ticket: the step and the shards to compute here.
+            batches: one collated batch a shard of the ticket, on `placed.device`.
+            training: plan, objective and update rule.
+
+        Returns:
+            What became of it; an overflowed step leaves parameters, buffers and optimizer as they were.
+        """
+
+    @abstractmethod
+    def state(self, placed: Any) -> dict[str, Tensor]:
+        """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""
+
+    @abstractmethod
+    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of a checkpoint of any strategy."""
+
+    @abstractmethod
+    def leave(self, placed: Any) -> None:
+        """End the process group."""

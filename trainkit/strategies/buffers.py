@@ -1,0 +1,111 @@
+"""Buffers that the forward pass updates (the running statistics of batch normalisation), as the contract wants them.
+
+Each shard starts from the step's buffers; what its forward pass made of them is weighted by its share of the samples
+and summed like a gradient. Momentum thus acts once a step, however many shards the step was cut into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["StepBuffers"]
+
+
+class StepBuffers:
+    """The buffers of a model through the shards of a step.
+
+    Buffers that no forward pass updates cost nothing. Which ones one does update is seen by watching one with torch's
+    version counters (`watch`), and agreed over the ranks (`settle`).
+
+    Args:
+        model: the placed model.
+        dtype: what they are summed in.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.names = tuple(name for name, _ in model.named_buffers())
+        self._all = [_owner(model, name) for name in self.names]
+        self._chosen = self._all
+        self._dtype = dtype
+        self._start: list[Tensor] = []
+        self._sums: list[Tensor] | None = None
+
+    @contextmanager
+    def watch(self) -> Iterator[list[float]]:
+        """Run a forward pass inside: the list then holds 1.0 for each buffer, in `names` order, that it updated.
+
+        The buffers are put back afterwards.
+        """
+        self.begin_step()
+        before = [(id(tensor), tensor._version) for tensor in self._tensors()]  # noqa: SLF001 - has no public name
+        changed: list[float] = []
+        yield changed
+        now = self._tensors()
+        after = [(id(tensor), tensor._version) for tensor in now]  # noqa: SLF001
+        # Values too: torch's batch normalisation updates its statistics without counting a version.
+        differs = [not torch.equal(tensor, start) for tensor, start in zip(now, self._start, strict=True)]
+        changed.extend(float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True))
+        self.reset()
+
+    def settle(self, changed: Sequence[float]) -> None:
+        """Keep only the buffers that a forward pass updates, on any rank."""
+        self._chosen = [place for place, flag in zip(self._all, changed, strict=True) if flag]
+
+    def shapes(self) -> list[torch.Size]:
+        """The shapes of what `take` gives."""
+        return [tensor.shape for tensor in self._tensors()]
+
+    def begin_step(self) -> None:
+        """Remember what every shard of the step starts from."""
+        self._start = [tensor.detach().clone() for tensor in self._tensors()]
+        self._sums = None
+
+    def end_forward(self, share: float) -> None:
+        """Read what the forward pass left; before backward, which may recompute it.
+
+        Args:
+            share: this shard's samples over the step's.
+        """
+        if not self._chosen:
+            return
+        # Integers (counters) are summed as shares of what they advanced by; those add up to the advance.
+        parts = [
+            (tensor.detach() if start.is_floating_point() else tensor - start).to(self._dtype) * share
+            for tensor, start in zip(self._tensors(), self._start, strict=True)
+        ]
+        if self._sums is None:
+            self._sums = parts
+        else:
+            torch._foreach_add_(self._sums, parts)
+
+    def reset(self) -> None:
+        """Back to the step's start; through `.data`, so that no backward still to come is harmed."""
+        for tensor, start in zip(self._tensors(), self._start, strict=True):
+            tensor.data.copy_(start)
+
+    def take(self) -> list[Tensor]:
+        """The sums over the shards since the last call; zeros where there was none."""
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return [torch.zeros_like(start, dtype=self._dtype) for start in self._start]
+        return sums
+
+    def finish(self, sums: Sequence[Tensor | None]) -> None:
+        """Make the sums over all shards and ranks the next step's buffers."""
+        for tensor, start, total in zip(self._tensors(), self._start, sums, strict=True):
+            if total is None:
+                continue
+            tensor.data.copy_(total if start.is_floating_point() else start + total.round().to(start.dtype))
+
+    def _tensors(self) -> list[Tensor]:
+        # Looked up each time: a module may put a new tensor in a buffer's place.
+        return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
+
+
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf

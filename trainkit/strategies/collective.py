@@ -1,0 +1,64 @@
+"""Sums and gathers of small tensors over the data ranks of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["GroupCollective", "LocalCollective"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalCollective:
+    """The only rank: every sum is its own."""
+
+    rank: int = 0
+    num_ranks: int = 1
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The tensor itself."""
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor itself, alone."""
+        return [tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupCollective:
+    """The ranks of a process group."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The elementwise sum over ranks, added in rank order; collective.
+
+        Small tensors only: every rank receives every other's, which makes the order, and so the bits, the same on
+        all of them and in every run.
+        """
+        total = torch.zeros_like(tensor)
+        for part in self.gather(tensor):
+            total += part
+        return total
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Every rank's tensor, by rank; shapes may differ in their first dim; collective."""
+        here = tensor.detach().to(self.device)
+        sizes = self._exchange(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
+        lengths = [int(size.item()) for size in sizes]
+        if len(set(lengths)) == 1:
+            return [part.to(tensor.device) for part in self._exchange(here)]
+        padded = here.new_zeros((max(lengths), *here.shape[1:]))
+        padded[: here.shape[0]] = here
+        parts = self._exchange(padded)
+        return [part[:length].to(tensor.device) for part, length in zip(parts, lengths, strict=True)]
+
+    def _exchange(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts

@@ -1,0 +1,40 @@
+"""Names of devices: torch's spelling, `cuda:1`, and TensorFlow's, `/gpu:1`."""
+
+from __future__ import annotations
+
+import re
+
+from trainkit.errors import Problem
+
+__all__ = ["device_problems", "parse_device"]
+
+_PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?$", re.IGNORECASE)
+
+
+def parse_device(name: str | int) -> str | None:
+    """A device in torch's spelling; None where the name is none.
+
+    Example:
+        >>> parse_device("/gpu:1"), parse_device(0), parse_device("cpu"), parse_device("gpu:x")
+        ('cuda:1', 'cuda:0', 'cpu', None)
+    """
+    if isinstance(name, int):
+        return f"cuda:{name}"
+    match = _PATTERN.match(name)
+    if match is None:
+        return None
+    if match["kind"].lower() == "cpu":
+        return "cpu"
+    return f"cuda:{match['index'] or 0}"
+
+
+def device_problems(key: str, name: str | int, num_gpus: int) -> list[Problem]:
+    """What is wrong with a device's name on a host of `num_gpus` GPUs."""
+    device = parse_device(name)
+    if device is None:
+        return [Problem(key=key, value=name, rule="no device's name. Use cpu, cuda:0 or /gpu:0.")]
+    index = int(device.partition(":")[2] or 0)
+    if device != "cpu" and index >= num_gpus:
+        have = f"the {num_gpus} of this host" if num_gpus else "no GPU"
+        return [Problem(key=key, value=name, rule=f"no such GPU: there is {have}. They are counted from 0.")]
+    return []

@@ -1,0 +1,194 @@
+"""Forward and backward over a rank's shards of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_map
+
+from trainkit.errors import TrainingError
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Loss
+from trainkit.strategies.base import Training, Weighing
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.replica import Replica
+
+__all__ = ["Divisor", "StepWork"]
+
+
+def _own_memory(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """What the loss of a step is divided by before backward.
+
+    A bare sum is never backpropagated: at a loss scale of 65536 the sum over 64 targets overflows fp16.
+    """
+
+    value: float
+    """The step's total weight where it is known, else a power of two near it."""
+    counted: bool
+    """Whether gradients must be multiplied by `value` over the counted weight once that is summed; exact, since
+    `value` is a power of two."""
+
+    @classmethod
+    def of(cls, weighing: Weighing, batch_size: int) -> Divisor:
+        """The divisor of a step of `batch_size` samples.
+
+        Example:
+            >>> Divisor.of(Weighing(per_sample=None, planned=60.0), 16)
+            Divisor(value=1024.0, counted=True)
+        """
+        if weighing.per_sample is not None:
+            return cls(weighing.per_sample * batch_size, counted=False)
+        return cls(2.0 ** round(math.log2(max(weighing.planned * batch_size, 1.0))), counted=True)
+
+
+_divisor_of = lru_cache(maxsize=8)(Divisor.of)  # full batches and the short one: two values a training
+
+
+class StepWork:
+    """One try at a step on one rank: its shards, and what they add up to."""
+
+    def __init__(self, replica: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> None:
+        self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
+        self.batch_size = training.plan.batch_size(ticket.step)
+        self.divisor = _divisor_of(training.weighing, self.batch_size)
+        self.loss_sum: Tensor | None = None
+        self.weight: Tensor | float = 0.0
+
+    def run(self) -> Sequence[Tensor | None]:
+        """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
+        packing = self.replica.packing or self._discover()
+        if self.replica.buffers.names:
+            self.replica.buffers.begin_step()
+        num_shards = self.training.plan.num_shards(self.ticket.step)
+        return self.replica.reducer.reduce(self._partials(), num_shards=num_shards, packing=packing)
+
+    def _partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+        """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
+        lanes = self.replica.lanes
+        numbered = zip(self.ticket.shards, self.batches, strict=True)
+        if not self.ticket.shards:
+            self._enter("reduce")
+        elif lanes is None:
+            yield 0, self._lane(list(numbered))
+        else:
+            for lane, shards in groupby(numbered, key=lambda item: item[0] % lanes):
+                # A shard that is a view begins at another alignment on another rank, and then vector code sums it in
+                # another order: each gets memory of its own.
+                yield lane, self._lane([(shard, tree_map(_own_memory, batch)) for shard, batch in shards])
+
+    def _lane(self, shards: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
+        weight: Tensor | float = 0.0
+        for shard, batch in shards:
+            weight = weight + self._shard(shard, batch)
+        self.weight = self.weight + weight
+        if shards[-1][0] == self.ticket.shards[-1]:  # what comes now is the exchange
+            self._enter("reduce")
+        return self._take(weight)
+
+    def _shard(self, shard: int, batch: Any) -> Tensor | float:
+        """Forward and backward of one shard into `.grad`; returns its weight."""
+        replica = self.replica
+        watched = replica.on_phase is not None
+        if watched:
+            self._enter("forward")
+        loss = self._forward(shard, batch)
+        if watched:
+            self._enter("backward")
+        if replica.buffers.names:
+            replica.buffers.end_forward(self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size)
+        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
+        _engine_run_backward(
+            (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        if replica.buffers.names:
+            replica.buffers.reset()
+        if replica.masters_apart:
+            replica.accumulate_in_masters()
+        seen = loss.loss_sum.detach()
+        self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+        return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+
+    def _enter(self, phase: str) -> None:
+        if self.replica.on_phase is not None:
+            self.replica.on_phase(phase, self.ticket.step)
+
+    def _seed(self, total: Tensor) -> Tensor:
+        """Where backward begins: the gradient of loss scale times mean loss by the summed loss, () like the loss.
+
+        The same bits as dividing the loss by the weight, which are those of torch's own mean, without two kernels.
+        """
+        factor = self.replica.loss_scale.scale / self.divisor.value
+        if self.replica.seed is None or self.replica.seed[0] != (factor, total.dtype):
+            self.replica.seed = (factor, total.dtype), torch.full_like(total, factor, requires_grad=False)
+        return self.replica.seed[1]
+
+    def _forward(self, shard: int, batch: Any) -> Loss:
+        replica = self.replica
+        replica.keys.enter(step=self.ticket.step, shard=shard)
+        with replica.precision.autocast(replica.device.type):
+            return self.training.objective.loss(replica.model, batch)
+
+    def _take(self, weight: Tensor | float) -> list[Tensor | None]:
+        replica = self.replica
+        taken = replica.take_grads()
+        if replica.some_unused:
+            self._refuse_late(taken)
+        if replica.buffers.names:
+            taken.extend(replica.buffers.take())
+        if self.divisor.counted:
+            dtype = replica.precision.master_dtype
+            taken.append(torch.as_tensor(weight, dtype=dtype, device=replica.device).reshape(1))
+        return taken
+
+    def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:
+        used = self.replica.used
+        for name, grad, known in zip(self.replica.params, grads, used, strict=True):
+            if grad is not None and not known:
+                raise TrainingError(
+                    f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient that it "
+                    "had not got in the first step of this run. Use it in every step, or freeze it."
+                )
+
+    def _discover(self) -> Packing:
+        """See which parameters get gradients and which buffers are updated, and agree on it; collective, once.
+
+        The first shard is computed and thrown away; all it draws is keyed, so the step itself is none the worse. A
+        single rank that neither exchanges nor keeps buffers has nothing to find out.
+        """
+        replica = self.replica
+        names, buffers = list(replica.params), replica.buffers
+        exchanges = replica.num_ranks > 1 or replica.lanes is not None
+        flags = [0.0 if exchanges else 1.0] * len(names) + [0.0] * len(buffers.names)
+        if self.ticket.shards and (exchanges or buffers.names):
+            with buffers.watch() as changed:
+                loss = self._forward(self.ticket.shards[0], self.batches[0])
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+            buffers.reset()
+            if exchanges:
+                flags = [float(param.grad is not None) for param in replica.params.values()]
+            flags[len(names) :] = changed
+            for param in replica.params.values():
+                param.grad = None
+        total = replica.collective.sum(torch.tensor(flags)).tolist()
+        replica.used = [flag > 0 for flag in total[: len(names)]]
+        replica.some_unused = not all(replica.used)
+        buffers.settle(total[len(names) :])
+        shapes = [param.shape for param in replica.params.values()] + buffers.shapes()
+        if self.divisor.counted:
+            shapes.append(torch.Size([1]))
+        replica.packing = Packing(shapes, replica.precision.master_dtype, replica.device)
+        return replica.packing

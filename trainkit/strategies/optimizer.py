@@ -1,0 +1,172 @@
+"""Stepping a torch optimizer at each update's rate, by the shortest way to its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Stepper", "optimizer_state", "restore_optimizer_state"]
+
+
+class Stepper:
+    """Steps an optimizer with given gradients at a given rate.
+
+    Adam, AdamW and SGD with `fused=true` and no hooks are stepped by calling their fused kernel: the wrappers of
+    `Optimizer.step` (profiler ranges, hook dictionaries, regrouping by device) cost more than the kernel on a small
+    model. The kernel is the same, and so are the bits.
+
+    Args:
+        optimizer: any torch optimizer over `params`.
+        params: the parameters it updates, in canonical order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._place = {id(param): place for place, param in enumerate(params)}
+        self._params = list(params)
+        self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
+        self._places: list[list[int]] = []
+        self._counter: Tensor | None = None
+
+    def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
+        """Update the parameters.
+
+        Args:
+            grads: one a parameter, in the order of `params`; None leaves the parameter out, as torch does.
+            lr_factor: every group's own rate is multiplied by it.
+        """
+        if self._kernels is not None:
+            if self._counter is not None:
+                self._counter.add_(1)
+            for kernel, places, base_lr in zip(self._kernels, self._places, self.base_lrs, strict=True):
+                kernel([grads[place] for place in places], base_lr * lr_factor)  # type: ignore[misc]
+            return
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * lr_factor
+        for param, grad in zip(self._params, grads, strict=True):
+            param.grad = grad
+        self.optimizer.step()
+        for param in self._params:
+            param.grad = None
+        self._find_kernels(grads)
+
+    def forget(self) -> None:
+        """Look for the kernels anew: the optimizer's state was replaced."""
+        self._kernels = None
+
+    def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
+        """Now that the optimizer has made its state, see whether its kernels can be called directly."""
+        make, groups = _kernel_maker(type(self.optimizer)), self.optimizer.param_groups
+        if (
+            make is None
+            or any(grad is None for grad in grads)
+            or _hooked(self.optimizer)
+            or not all(map(_has_plain_kernel, groups))
+        ):
+            return
+        states = self.optimizer.state
+        self._counter = _joined_counts([states[param] for param in self._params if "step" in states[param]])
+        self._places = [[self._place[id(param)] for param in group["params"]] for group in groups]
+        self._kernels = [make(group, group["params"], [states[p] for p in group["params"]]) for group in groups]
+
+
+def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
+    return bool(group["fused"]) and not group.get("capturable") and not group["differentiable"]
+
+
+def _joined_counts(states: Sequence[dict[str, Tensor]]) -> Tensor | None:
+    """Adam's counts of steps as views of one tensor: its kernel reads them, and one addition advances them all."""
+    if not states:
+        return None
+    joined = torch.stack([state["step"] for state in states])
+    for state, count in zip(states, joined.unbind(), strict=True):
+        state["step"] = count
+    return joined
+
+
+def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+    from torch.optim import optimizer as module  # noqa: PLC0415 - torch.optim imports torch._dynamo: only when stepping
+
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+    shared = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)  # noqa: SLF001
+    return any([*own, *shared])
+
+
+def _adam_kernel(
+    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]], *, decoupled: bool
+) -> Callable[[list[Tensor], float], None]:
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    averages = [state["exp_avg"] for state in states]
+    squares = [state["exp_avg_sq"] for state in states]
+    largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+    steps = [state["step"] for state in states]
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    settings = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": group["amsgrad"],
+        "maximize": group["maximize"],
+    }
+
+    def step(grads: list[Tensor], lr: float) -> None:
+        kernel(params, grads, averages, squares, largest, steps, lr=lr, **settings)
+
+    return step
+
+
+def _sgd_kernel(
+    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> Callable[[list[Tensor], float], None]:
+    momenta = [state["momentum_buffer"] for state in states] if group["momentum"] else []
+    settings = {name: group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+
+    def step(grads: list[Tensor], lr: float) -> None:
+        torch._fused_sgd_(params, grads, momenta, lr=lr, is_first_step=False, **settings)
+
+    return step
+
+
+def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], None]] | None:
+    """What makes the direct kernel of a group of this very class; a subclass may do something else."""
+    if kind is torch.optim.AdamW:
+        return partial(_adam_kernel, decoupled=True)
+    if kind is torch.optim.Adam:
+        return lambda group, *rest: _adam_kernel(group, *rest, decoupled=bool(group.get("decoupled_weight_decay")))
+    return _sgd_kernel if kind is torch.optim.SGD else None
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies."""
+    found = {}
+    for name, param in params.items():
+        for slot, value in optimizer.state.get(param, {}).items():
+            if value is not None:
+                found[f"optimizer/{slot}/{name}"] = torch.as_tensor(value)
+    return found
+
+
+def restore_optimizer_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Give the optimizer the state that `optimizer_state` saved.
+
+    Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
+    """
+    slots: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in tensors.items():
+        kind, _, rest = key.partition("/")
+        slot, _, name = rest.partition("/")
+        if kind == "optimizer":
+            slots.setdefault(name, {})[slot] = tensor
+    state = optimizer.state_dict()
+    names = {id(param): name for name, param in params.items()}
+    order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    state["state"] = {place: slots[name] for place, name in enumerate(order) if name in slots}
+    optimizer.load_state_dict(state)

@@ -1,0 +1,35 @@
+"""The interface of a reducer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from trainkit.strategies.packing import Packing
+
+__all__ = ["Partials", "Reducer"]
+
+Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
+"""(lane, the sums over that lane's shards), computed as they are asked for."""
+
+
+class Reducer(Protocol):
+    """Adds the partial sums of a step, here and over the ranks."""
+
+    @property
+    def lanes(self) -> int | None:
+        """Lanes of the order of summation; None: this rank's shards are one sum."""
+        ...
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:
+        """The sums over all shards of the step, the same on every rank; collective.
+
+        Args:
+            partials: what this rank computes, lane after lane in the order of `lane_order`; without lanes at most
+                one item.
+            num_shards: shards of the step, over all ranks.
+            packing: shapes and dtype of what each item holds.
+        """
+        ...

@@ -1,0 +1,133 @@
+"""One replica of a synchronous strategy: the model, its optimizer, and what a step needs beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import CheckpointError
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.randomness import BlockKeys
+from trainkit.strategies.base import Numerics, Placed
+from trainkit.strategies.buffers import StepBuffers
+from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import Reducer
+
+__all__ = ["Replica", "masters_apart", "replica_state", "restore_replica"]
+
+
+@dataclass(kw_only=True)
+class Replica(Placed):
+    """A whole model on one device."""
+
+    params: dict[str, nn.Parameter]
+    """Trainable parameters of the model by canonical name."""
+    masters: dict[str, nn.Parameter]
+    """What the optimizer updates: `params` itself, or copies in higher precision."""
+    stepper: Stepper
+    """Steps the optimizer over `masters`."""
+    buffers: StepBuffers
+    """Buffers that the forward pass updates."""
+    keys: BlockKeys
+    """Keys of the model's randomness."""
+    reducer: Reducer
+    """Adds up the partial sums of a step."""
+    numerics: Numerics
+    """The numbers settings."""
+    packing: Packing | None = None
+    """The layout of what a step exchanges; None until the first step has shown it."""
+    used: list[bool] = field(default_factory=list)
+    """Which parameters get a gradient, as the first step has shown."""
+    some_unused: bool = False
+    """Whether there is one that gets none."""
+    seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
+    """Where backward began last: (factor, dtype) and its () tensor, which most steps share."""
+    sums: list[Tensor | None] | None = None
+    """Gradients of a lane's earlier shards, where masters are apart."""
+
+    @cached_property
+    def masters_apart(self) -> bool:
+        """Whether the optimizer updates copies of the parameters."""
+        return self.masters is not self.params
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters in canonical order."""
+        return list(self.params.values())
+
+    def take_grads(self) -> list[Tensor | None]:
+        """The gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
+        if self.masters_apart:
+            sums, self.sums = self.sums, None
+            return sums or [None] * len(self.params)
+        grads = [param.grad for param in self.trained]
+        for param in self.trained:
+            param.grad = None
+        return grads
+
+    def accumulate_in_masters(self) -> None:
+        """Add the shard's gradients to `sums`: in bfloat16, adding shards would lose most of the later ones."""
+        sums = self.sums or [None] * len(self.params)
+        for place, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
+            if param.grad is not None:
+                grad, earlier = param.grad.to(master.dtype), sums[place]
+                sums[place] = grad if earlier is None else earlier.add_(grad)
+                param.grad = None
+        self.sums = sums
+
+    @torch.no_grad()
+    def refresh_params(self) -> None:
+        """Round the masters to the parameters that the forward pass uses."""
+        if self.masters_apart:
+            torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
+
+
+def masters_apart(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, nn.Parameter]:
+    """Copies for the optimizer to update, where the parameters' own dtype would lose small updates; else none."""
+    if precision.model_dtype is precision.master_dtype:
+        return {}
+    named = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+    return {name: nn.Parameter(param.detach().to(device, precision.master_dtype, copy=True)) for name, param in named}
+
+
+def replica_state(replica: Replica) -> dict[str, Tensor]:
+    """Parameters in the masters' dtype, buffers that the model saves, optimizer slots; no copies."""
+    frozen = {name: param for name, param in replica.model.named_parameters() if not param.requires_grad}
+    found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
+    saved = replica.model.state_dict()
+    buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers() if name in saved}
+    return {**found, **buffers, **optimizer_state(replica.stepper.optimizer, replica.masters)}
+
+
+def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
+    """Take over the tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
+    """
+    own = {key: tensor for key, tensor in replica_state(replica).items() if not key.startswith("optimizer/")}
+    _refuse_mismatch(own, tensors)
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+    replica.refresh_params()
+    restore_optimizer_state(replica.stepper.optimizer, replica.masters, tensors)
+    replica.stepper.forget()
+
+
+def _refuse_mismatch(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    lines = [f"{key} is missing there" for key in own if key not in tensors]
+    lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith("optimizer/")]
+    lines += [
+        f"{key} is {tuple(tensors[key].shape)} there and {tuple(tensor.shape)} here"
+        for key, tensor in own.items()
+        if key in tensors and tensors[key].shape != tensor.shape
+    ]
+    if lines:
+        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")

@@ -1,0 +1,119 @@
+"""The synchronous base: a loop over this rank's shards, one reduction, one update, the same on every rank."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.randomness import BlockKeys
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Numerics, Outcome, Placed, Position, Strategy, Training
+from trainkit.strategies.buffers import StepBuffers
+from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.optimizer import Stepper
+from trainkit.strategies.reducers import Reducer
+from trainkit.strategies.replica import Replica, masters_apart, replica_state, restore_replica
+from trainkit.strategies.update import apply_update
+
+__all__ = ["Synchronous"]
+
+
+class Synchronous(Strategy):
+    """Every rank computes its shards of a step, then all make the same update.
+
+    A subclass says which processes there are (`tasks`), how they meet (`connect`), and what adds up their partial
+    sums (`make_reducer`).
+    """
+
+    @abstractmethod
+    def connect(self, identity: Identity) -> Collective:
+        """Meet the other ranks; collective."""
+
+    @abstractmethod
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
+        """What adds up the partial sums of a step."""
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+        """A flat vector for the exchange; with lanes, the partial sums that wait for their neighbour in the tree."""
+        if not numerics.reproducible:
+            return 0 if num_replicas == 1 else 1
+        depth = numerics.lanes.bit_length()
+        return depth if num_replicas == 1 else max(depth - num_replicas.bit_length() + 1, 1) + 3
+
+    def place(
+        self,
+        model: nn.Module,
+        *,
+        identity: Identity,
+        precision: Precision,
+        numerics: Numerics,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Replica:
+        """Move the model to this rank's device and precision, and build its optimizer there."""
+        collective = self.connect(identity)
+        device = torch.device(identity.task.device)
+        precision.apply_globally(device.type)
+        initial = masters_apart(model, precision, device)  # before rounding
+        model = precision.adapt(model).to(device=device)
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        masters = initial or params
+        reducer = self.make_reducer(collective, numerics)
+        replica = Replica(
+            model=model,
+            device=device,
+            collective=collective,
+            loss_scale=precision.loss_scale(),
+            precision=precision,
+            lanes=reducer.lanes,
+            params=params,
+            masters=masters,
+            stepper=Stepper(make_optimizer(masters), list(masters.values())),
+            buffers=StepBuffers(model, precision.master_dtype),
+            keys=BlockKeys(model, seed=numerics.seed, device=device),
+            reducer=reducer,
+            numerics=numerics,
+        )
+        self.align(replica)
+        return replica
+
+    def align(self, replica: Replica) -> None:
+        """Make every replica begin alike; collective."""
+
+    def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
+        """Arithmetic on (rank, step)."""
+        shards = plan.num_shards(step)
+        return shards_of_rank(shards, rank=placed.rank, num_ranks=placed.num_ranks, lanes=placed.lanes)
+
+    def tickets(self, plan: BatchPlan, position: Position, placed: Placed) -> Iterator[Ticket]:
+        """The ticket of the position's step: the next one once it has moved, the same one while it has not."""
+        while True:
+            step = position.step
+            yield Ticket(step, self.assign(plan, step, placed))
+
+    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        """Forward and backward over this rank's shards, one reduction, one update."""
+        work = StepWork(placed, ticket, batches, training)
+        sums = work.run()
+        if placed.on_phase is not None:
+            placed.on_phase("update", ticket.step)
+        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step))
+        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+    def state(self, placed: Replica) -> dict[str, Tensor]:
+        """Parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""
+        return replica_state(placed)
+
+    def load_state(self, placed: Replica, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of a checkpoint of any strategy, by name."""
+        restore_replica(placed, tensors)
+
+    def leave(self, placed: Replica) -> None:  # noqa: ARG002 - strategies with a group have one to end
+        """Nothing to end."""
+        return
