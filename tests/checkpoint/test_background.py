@@ -1,0 +1,81 @@
+import threading
+
+import pytest
+import torch
+
+from trainkit.engine import failpoints
+from trainkit.engine.checkpoint import BackgroundSaver, Retention, background, load, scan
+from trainkit.errors import CheckpointError
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Writing waits for this event."""
+    gate = threading.Event()
+    write = background.save
+
+    def wait_and_save(*args, **kwargs):
+        assert gate.wait(10)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(background, "save", wait_and_save)
+    yield gate
+    gate.set()
+
+
+def test_what_changes_after_the_call_is_not_saved(tmp_path, slow_disk):
+    saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
+    saver.save(step=1, tensors={"param/w": weight, "param/tied": weight}, meta={})
+    weight.zero_()
+    assert saver.finished() == []
+    slow_disk.set()
+    assert [entry.step for entry in saver.close()] == [1]
+    loaded = load(tmp_path / "step_00000001")
+    assert loaded.tensors["param/w"].tolist() == [1, 1, 1]
+    assert loaded.aliases == {"param/tied": "param/w"}
+
+
+def test_the_second_save_uses_the_buffers_of_the_first(tmp_path):
+    saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
+    saver.save(step=1, tensors={"param/w": weight}, meta={})
+    saver.wait()
+    first = saver._buffers["param/w"].data_ptr()
+    saver.save(step=2, tensors={"param/w": weight + 1}, meta={})
+    assert saver._buffers["param/w"].data_ptr() == first
+    assert [entry.step for entry in saver.close()] == [1, 2]
+    assert load(tmp_path / "step_00000002").tensors["param/w"].tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("call", ["finished", "wait", "close", "save"])
+def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path, monkeypatch, call):
+    monkeypatch.setattr(failpoints, "_armed", failpoints.parse("step=1,phase=save,action=full"))
+    saver = BackgroundSaver(tmp_path)
+    saver.save(step=1, tensors={}, meta={})
+    saver._thread.join()
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: No space left on device"):
+        saver.save(step=2, tensors={}, meta={}) if call == "save" else getattr(saver, call)()
+    assert saver.close() == []  # said once
+
+
+def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path):
+    saver = BackgroundSaver(tmp_path, background=False)
+    saver.save(step=1, tensors={"param/w": torch.ones(3)}, meta={}, metric=0.5)
+    assert [entry.metric for entry in scan(tmp_path)] == [0.5]
+    assert [entry.step for entry in saver.finished()] == [1]
+
+
+def test_older_checkpoints_are_pruned(tmp_path):
+    saver = BackgroundSaver(tmp_path, retention=Retention(keep_last=1))
+    for step in (1, 2, 3):
+        saver.save(step=step, tensors={}, meta={})
+    saver.close()
+    assert [entry.step for entry in scan(tmp_path)] == [3]
+
+
+@pytest.mark.gpu
+def test_a_snapshot_of_the_device_is_whole(tmp_path):
+    saver, weight = BackgroundSaver(tmp_path), torch.arange(1 << 20, device="cuda")
+    saver.save(step=1, tensors={"param/w": weight}, meta={})
+    weight.zero_()
+    saver.close()
+    assert torch.equal(load(tmp_path / "step_00000001").tensors["param/w"], torch.arange(1 << 20))

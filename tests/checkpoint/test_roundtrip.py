@@ -1,0 +1,114 @@
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from trainkit.engine.checkpoint import begin, commit, load, save, scan, weights_sha256, write_part
+from trainkit.engine.checkpoint.dtypes import DTYPES
+from trainkit.errors import CheckpointError
+
+
+def content():
+    weight = torch.arange(6.0).reshape(2, 3)
+    return {
+        "param/weight": weight,
+        "buffer/count": torch.tensor(7),
+        "optimizer/exp_avg/weight": weight.to(torch.float64) / 3,
+        "buffer/nothing": torch.empty(0, 4),
+    }
+
+
+def test_what_was_saved_is_loaded(tmp_path):
+    meta = {"position": {"step": 3}, "fingerprint": "f00", "scale": 65536.0}
+    save(tmp_path, step=3, tensors=content(), meta=meta)
+    loaded = load(tmp_path / "step_00000003")
+    assert loaded.meta == meta
+    assert loaded.tensors.keys() == content().keys()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in content().items())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
+def test_every_dtype_keeps_its_bits(tmp_path, dtype):
+    tensor = torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype)
+    save(tmp_path, step=0, tensors={"param/x": tensor}, meta={})
+    found = load(tmp_path / "step_00000000").tensors["param/x"]
+    assert found.dtype is dtype
+    assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_the_layout_in_memory_does_not_matter(tmp_path):
+    image = torch.arange(24.0).reshape(1, 2, 3, 4)
+    odd = {"param/a": image.to(memory_format=torch.channels_last), "param/b": image[0, 0].T, "param/c": image[..., ::2]}
+    save(tmp_path, step=0, tensors=odd, meta={})
+    loaded = load(tmp_path / "step_00000000").tensors
+    assert all(torch.equal(loaded[name], tensor) and loaded[name].is_contiguous() for name, tensor in odd.items())
+
+
+def test_the_file_is_safetensors(tmp_path):
+    save(tmp_path, step=0, tensors=content(), meta={})
+    found = safetensors.torch.load_file(tmp_path / "step_00000000" / "rank_00000.safetensors")
+    assert found.keys() == content().keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in content().items())
+
+
+def test_tied_tensors_are_written_once_and_load_as_one(tmp_path):
+    weight = torch.ones(4, 4)
+    tensors = {"param/wte": weight, "param/head": weight, "param/view": weight.view(4, 4)}
+    save(tmp_path, step=0, tensors=tensors, meta={}, aliases={"param/named": "param/head"})
+    folder = tmp_path / "step_00000000"
+    loaded = load(folder)
+    assert loaded.aliases == {"param/head": "param/wte", "param/view": "param/wte", "param/named": "param/wte"}
+    assert loaded.tensors["param/named"] is loaded.tensors["param/wte"]
+    assert (folder / "rank_00000.safetensors").stat().st_size < 2 * 64 + 200
+
+
+def test_the_index_names_shape_dtype_and_pieces(tmp_path):
+    save(tmp_path, step=0, tensors={"param/w": torch.zeros(2, 3)}, meta={})
+    index = json.loads((tmp_path / "step_00000000" / "index.json").read_text())
+    pieces = [{"file": "rank_00000.safetensors", "offset": [0, 0], "size": [2, 3]}]
+    assert index == {"tensors": {"param/w": {"dtype": "F32", "shape": [2, 3], "pieces": pieces}}, "aliases": {}}
+
+
+def test_pieces_of_several_ranks_make_one_tensor(tmp_path):
+    whole = torch.arange(10.0).reshape(5, 2)
+    draft = begin(tmp_path, 8)
+    parts = [
+        write_part(draft, {"param/w": whole[:3]}, rank=0, pieces={"param/w": ([0, 0], [5, 2])}),
+        write_part(draft, {"param/w": whole[3:]}, rank=1, pieces={"param/w": ([3, 0], [5, 2])}),
+    ]
+    commit(draft, step=8, parts=parts, meta={}, aliases={})
+    assert torch.equal(load(tmp_path / "step_00000008").tensors["param/w"], whole)
+
+
+def test_what_was_loaded_outlives_its_files(tmp_path):
+    save(tmp_path, step=0, tensors=content(), meta={})
+    tensors = load(tmp_path / "step_00000000").tensors
+    (tmp_path / "step_00000000" / "rank_00000.safetensors").write_bytes(b"\xff" * 500)
+    assert torch.equal(tensors["param/weight"], content()["param/weight"])
+
+
+def test_nothing_is_pickled(tmp_path):
+    save(tmp_path, step=0, tensors=content(), meta={})
+    names = sorted(path.name for path in (tmp_path / "step_00000000").iterdir())
+    assert names == ["index.json", "manifest.json", "meta.json", "rank_00000.safetensors"]
+
+
+def test_a_sparse_tensor_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^param/s cannot be saved: it is no dense tensor with data\.$"):
+        save(tmp_path, step=0, tensors={"param/s": torch.eye(2).to_sparse()}, meta={})
+    assert scan(tmp_path) == []
+
+
+def test_the_same_step_can_be_saved_again(tmp_path):
+    for value in (1.0, 2.0):
+        save(tmp_path, step=5, tensors={"param/w": torch.tensor(value)}, meta={})
+    assert load(tmp_path / "step_00000005").tensors["param/w"] == 2.0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000005"]
+
+
+def test_the_hash_of_the_weights_sees_order_names_and_kinds():
+    one, two = torch.tensor([1.0]), torch.tensor([2.0])
+    same = weights_sha256({"param/b": one, "buffer/a": two})
+    assert same == weights_sha256({"buffer/a": two, "param/b": one, "optimizer/exp_avg/b": two})
+    assert same != weights_sha256({"param/a": one, "buffer/b": two})

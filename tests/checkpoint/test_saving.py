@@ -1,0 +1,113 @@
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from trainkit.engine import failpoints
+from trainkit.engine.checkpoint import load, newest_valid, save, scan
+from trainkit.engine.manifest import FileRecord
+from trainkit.errors import CheckpointError
+
+
+@pytest.fixture
+def small_disk():
+    """No file may grow beyond 64 KiB: a real refusal by the system, half a file written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+def fail_in_save(monkeypatch, action):
+    monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"phase=save,action={action}"))
+
+
+def test_a_disk_that_refuses_leaves_no_half_checkpoint(tmp_path, small_disk):
+    save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, step=2, tensors={"param/w": torch.zeros(1 << 20)}, meta={})
+    assert str(caught.value) == (
+        f"the checkpoint of step 2 could not be written below {tmp_path}: File too large. "
+        f"The last complete one is {tmp_path}/step_00000001."
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
+
+
+def test_a_full_disk_says_so(tmp_path, monkeypatch):
+    fail_in_save(monkeypatch, "full")
+    with pytest.raises(CheckpointError) as caught:
+        save(tmp_path, step=2, tensors={}, meta={})
+    assert str(caught.value) == (
+        f"the checkpoint of step 2 could not be written below {tmp_path}: No space left on device. "
+        "There is no earlier one."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_before_the_manifest_leaves_nothing(tmp_path, monkeypatch):
+    fail_in_save(monkeypatch, "raise")
+    with pytest.raises(RuntimeError, match="failpoint in save of step 2"):
+        save(tmp_path, step=2, tensors={}, meta={})
+    assert list(tmp_path.iterdir()) == []
+
+
+SAVE_FOR_EVER = """
+import sys, itertools, torch
+from pathlib import Path
+from trainkit.engine.checkpoint import Retention, save
+for step in itertools.count():
+    tensors = {f"param/{i}": torch.full((1 << 16,), float(step)) for i in range(8)}
+    save(Path(sys.argv[1]), step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=2))
+    print(step, flush=True)
+"""
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    with subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], stdout=subprocess.PIPE) as process:
+        for moment in range(4):  # the last checkpoint is looked at while the next ones are written, then after the kill
+            process.stdout.readline()
+            time.sleep(0.003 * moment)
+        process.kill()
+    loaded = newest_valid(tmp_path, pytest.fail)
+    assert loaded.checkpoint.step >= 3
+    assert all(tensor.eq(loaded.meta["position"]).all() for tensor in loaded.tensors.values())
+
+
+def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path):
+    environ = {**os.environ, "TRAINKIT_FAIL": "step=2,phase=save,action=kill"}
+    process = subprocess.run([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], env=environ, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert newest_valid(tmp_path, pytest.fail).checkpoint.step == 1
+    assert (tmp_path / ".tmp_step_00000002").exists()
+    save(tmp_path, step=9, tensors={}, meta={})
+    assert not (tmp_path / ".tmp_step_00000002").exists()
+
+
+def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path):
+    meta = {"position": {"epoch": 2}, "fingerprint": "abc", "other": 1}
+    checkpoint = save(tmp_path, step=4, tensors={}, meta=meta, metric=0.5)
+    assert scan(tmp_path) == [checkpoint]
+    content = json.loads((checkpoint.folder / "manifest.json").read_text())
+    wanted = {"format": 1, "step": 4, "position": {"epoch": 2}, "fingerprint": "abc", "metric": 0.5}
+    assert {key: content[key] for key in wanted} == wanted
+    empty = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    assert checkpoint.files["meta.json"] != FileRecord(num_bytes=2, sha256=empty)  # "other" is in it
+    assert sorted(content["files"]) == ["index.json", "meta.json", "rank_00000.safetensors"]
+
+
+def test_keys_that_are_no_text_do_not_upset_the_manifest(tmp_path):
+    save(tmp_path, step=1, tensors={}, meta={"position": {2: "b", 10: "a"}})
+    assert load(tmp_path / "step_00000001").meta["position"] == {"2": "b", "10": "a"}
+
+
+def test_an_alias_of_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="aliases name tensors that are not in the checkpoint"):
+        save(tmp_path, step=1, tensors={}, meta={}, aliases={"param/a": "param/b"})

@@ -1,0 +1,1 @@
+"""The loop over tickets, and what it keeps: state, evaluation, checkpoints."""

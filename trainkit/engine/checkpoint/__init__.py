@@ -1,0 +1,34 @@
+"""Checkpoints that never lie: atomic, hashed, verified before use, never pickled.
+
+saver = BackgroundSaver(root, retention=Retention(keep_last=2, keep_best=1, mode="max"))
+saver.save(step=100, tensors=tensors, meta=meta, metric=0.97)     # costs the copy to the host
+saver.close()                                                     # waits for the disk
+loaded = newest_valid(root, report=print)                         # names a damaged one, uses the one before
+"""
+
+from __future__ import annotations
+
+from trainkit.engine.checkpoint.background import BackgroundSaver
+from trainkit.engine.checkpoint.loading import Loaded, load, newest_valid
+from trainkit.engine.checkpoint.retention import Retention
+from trainkit.engine.checkpoint.saving import Part, begin, commit, prune, save, write_part
+from trainkit.engine.checkpoint.weights import weights_sha256
+from trainkit.engine.manifest import Checkpoint, read_manifest, scan
+
+__all__ = [
+    "BackgroundSaver",
+    "Checkpoint",
+    "Loaded",
+    "Part",
+    "Retention",
+    "begin",
+    "commit",
+    "load",
+    "newest_valid",
+    "prune",
+    "read_manifest",
+    "save",
+    "scan",
+    "weights_sha256",
+    "write_part",
+]

@@ -1,0 +1,73 @@
+"""Which checkpoints stay, and what the names last and best mean."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trainkit.engine.manifest import Checkpoint, scan, step_of, survey
+
+__all__ = ["Retention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retention:
+    """Keeps the newest and the best checkpoints, and removes the rest.
+
+    Everything is derived from the manifests: there is no state that could disagree with the folders.
+    """
+
+    keep_last: int | None = None
+    """How many of the newest stay, at least 1; None keeps all."""
+    keep_best: int = 1
+    """How many of the best stay beyond those."""
+    mode: Literal["min", "max"] = "min"
+    """Whether a small or a large metric is good."""
+
+    def __post_init__(self) -> None:
+        if self.keep_last is not None and self.keep_last < 1:
+            raise ValueError("keep_last must be 1 or more: a run without its last checkpoint cannot be resumed")
+
+    def apply(self, root: Path, *, step: int) -> None:
+        """Remove what is not kept, and write the names into `root/index.json`.
+
+        Args:
+            root: the `checkpoints` folder.
+            step: that of the checkpoint just written. Whatever is newer was passed over, for damage, when the training
+                went on from an older one: it would push what is whole out of the last k, and goes first.
+        """
+        for folder, _ in survey(root):
+            if step_of(folder) > step:
+                _remove(folder)
+        newest = scan(root)
+        best = self.ranked(newest)
+        if self.keep_last is not None:
+            kept = {entry.folder for entry in (*newest[: self.keep_last], *best[: self.keep_best])}
+            for entry in newest:
+                if entry.folder not in kept:
+                    _remove(entry.folder)
+        names = {
+            "last": newest[0].folder.name if newest else None,
+            "best": best[0].folder.name if best else None,
+        }
+        temporary = root / ".tmp_index.json"
+        temporary.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(root / "index.json")
+
+    def ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
+        """Those with a metric that is a number, best first; of equals the earlier one is better."""
+        sign = -1.0 if self.mode == "max" else 1.0
+        judged = [(sign * entry.metric, entry.step, entry) for entry in checkpoints if entry.metric is not None]
+        judged = [item for item in judged if not math.isnan(item[0])]
+        return [entry for _, _, entry in sorted(judged, key=lambda item: item[:2])]
+
+
+def _remove(folder: Path) -> None:
+    """Rename, then delete: a crash halfway leaves no folder that looks like a damaged checkpoint."""
+    aside = folder.with_name(f".tmp_old_{folder.name}")
+    folder.rename(aside)
+    shutil.rmtree(aside, ignore_errors=True)

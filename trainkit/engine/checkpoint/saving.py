@@ -1,0 +1,227 @@
+"""Writing a checkpoint: a temporary folder, every file flushed, the manifest last, one rename.
+
+Whoever looks, at any moment and after any crash, sees a complete checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from trainkit.engine.checkpoint.dtypes import NAMES, refuse_unwritable
+from trainkit.engine.checkpoint.retention import Retention
+from trainkit.engine.checkpoint.tensor_file import write_bytes, write_tensors
+from trainkit.engine.failpoints import reached
+from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes, scan
+from trainkit.errors import CheckpointError
+
+__all__ = ["Part", "begin", "commit", "prune", "save", "write_part"]
+
+TEMPORARY: Final = ".tmp_"
+"""How the names of folders begin that are being written, or being removed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank wrote."""
+
+    file: str
+    record: FileRecord
+    tensors: Mapping[str, Mapping[str, Any]]
+    """Tensor name -> {"dtype", "shape" of the whole, "offset" and "size" of the piece in this file}."""
+
+
+def save(
+    root: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    metric: float | None = None,
+    retention: Retention | None = None,
+) -> Checkpoint:
+    """Write a checkpoint from one process, then prune the older ones.
+
+    Args:
+        root: the `checkpoints` folder of the run; made if absent.
+        step: updates completed.
+        tensors: by `param/NAME`, `buffer/NAME` and `optimizer/SLOT/NAME`; on any device, in any layout.
+        meta: JSON; its keys `position` and `fingerprint` go into the manifest. All of it comes back from `load`.
+        aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are found unasked.
+        metric: what best is judged by, where known.
+        retention: what to keep; None keeps everything.
+
+    Raises:
+        CheckpointError: it could not be written, a full disk above all; nothing of it is left.
+    """
+    draft = begin(root, step)
+    try:
+        unique, tied = untied(tensors)
+        part = write_part(draft, unique)
+        tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
+        checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric)
+    except OSError as error:
+        raise _unwritten(root, step, error) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    prune(root, retention or Retention(), step=step)
+    return checkpoint
+
+
+def begin(root: Path, step: int) -> Path:
+    """Make the temporary folder of a checkpoint, and remove what a crash left of earlier ones."""
+    try:
+        for leftover in root.glob(f"{TEMPORARY}*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        draft = root / f"{TEMPORARY}{folder_name(step)}"
+        draft.mkdir(parents=True)
+    except OSError as error:
+        raise _unwritten(root, step, error) from error
+    return draft
+
+
+def write_part(
+    draft: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int = 0,
+    pieces: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
+) -> Part:
+    """Write the tensors of one rank; every rank of a sharded model writes its own, side by side.
+
+    Args:
+        draft: from `begin`.
+        tensors: what this rank holds.
+        rank: names the file.
+        pieces: name -> (offset, shape of the whole) for tensors of which this rank holds a piece.
+    """
+    file = f"rank_{rank:05d}.safetensors"
+    record = write_tensors(draft / file, tensors)
+    entries = {}
+    for name, tensor in tensors.items():
+        offset, whole = (pieces or {}).get(name, ([0] * tensor.dim(), tensor.shape))
+        entries[name] = {
+            "dtype": NAMES[tensor.dtype],
+            "shape": list(whole),
+            "offset": list(offset),
+            "size": list(tensor.shape),
+        }
+    return Part(file=file, record=record, tensors=entries)
+
+
+def commit(
+    draft: Path,
+    *,
+    step: int,
+    parts: Iterable[Part],
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    metric: float | None = None,
+) -> Checkpoint:
+    """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists."""
+    final = draft.parent / folder_name(step)
+    parts = list(parts)
+    rest = {key: value for key, value in meta.items() if key not in ("position", "fingerprint")}
+    files = {part.file: part.record for part in parts}
+    index = {"tensors": _index(parts), "aliases": dict(aliases)}
+    if not set(aliases.values()) <= index["tensors"].keys():
+        raise ValueError(f"aliases name tensors that are not in the checkpoint: {aliases}")
+    files["index.json"] = write_bytes(draft / "index.json", _json(index))
+    files["meta.json"] = write_bytes(draft / "meta.json", _json(rest))
+    checkpoint = Checkpoint(
+        folder=final,
+        step=step,
+        position=meta.get("position"),
+        fingerprint=meta.get("fingerprint"),
+        metric=metric,
+        files=files,
+    )
+    reached("save", step)
+    write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
+    _sync_folder(draft)
+    _move_into_place(draft, final)
+    return checkpoint
+
+
+def prune(root: Path, retention: Retention, *, step: int) -> None:
+    """Remove what is not kept, after a new checkpoint is complete.
+
+    Raises:
+        CheckpointError: the file system refuses; no checkpoint is lost.
+    """
+    try:
+        retention.apply(root, step=step)
+    except OSError as error:
+        raise CheckpointError(f"the older checkpoints below {root} could not be pruned: {error}.") from error
+
+
+def _index(parts: Iterable[Part]) -> dict[str, Any]:
+    index: dict[str, Any] = {}
+    for part in parts:
+        for name, entry in part.tensors.items():
+            tensor = index.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": []})
+            tensor["pieces"].append({"file": part.file, "offset": entry["offset"], "size": entry["size"]})
+    return index
+
+
+def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split off the names that share memory, dtype and layout with an earlier one.
+
+    Returns:
+        The tensors to write, and other name -> name written.
+
+    Raises:
+        CheckpointError: a tensor that no checkpoint can hold.
+    """
+    seen: dict[tuple[Any, ...], str] = {}
+    unique, tied = {}, {}
+    for name, tensor in tensors.items():
+        refuse_unwritable(name, tensor)
+        same = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        first = seen.setdefault(same, name) if tensor.numel() else name
+        if first == name:
+            unique[name] = tensor
+        else:
+            tied[name] = first
+    return unique, tied
+
+
+def _move_into_place(draft: Path, final: Path) -> None:
+    if final.exists():  # a damaged one that was passed over, or the same step saved again
+        aside = final.with_name(f"{TEMPORARY}old_{final.name}")
+        final.rename(aside)
+        draft.rename(final)
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        draft.rename(final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename or new name durable; Windows has no such thing."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1).encode()
+
+
+def _unwritten(root: Path, step: int, error: OSError) -> CheckpointError:
+    kept = scan(root)
+    last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
+    reason = error.strerror or str(error)
+    return CheckpointError(f"the checkpoint of step {step} could not be written below {root}: {reason}. {last}.")

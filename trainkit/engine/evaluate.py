@@ -1,0 +1,43 @@
+"""Evaluation: every sample exactly once, on any number of ranks, as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainkit.objectives.base import Objective, Tally
+from trainkit.strategies.base import Placed
+
+__all__ = ["evaluate"]
+
+
+def evaluate(placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str) -> dict[str, float]:
+    """Score the model on a split; collective.
+
+    Args:
+        placed: the model; in training mode again afterwards.
+        objective: gives the loss and the metrics.
+        batches: this rank's batches, on its device: together the ranks have every sample once.
+        split: names the figures, `val/loss`.
+
+    Returns:
+        `split/loss`, the mean over all targets, and each metric, the same on every rank.
+    """
+    model = placed.model
+    tally, metrics = Tally(), objective.metrics()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), placed.precision.autocast(placed.device.type):
+            for batch in batches:
+                loss = objective.loss(model, batch)
+                tally.add(loss.loss_sum, loss.weight)
+                for metric in metrics.values():
+                    metric.update(loss, batch)
+    finally:
+        model.train(was_training)
+    figures = {f"{split}/loss": tally.mean(placed.collective)}
+    figures.update({f"{split}/{name}": metric.compute(placed.collective) for name, metric in metrics.items()})
+    return figures

@@ -1,0 +1,113 @@
+"""The journal: losses wait on the device until a row of figures is due, then are summed over ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trainkit.engine.events import Run
+from trainkit.errors import NonFiniteError, ZeroWeightError
+from trainkit.strategies.base import Outcome, Placed, Status
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Collects the outcomes of steps and makes rows of them.
+
+    Args:
+        run: what is trained.
+        placed: the replica of this rank.
+        waited: seconds that this rank has waited for data so far.
+    """
+
+    def __init__(self, run: Run, placed: Placed, waited: Callable[[], float]) -> None:
+        self._run, self._placed, self._waited = run, placed, waited
+        self._outcomes: list[Outcome] = []
+        self._samples = run.state.samples
+        self._seconds = run.state.seconds
+        self._wait = waited()
+        self._mark = time.perf_counter()
+
+    def note(self, outcome: Outcome) -> None:
+        """Keep an outcome; nothing is read from the device."""
+        self._outcomes.append(outcome)
+
+    def pause(self) -> None:
+        """Stop the clock of the training: an evaluation or a save begins."""
+        self._run.state.seconds += time.perf_counter() - self._mark
+
+    def proceed(self) -> None:
+        """Start the clock of the training again."""
+        self._mark = time.perf_counter()
+
+    def flush(self) -> dict[str, float] | None:
+        """A row over the steps since the last one; None where there was none. Collective, waits for the device.
+
+        `train/loss` is the mean over all targets of these steps, over all shards and ranks.
+
+        Raises:
+            NonFiniteError: a step's loss is NaN or infinite; names the first such step.
+            ZeroWeightError: a step had no target; names it.
+        """
+        outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
+            return None
+        losses, weights = self._totals(outcomes)
+        applied = [place for place, outcome in enumerate(outcomes) if outcome.status is Status.applied]
+        for place in applied:
+            self._refuse(outcomes[place].step, losses[place], weights[place])
+        return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
+
+    def _totals(self, outcomes: list[Outcome]) -> tuple[list[float], list[float]]:
+        device = self._placed.device
+        zero = torch.zeros((), device=device)
+        losses = torch.stack([zero if one.loss_sum is None else one.loss_sum for one in outcomes]).double()
+        if any(isinstance(one.weight, Tensor) for one in outcomes):
+            weights = torch.stack([torch.as_tensor(one.weight, device=device).double() for one in outcomes])
+        else:
+            weights = torch.tensor([one.weight for one in outcomes], dtype=torch.float64, device=device)
+        total = self._placed.collective.sum(torch.stack([losses, weights]))
+        both: list[list[float]] = total.tolist()
+        return both[0], both[1]
+
+    def _refuse(self, step: int, loss_sum: float, weight: float) -> None:
+        if weight == 0:
+            raise ZeroWeightError(
+                f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
+            )
+        if not math.isfinite(loss_sum):
+            raise NonFiniteError(
+                f"step {step}: the loss is {loss_sum}. Lower optimizer.lr, set clip.max_norm, add warmup.steps, or "
+                "leave such steps out with numerics.on_nonfinite=skip."
+            )
+
+    def _row(self, outcomes: list[Outcome], loss_sum: float, weight: float) -> dict[str, float]:
+        state = self._run.state
+        self.pause()
+        self.proceed()
+        seconds, samples, waited = state.seconds, state.samples, self._waited()
+        elapsed = max(seconds - self._seconds, 1e-9)
+        row: dict[str, float] = {
+            "step": state.step,
+            "epoch": state.epoch,
+            "samples": samples,
+            "seconds": seconds,
+            "train/loss": loss_sum / weight if weight else math.nan,
+            "lr": self._run.rate(outcomes[-1].step),
+            "samples_per_s": (samples - self._samples) / elapsed,
+            "data_wait": min((waited - self._wait) / elapsed, 1.0),
+        }
+        norm = outcomes[-1].grad_norm
+        if norm is not None:
+            row["grad_norm"] = float(norm)
+        if self._placed.loss_scale.moves:
+            row["loss_scale"] = self._placed.loss_scale.scale
+        if state.skipped:
+            row["skipped_steps"] = state.skipped
+        self._seconds, self._samples, self._wait = seconds, samples, waited
+        return row

@@ -1,0 +1,207 @@
+"""What a complete checkpoint is: a folder with a manifest that holds the size and SHA-256 of each of its files.
+
+    checkpoints/
+      step_00001234/
+        rank_00000.safetensors   tensors; one file a writing rank
+        index.json               tensor name -> shape, dtype, pieces; tied names
+        meta.json                what the engine wants back: counters, loss scale, ...
+        manifest.json            written last
+      index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests
+
+Reading manifests needs no torch: a list of runs and the supervisor's look at progress cost nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Checkpoint",
+    "FileRecord",
+    "NewerFormatError",
+    "better",
+    "damaged",
+    "folder_name",
+    "manifest_bytes",
+    "read_manifest",
+    "scan",
+    "step_of",
+    "survey",
+]
+
+FORMAT: Final = 1
+"""The version of the layout; a reader refuses what is newer than itself."""
+
+MANIFEST: Final = "manifest.json"
+_FOLDER: Final = re.compile(r"step_(\d{8,})")
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MAX_JSON_BYTES: Final = 1 << 30
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that is whole, but written by a later version: never to be passed over for an older one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, as its manifest tells."""
+
+    folder: Path
+    step: int
+    """Updates completed."""
+    position: Any = None
+    """Where the training goes on: the engine's own, any JSON."""
+    fingerprint: str | None = None
+    """The hash of the maths keys of the run that wrote it."""
+    metric: float | None = None
+    """The value that best is judged by, where it was known when this was saved."""
+    files: Mapping[str, FileRecord]
+    """Every file but the manifest itself."""
+
+
+def folder_name(step: int) -> str:
+    """The name of a checkpoint's folder.
+
+    Example:
+        >>> folder_name(1234)
+        'step_00001234'
+    """
+    return f"step_{step:08d}"
+
+
+def manifest_bytes(checkpoint: Checkpoint) -> bytes:
+    """The content of a manifest: JSON with a hash of itself, so that a flipped bit in a step is damage as well."""
+    content = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "position": checkpoint.position,
+        "fingerprint": checkpoint.fingerprint,
+        "metric": checkpoint.metric,
+        "files": {
+            name: {"bytes": record.num_bytes, "sha256": record.sha256}
+            for name, record in sorted(checkpoint.files.items())
+        },
+    }
+    content = json.loads(json.dumps(content))  # keys become text: what is hashed is what a reader will hash
+    return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint's folder tells.
+
+    Example:
+        >>> step_of(Path("checkpoints/step_00001234"))
+        1234
+    """
+    return int(folder.name.removeprefix("step_"))
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest, and compare the sizes of its files with it.
+
+    Raises:
+        CheckpointError: no manifest, a damaged one, one of a newer format, or a file that is absent or of another size.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise damaged(folder, f"{MANIFEST} is absurdly large")
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
+    except (OSError, ValueError) as error:
+        raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from None
+    checkpoint = _parse(folder, content)
+    for name, record in checkpoint.files.items():
+        _compare_size(folder, name, record)
+    return checkpoint
+
+
+def _parse(folder: Path, content: Any) -> Checkpoint:
+    if not isinstance(content, dict):
+        raise damaged(folder, f"{MANIFEST} is not what was written")
+    expected = content.pop("sha256", None)
+    if expected != _own_hash(content):
+        raise damaged(folder, f"{MANIFEST} is not what was written (SHA-256 differs)")
+    if content["format"] != FORMAT:
+        raise NewerFormatError(
+            f"checkpoint {folder} has format {content['format']}; this version of trainkit reads format {FORMAT}."
+        )
+    files = {
+        name: FileRecord(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in content["files"].items()
+    }
+    for name in files:
+        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: never out of the folder
+            raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name!r}.")
+    return Checkpoint(
+        folder=folder,
+        step=content["step"],
+        position=content["position"],
+        fingerprint=content["fingerprint"],
+        metric=content["metric"],
+        files=files,
+    )
+
+
+def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
+    try:
+        found = (folder / name).stat().st_size
+    except OSError:
+        raise damaged(folder, f"{name} is absent") from None
+    if found != record.num_bytes:
+        raise damaged(folder, f"{name} has {found} bytes, {record.num_bytes} were written")
+
+
+def _own_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint that is not what was written."""
+    return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
+
+
+def survey(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
+    """Every checkpoint folder below `root`, newest first, complete or not."""
+    found = (path for path in root.iterdir() if _FOLDER.fullmatch(path.name)) if root.is_dir() else iter(())
+    for path in sorted(found, key=step_of, reverse=True):
+        try:
+            yield path, read_manifest(path)
+        except CheckpointError as error:
+            yield path, error
+
+
+def scan(root: Path) -> list[Checkpoint]:
+    """The complete checkpoints below `root`, newest first; an absent folder holds none.
+
+    Complete: the manifest is whole and every file has its size. Content is verified when it is loaded.
+    """
+    return [entry for _, entry in survey(root) if isinstance(entry, Checkpoint)]
+
+
+def better(metric: float | None, than: float | None, mode: str) -> bool:
+    """Whether a metric beats another; one that is absent or NaN beats nothing and is beaten by any number."""
+    if metric is None or math.isnan(metric):
+        return False
+    if than is None or math.isnan(than):
+        return True
+    return metric > than if mode == "max" else metric < than
