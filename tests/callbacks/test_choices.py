@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainkit.config.build import build, resolve_target
+from trainkit.engine.events import Callback
+
+CONF = Path(__file__).parents[2] / "conf"
+CHOICES = sorted([*CONF.glob("callbacks/*.yaml"), *CONF.glob("logger/*.yaml")])
+
+
+@pytest.mark.parametrize("file", CHOICES, ids=lambda path: path.stem)
+def test_a_choice_lists_every_setting_with_its_default_and_builds(file):
+    node = yaml.safe_load(file.read_text())
+    parameters = inspect.signature(resolve_target(node["_target_"])).parameters
+    assert {name: parameter.default for name, parameter in parameters.items()} == {
+        name: value for name, value in node.items() if name != "_target_"
+    }
+    assert isinstance(build(node), Callback)

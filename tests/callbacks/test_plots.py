@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from tests.callbacks.run_double import row, run_double
+from trainkit.callbacks import plots
+from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.callbacks.plots import Plots, lr_points
+
+
+def test_a_run_leaves_its_plots(tmp_path):
+    run, file, drawn = run_double(tmp_path, step=10), MetricsFile(), Plots()
+    drawn.run_start(run)
+    file.log(run, row(10))
+    file.eval_end(run, {"val/loss": 0.4, "val/accuracy": 0.9})
+    drawn.eval_end(run, {})
+    file.run_end(run, {})
+    drawn.run_end(run, {})
+    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "loss.png", "lr.png"]
+
+
+def test_a_plot_that_fails_is_a_warning(tmp_path, caplog):
+    run, drawn = run_double(tmp_path), Plots()
+    (tmp_path / "plots").write_text("in the way")
+    with caplog.at_level(logging.WARNING):
+        drawn.run_start(run)
+        drawn.run_end(run, {})
+    (record,) = caplog.records
+    assert record.getMessage().startswith("plots/lr.png: FileExistsError")
+
+
+def test_the_metrics_are_drawn_anew_now_and_then(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(plots.Plots, "_start", lambda self, name, request: asked.append(request["draw"]))
+    run, drawn = run_double(tmp_path), Plots(every_s=1e-9)
+    drawn.run_start(run)
+    drawn.eval_end(run, {})
+    assert asked == ["lr", "metrics"]
+
+
+def test_other_ranks_draw_nothing(tmp_path):
+    run, drawn = run_double(tmp_path, is_owner=False), Plots(every_s=1e-9)
+    drawn.run_start(run)
+    drawn.eval_end(run, {})
+    drawn.run_end(run, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_steps", "steps"), [(1, [0]), (3, [0, 1, 2]), (601, None)])
+def test_the_curve_has_the_first_and_the_last_step(num_steps, steps):
+    points = [step for step, _ in lr_points(lambda step: 0.1, num_steps)]
+    assert points[0] == 0
+    assert points[-1] == num_steps - 1
+    assert len(points) == min(600, num_steps)
+    assert steps is None or points == steps

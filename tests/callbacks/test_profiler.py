@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+import json
+
+import torch
+
+from tests.callbacks.run_double import run_double
+from trainkit.callbacks.profiler import Profiler
+
+
+def profiled(folder, *, until, **settings):
+    run, profiler = run_double(folder), Profiler(**settings)
+    profiler.run_start(run)
+    for step in range(1, until + 1):
+        torch.zeros(step).cumsum(0)
+        run.state.step = step
+        profiler.step_end(run, None)
+    profiler.run_end(run, {})
+    return folder / "profile"
+
+
+def test_the_chosen_steps_are_recorded(tmp_path):
+    folder = profiled(tmp_path, until=9, skip_steps=2, num_steps=3)
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::cumsum" for event in events) == 3
+    assert "aten::cumsum" in (folder / "operations.txt").read_text()
+
+
+def test_a_run_that_ends_within_the_recording_keeps_it(tmp_path):
+    assert sorted(path.name for path in profiled(tmp_path, until=3, skip_steps=2, num_steps=30).iterdir()) == [
+        "operations.txt",
+        "trace.json",
+    ]
+
+
+def test_a_run_that_ends_before_the_recording_leaves_nothing(tmp_path):
+    assert not profiled(tmp_path, until=3, skip_steps=10).exists()

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from tests.callbacks.run_double import row, run_double
+from trainkit.callbacks.progress import Progress
+
+
+def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path, capsys):
+    run = run_double(tmp_path, step=10, eval={"metric": "val/accuracy", "mode": "max"})
+    progress = Progress(every_s=1e-9)
+    progress.run_start(run)
+    progress.log(run, row(10))
+    progress.eval_end(run, {"val/loss": 0.3, "val/accuracy": 0.9722})
+    progress.run_end(run, {})
+    assert capsys.readouterr().out.splitlines() == [
+        "step 10/100   10 %  loss 0.5000  412 k samples/s  data wait 3 %",
+        "step 10/100   10 %  loss 0.5000  val/accuracy 0.9722  412 k samples/s  data wait 3 %",
+    ]
+
+
+def test_between_two_lines_nothing_is_printed_but_the_last_row_is(tmp_path, capsys):
+    run, progress = run_double(tmp_path), Progress(every_s=1e9)
+    progress.run_start(run)
+    for step in (10, 20, 100):
+        run.state.step = step
+        progress.log(run, row(step))
+    progress.run_end(run, {})
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["step 10/100", "step 100/100"]
+
+
+def test_the_metric_without_a_choice_is_the_validation_loss(tmp_path, capsys):
+    run, progress = run_double(tmp_path, step=10), Progress()
+    progress.eval_end(run, {"val/loss": 0.25})
+    progress.run_end(run, {})
+    assert capsys.readouterr().out == "step 10/100   10 %  val/loss 0.2500\n"
+
+
+def test_other_ranks_print_nothing(tmp_path, capsys):
+    run, progress = run_double(tmp_path, is_owner=False), Progress()
+    progress.run_start(run)
+    progress.log(run, row(10))
+    progress.run_end(run, {})
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+
+from tests.callbacks.run_double import row, run_double
+from trainkit.callbacks.tensorboard import TensorBoard, images_in
+
+
+def read(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        accumulator = EventAccumulator(str(folder / "tensorboard"))
+        accumulator.Reload()
+    return accumulator
+
+
+def written(folder, *, step=0, steps=(10,), example=None):
+    run, board = run_double(folder, step=step), TensorBoard()
+    board.run_start(run)
+    run.example = example
+    for at in steps:
+        run.state.step = at
+        board.log(run, row(at))
+    board.eval_end(run, {"step": 0, "epoch": 0.0, "val/loss": 0.25})
+    board.run_end(run, {})
+    board.run_end(run, {})
+    return read(folder)
+
+
+def test_a_row_is_a_point_on_every_curve_but_the_counters(tmp_path):
+    found = written(tmp_path)
+    assert sorted(found.Tags()["scalars"]) == ["data_wait", "lr", "samples_per_s", "train/loss", "val/loss"]
+    assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(10, 0.5)]
+
+
+def test_the_images_of_the_first_batch_are_shown_once(tmp_path):
+    found = written(tmp_path, steps=(10, 20), example=(torch.rand(9, 1, 8, 8), torch.arange(9)))
+    assert [(image.height, image.width) for image in found.Images("first batch")] == [(17, 71)]
+
+
+def test_a_batch_without_images_shows_none(tmp_path):
+    assert written(tmp_path, example=(torch.rand(9, 64), torch.arange(9))).Tags()["images"] == []
+
+
+def test_a_resumed_run_voids_what_its_checkpoint_does_not_hold(tmp_path):
+    written(tmp_path, steps=(10, 20, 30))
+    found = written(tmp_path, step=20, steps=(30,))
+    assert [event.step for event in found.Scalars("train/loss")] == [10, 20, 30]
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    run, board = run_double(tmp_path, is_owner=False), TensorBoard()
+    board.run_start(run)
+    board.log(run, row(10))
+    board.eval_end(run, {"step": 0, "epoch": 0.0, "val/loss": 0.25})
+    board.run_end(run, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("batch", "shapes"),
+    [
+        ({"image": torch.zeros(70, 3, 4, 5), "mask": [torch.zeros(2, 1, 4, 4)]}, [(64, 3, 4, 5), (2, 1, 4, 4)]),
+        (torch.zeros(2, 2, 8, 8), []),
+        (torch.zeros(0, 1, 8, 8), []),
+        (torch.zeros(2, 3, 3, 8), []),
+        (None, []),
+    ],
+)
+def test_images_are_found_by_their_shape(batch, shapes):
+    assert [tuple(images.shape) for images in images_in(batch)] == shapes
+
+
+def test_what_is_no_number_is_shown_as_zero():
+    (images,) = images_in(torch.full((1, 1, 4, 4), math.inf))
+    assert images.max() == 0.0

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import doctest
+import json
+import math
+
+import numpy as np
+import pytest
+
+from trainkit.report import curves
+from trainkit.report.curves import Curve, draw_leaderboard, draw_lr, draw_metrics, read_curves
+
+
+def is_png(path):
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_examples_of_the_docstrings_run():
+    assert doctest.testmod(curves).failed == 0
+
+
+def test_a_long_curve_is_averaged_and_keeps_its_mean():
+    curve = Curve.of([(step, float(step % 2)) for step in range(6000)])
+    assert len(curve.thinned().steps) == 1500
+    assert curve.thinned().values.tolist() == [0.5] * 1500
+    assert curve.thinned().steps[:2].tolist() == [1.5, 5.5]
+
+
+def test_smoothing_leaves_a_straight_line_as_it_is():
+    line = Curve.of([(step, 2.0 * step) for step in range(200)])
+    assert np.allclose(line.smoothed(share=0.05).values, line.values, atol=1e-9)
+
+
+def test_smoothing_leaves_an_exponential_fall_as_it_is():
+    fall = Curve.of([(step, math.exp(-step / 20)) for step in range(200)])
+    assert np.allclose(fall.smoothed(share=0.05).values, fall.values, rtol=1e-9)
+
+
+def test_smoothing_passes_over_gaps():
+    assert Curve.of([(0, -1.0), (1, math.nan), (2, 3.0)]).smoothed().values.tolist() == [-1.0, 1.0, 3.0]
+    assert Curve.of([(0, math.nan), (1, math.nan)]).smoothed().values.tolist() == pytest.approx(
+        [math.nan, math.nan], nan_ok=True
+    )
+
+
+def test_a_row_without_a_value_is_a_gap():
+    read = read_curves([json.dumps({"step": 3, "lr": 0.1, "train/loss": None}), "", '{"torn'])
+    assert list(read) == ["train/loss"]
+    assert np.isnan(read["train/loss"].values).tolist() == [True]
+
+
+def test_every_metric_gets_a_plot_of_its_own(tmp_path):
+    read = {
+        "train/loss": Curve.of([(step, 2.0 / (step + 1)) for step in range(100)]),
+        "val/loss": Curve.of([(50, 0.3), (99, 0.2)]),
+        "val/accuracy": Curve.of([(50, 0.9)]),
+        "test/accuracy": Curve.of([(99, 0.9)]),
+    }
+    written = draw_metrics(tmp_path, title="digits", curves=read, modes={"val/accuracy": "max"})
+    assert [path.name for path in written] == ["accuracy.png", "loss.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["accuracy.png", "loss.png"]
+    assert all(map(is_png, written))
+
+
+@pytest.mark.parametrize("values", [[math.nan], [0.0], [-1.0, 2.0], []])
+def test_odd_values_are_drawn_too(tmp_path, values):
+    points = list(enumerate(values))
+    draw_metrics(tmp_path, title="t", curves={"val/loss": Curve.of(points)}, modes={})
+    draw_lr(tmp_path / "lr.png", title="t", points=points)
+    assert is_png(tmp_path / "loss.png")
+    assert is_png(tmp_path / "lr.png")
+
+
+def test_a_leaderboard_of_one_job_is_drawn(tmp_path):
+    draw_leaderboard(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", jobs=[("0", 0.5)])
+    assert is_png(tmp_path / "leaderboard.png")

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from trainkit.report.tables import (
+    closing_lines,
+    closing_text,
+    is_terminal,
+    print_closing,
+    print_summary,
+    summary_lines,
+    summary_table,
+)
+
+ROWS = {"replicas": 2, "batch": "64 = 2 shards of 32", "warmup": None, "learning rate": "0.001"}
+RESULT = {
+    "status": "finished",
+    "reason": "all steps done",
+    "steps": 870,
+    "seconds": 6.13,
+    "seconds_total": 8.0,
+    "metrics": {"val/loss": 0.07123, "val/accuracy": 0.9806},
+    "best": "checkpoints/step_00000870",
+    "resume": "python -m trainkit resume outputs/digits/1",
+}
+
+
+def shown(renderable, width=60, soft_wrap=False):
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(renderable, soft_wrap=soft_wrap)
+    return [line.rstrip() for line in console.export_text().strip("\n ").split("\n")]
+
+
+def test_the_summary_lists_labels_values_and_notes():
+    assert summary_lines("digits", ROWS, notes=["The model draws random numbers."]) == [
+        "digits",
+        "  replicas       2",
+        "  batch          64 = 2 shards of 32",
+        "  learning rate  0.001",
+        "  note: The model draws random numbers.",
+    ]
+
+
+def test_the_summary_on_a_terminal_says_the_same():
+    assert shown(summary_table("digits", ROWS, notes=["Markup such as [b] is text."])) == [
+        "digits",
+        "  replicas       2",
+        "  batch          64 = 2 shards of 32",
+        "  learning rate  0.001",
+        "  note           Markup such as [b] is text.",
+    ]
+
+
+def test_a_long_value_folds_inside_its_column():
+    assert shown(summary_table("t", {"shadowed": "a b c d e f g h i j"}), width=24) == [
+        "t",
+        "  shadowed  a b c d e f",
+        "            g h i j",
+    ]
+
+
+def test_the_end_tells_result_folder_tensorboard_and_resume(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("outputs/digits run")
+    (folder / "tensorboard").mkdir(parents=True)
+    expected = [
+        "finished after 870 steps, 6.1 s of training (8.0 s in all): all steps done",
+        "  result       val/loss 0.07123  val/accuracy 0.9806",
+        "  best         checkpoints/step_00000870",
+        "  folder       outputs/digits run",
+        "  tensorboard  tensorboard --logdir 'outputs/digits run/tensorboard'",
+        "  resume       python -m trainkit resume outputs/digits/1",
+    ]
+    assert closing_lines(RESULT, folder) == expected
+    assert shown(closing_text(RESULT, folder), width=30, soft_wrap=True) == expected
+
+
+def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path):
+    result = {"status": "finished", "steps": 9, "seconds": 9.6, "seconds_total": 8.0}
+    assert closing_lines(result, tmp_path)[0] == "finished after 9 steps, 9.6 s of training"
+
+
+def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path):
+    assert closing_lines({"status": "failed", "reason": "NaN at step 3", "steps": 3}, tmp_path) == [
+        "failed after 3 steps: NaN at step 3",
+        f"  folder  {tmp_path}",
+    ]
+
+
+def test_piped_output_is_plain_text(capsys, tmp_path):
+    print_summary("digits", {"replicas": 1})
+    print_closing({"status": "stopped"}, tmp_path)
+    assert capsys.readouterr().out == f"digits\n  replicas  1\nstopped\n  folder  {tmp_path}\n"
+
+
+def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert is_terminal(Terminal())
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_terminal(Terminal())
+    assert not is_terminal(io.StringIO())

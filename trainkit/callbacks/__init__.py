@@ -1,0 +1,1 @@
+"""What looks on while a run goes: one file a callback."""

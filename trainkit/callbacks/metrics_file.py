@@ -1,0 +1,99 @@
+"""`metrics.jsonl`: every row that was logged, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainkit.engine.events import Callback, Row, Run
+
+__all__ = ["MetricsFile", "keep_until"]
+
+
+class MetricsFile(Callback):
+    """Writes the rows of a run; part of every run, since plots and resumes read them.
+
+    Rows are gathered and written once a second, before a checkpoint counts as saved, and at the end: a crash loses at
+    most the rows of its last second, and none that a resumed run would not make again.
+
+    Args:
+        flush_s: seconds between two writes.
+        clock: seconds that only rise.
+    """
+
+    def __init__(self, *, flush_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._flush_s = flush_s
+        self._clock = clock
+        self._rows: list[Row] = []
+        self._due = -math.inf
+
+    def run_start(self, run: Run) -> None:
+        """Drop what an earlier attempt wrote beyond the step this one starts from: those rows come again."""
+        if run.is_owner:
+            keep_until(_path(run), run.state.step)
+
+    def log(self, run: Run, row: Row) -> None:
+        """Take a row."""
+        self._take(run, row)
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Take the figures of an evaluation, as a row of their own."""
+        self._take(run, {"step": run.state.step, "epoch": run.state.epoch, **metrics})
+
+    def checkpoint_saved(self, run: Run, folder: Path) -> None:
+        """Write what was gathered: a run that resumes from here has every row before."""
+        self._flush(run)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Write what was gathered."""
+        self._flush(run)
+
+    def _take(self, run: Run, row: Row) -> None:
+        if not run.is_owner:
+            return
+        self._rows.append(row)
+        if self._clock() >= self._due:
+            self._flush(run)
+
+    def _flush(self, run: Run) -> None:
+        rows, self._rows = self._rows, []
+        self._due = self._clock() + self._flush_s
+        if rows and run.is_owner:
+            with _path(run).open("a", encoding="utf-8") as file:
+                file.write("".join(f"{_line(row)}\n" for row in rows))
+
+
+def _path(run: Run) -> Path:
+    return run.folder / "metrics.jsonl"
+
+
+def _line(row: Row) -> str:
+    """A row as JSON, which has no word for NaN and infinity: null."""
+    return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()})
+
+
+def keep_until(path: Path, step: int) -> None:
+    """Keep the rows up to a step, in one atomic exchange of the file; step 0 keeps none.
+
+    A row that a crash tore in two is dropped too.
+    """
+    if not path.exists():
+        return
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    with path.open(encoding="utf-8") as old, partial.open("w", encoding="utf-8") as new:
+        new.writelines(line for line in old if step > 0 and line.endswith("\n") and _step_of(line) <= step)
+    partial.replace(path)
+
+
+def _step_of(line: str) -> float:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return math.inf
+    step = row.get("step") if isinstance(row, dict) else None
+    return step if isinstance(step, int | float) else math.inf

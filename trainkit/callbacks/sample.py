@@ -1,0 +1,86 @@
+"""What a language model writes once it is trained."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import torch
+
+from trainkit.config.values import above, at_least
+from trainkit.engine.events import Callback, Run
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import cosmetic
+
+__all__ = ["Sample"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Callback):
+    """Prints a text that the model continues from `prompt`, at the end of the run, and keeps it as `sample.txt`.
+
+    The model must have `generate`, and the dataset `encode` and `decode`.
+    """
+
+    prints: ClassVar[bool] = True
+
+    prompt: Annotated[str, cosmetic] = "\n"
+    """How the text begins."""
+    num_tokens: Annotated[int, cosmetic, at_least(1)] = 200
+    """Tokens to add."""
+    temperature: Annotated[float, cosmetic, above(0)] = 0.8
+    """Below 1 the model keeps to what it is sure of."""
+    top_k: Annotated[int | None, cosmetic, at_least(1)] = 20
+    """Draw from so many of the most likely tokens; null: from all."""
+
+    def run_start(self, run: Run) -> None:
+        """Find out now, not after the training, whether a text can be made."""
+        lacking = [
+            *(["generate"] if not hasattr(run.model, "generate") else []),
+            *(name for name in ("encode", "decode") if not hasattr(run.datasets.get("train"), name)),
+        ]
+        if lacking:
+            rule = f"needs a model with generate and a dataset with encode and decode; missing: {', '.join(lacking)}."
+            raise ConfigError([Problem(key="callbacks.sample", rule=rule)])
+        if not run.datasets["train"].encode(self.prompt):
+            rule = "has no character of the dataset's vocabulary."
+            raise ConfigError([Problem(key="callbacks.sample.prompt", value=repr(self.prompt), rule=rule)])
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Write the text, on the owner; a run that was stopped ends at once."""
+        if not run.is_owner or result.get("status") != "finished":
+            return
+        try:
+            text = self.text(run)
+        except (IndexError, KeyError, ValueError) as error:
+            # A model of more tokens than the text has: no reason to fail a training that is done.
+            _log.warning("sample: the dataset cannot decode what the model wrote: %s", error)
+            return
+        (run.folder / "sample.txt").write_text(text + "\n", encoding="utf-8", newline="\n")
+        sys.stdout.write(f"sample\n{_indented(text)}\n")
+        sys.stdout.flush()
+
+    def text(self, run: Run) -> str:
+        """The prompt and what follows it, keyed by the run's seed."""
+        model: Any = run.model
+        data = run.datasets["train"]
+        generator = torch.Generator(run.device).manual_seed(run.cfg.seed)
+        start = torch.tensor([data.encode(self.prompt)], device=run.device)
+        tokens = model.generate(
+            start,
+            num_tokens=self.num_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            generator=generator,
+        )
+        text: str = data.decode(tokens[0].tolist())
+        return text
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.splitlines())

@@ -1,0 +1,46 @@
+"""The first and the last thing a run says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from trainkit.engine.events import Callback, Run
+from trainkit.report.tables import print_closing, print_summary
+
+__all__ = ["Closing", "Opening"]
+
+
+class Opening(Callback):
+    """Prints the effective values before the first step; part of every run."""
+
+    prints: ClassVar[bool] = True
+
+    def run_start(self, run: Run) -> None:
+        """Print the table, and where a resumed run goes on."""
+        if not run.is_owner:
+            return
+        rows = {**run.summary, "continues at": f"step {run.state.step:,}" if run.state.step else None}
+        print_summary(f"{run.cfg.name}  {_short(run.folder)}", rows, notes=run.notes)
+
+
+class Closing(Callback):
+    """Prints result, folder and the commands to look at it and to resume: the last word of every run."""
+
+    prints: ClassVar[bool] = True
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Print the end."""
+        if run.is_owner:
+            print_closing(result, Path(_short(run.folder)))
+
+
+def _short(folder: Path) -> str:
+    """The folder as one would type it from here."""
+    try:
+        relative = os.path.relpath(folder)
+    except ValueError:  # another drive
+        return str(folder)
+    return str(folder) if relative.startswith("..") else relative

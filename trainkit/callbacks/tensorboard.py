@@ -1,0 +1,113 @@
+"""Scalars and the first images for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+from torch import Tensor
+
+from trainkit.config.values import above
+from trainkit.engine.events import Callback, Row, Run
+from trainkit.fields import cosmetic
+from trainkit.report.events import EventFile
+from trainkit.report.png import grid, png_bytes
+
+__all__ = ["TensorBoard", "images_in"]
+
+_COUNTERS = frozenset({"step", "epoch", "samples", "seconds"})
+"""Where a row is, rather than what it says."""
+
+
+@dataclass
+class _Open:
+    events: EventFile | None = None
+    due: float = 0.0
+    seen: bool = False
+    start: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorBoard(Callback):
+    """Writes each logged row to `tensorboard/` in the run folder, at the time it was measured.
+
+    See them: tensorboard --logdir RUN/tensorboard
+    """
+
+    images: Annotated[bool, cosmetic] = True
+    """Show the images of the first batch, where they are images."""
+    flush_s: Annotated[float, cosmetic, above(0)] = 5.0
+    """Seconds between two writes."""
+    _open: _Open = field(default_factory=_Open, init=False, repr=False, compare=False)
+
+    def run_start(self, run: Run) -> None:
+        """Remember where this attempt starts; the file itself waits for the first row."""
+        self._open.start = run.state.step
+        self._open.seen = run.state.step > 0
+
+    def log(self, run: Run, row: Row) -> None:
+        """Write a row; the first one brings the images."""
+        if not run.is_owner:
+            return
+        if self.images and not self._open.seen:
+            self._open.seen = True
+            self._show(run, next(images_in(run.example_batch()), None))
+        self._write(run, row)
+
+    def eval_end(self, run: Run, metrics: Row) -> None:
+        """Write the figures of an evaluation."""
+        if run.is_owner:
+            self._write(run, metrics)
+
+    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Close the file."""
+        if self._open.events is not None:
+            self._open.events.close()
+            self._open.events = None
+
+    def _write(self, run: Run, values: Row) -> None:
+        events = self._events(run)
+        figures = {name: value for name, value in values.items() if name not in _COUNTERS}
+        events.scalars(figures, step=run.state.step, wall_time=time.time())
+        if time.monotonic() >= self._open.due:
+            events.flush()
+            self._open.due = time.monotonic() + self.flush_s
+
+    def _show(self, run: Run, images: Tensor | None) -> None:
+        if images is None:
+            return
+        pixels = grid(images.numpy())
+        height, width, _ = pixels.shape
+        events = self._events(run)
+        events.image("first batch", png_bytes(pixels), height=height, width=width, step=0, wall_time=time.time())
+
+    def _events(self, run: Run) -> EventFile:
+        if self._open.events is None:
+            folder = run.folder / "tensorboard"
+            # An attempt before this one may have got further than its last checkpoint: that part comes again.
+            self._open.events = EventFile(folder, purge_after=self._open.start if folder.is_dir() else None)
+        return self._open.events
+
+
+def images_in(batch: Any, *, most: int = 64) -> Iterator[Tensor]:
+    """The parts of a batch that are images: (count, 1 or 3, height, width) of numbers, at least 4 pixels a side.
+
+    Args:
+        batch: a tensor, or tuples, lists and mappings of such.
+        most: images taken of each part.
+
+    Yields:
+        float32 on the host; NaN and infinity as 0.
+    """
+    if isinstance(batch, Tensor):
+        if batch.ndim == 4 and batch.shape[0] and batch.shape[1] in (1, 3) and min(batch.shape[2:]) >= 4:
+            yield torch.nan_to_num(batch[:most].detach().float().cpu(), posinf=0.0, neginf=0.0)
+    elif isinstance(batch, Mapping):
+        for part in batch.values():
+            yield from images_in(part, most=most)
+    elif isinstance(batch, tuple | list):
+        for part in batch:
+            yield from images_in(part, most=most)

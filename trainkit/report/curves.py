@@ -1,0 +1,249 @@
+"""Plots: what they show and how they look. The only module that imports matplotlib; run in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from numpy.typing import NDArray
+
+from trainkit.report.numbers import compact, figure
+
+__all__ = ["Curve", "draw_leaderboard", "draw_lr", "draw_metrics", "read_curves"]
+
+mpl.use("Agg")
+
+_BLUE, _ORANGE, _GREY, _INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"
+_STYLE: dict[Any, Any] = {
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.edgecolor": "#c9ccd1",
+    "axes.labelcolor": _GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#eceef1",
+    "grid.linewidth": 0.8,
+    "xtick.color": _GREY,
+    "ytick.color": _GREY,
+    "lines.solid_capstyle": "round",
+    "legend.frameon": False,
+}
+_MOST_POINTS = 1500
+"""More than a plot has pixels across; longer curves are averaged in buckets."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Curve:
+    """Values over steps, in the order of the steps."""
+
+    steps: NDArray[np.float64]
+    values: NDArray[np.float64]
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]]) -> Curve:
+        """A curve from pairs of step and value; a value that is no number leaves a gap."""
+        pairs = np.asarray(points, np.float64).reshape(-1, 2)
+        return cls(steps=pairs[:, 0], values=pairs[:, 1])
+
+    def thinned(self) -> Curve:
+        """The same curve in at most `_MOST_POINTS` means of neighbours."""
+        size = -(-len(self.steps) // _MOST_POINTS)
+        if size <= 1:
+            return self
+        starts = np.arange(0, len(self.steps), size)
+        lengths = np.diff(np.append(starts, len(self.steps)))
+        mean_step = np.add.reduceat(self.steps, starts) / lengths
+        return Curve(steps=mean_step, values=np.add.reduceat(self.values, starts) / lengths)
+
+    def smoothed(self, share: float = 0.02) -> Curve:
+        """The mean of the points within a window of this share of the curve, at either side equally wide.
+
+        Of a curve that is positive throughout, the geometric mean: a loss falls through orders of magnitude, and the
+        arithmetic mean of such a fall lies above it.
+        """
+        known = np.isfinite(self.values)
+        geometric = bool(known.any()) and float(self.values[known].min()) > 0
+        values = np.where(known, self.values, 1.0)
+        sums = _running(np.log(values) if geometric else np.where(known, values, 0.0))
+        counts = _running(known)
+        count = len(values)
+        at, reach = np.arange(count), max(1, round(count * share))
+        # The window shrinks at the ends, evenly, so that the curve starts and ends where the points do.
+        half = np.minimum(np.minimum(at, count - 1 - at), reach)
+        number = counts[at + half + 1] - counts[at - half]
+        mean = (sums[at + half + 1] - sums[at - half]) / np.maximum(number, 1)
+        return Curve(steps=self.steps, values=np.where(number > 0, np.exp(mean) if geometric else mean, np.nan))
+
+
+def _running(values: NDArray[Any]) -> NDArray[np.float64]:
+    """Sums of the first 0, 1, 2 ... values."""
+    return np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+
+
+def read_curves(rows: Iterable[str]) -> dict[str, Curve]:
+    """Curves from the lines of `metrics.jsonl`, by name; a torn last line is left out.
+
+    Example:
+        >>> curves = read_curves(['{"step": 1, "train/loss": 2.0}', '{"step": 2, "train/loss": 1.0}', '{"st'])
+        >>> curves["train/loss"].values.tolist()
+        [2.0, 1.0]
+    """
+    points: dict[str, list[tuple[float, float]]] = {}
+    for line in rows:
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        for name, value in row.items():
+            if "/" in name:
+                points.setdefault(name, []).append((row["step"], math.nan if value is None else value))
+    return {name: Curve.of(pairs) for name, pairs in points.items()}
+
+
+def draw_lr(path: Path, *, title: str, points: Sequence[tuple[float, float]]) -> None:
+    """Draw the learning rate of the whole run."""
+    curve = Curve.of(points)
+    with mpl.rc_context(_STYLE):
+        axes = _axes(title, "learning rate")
+        axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=2)
+        axes.fill_between(curve.steps, curve.values, color=_BLUE, alpha=0.08, linewidth=0)
+        axes.set_ylim(0, float(np.nan_to_num(curve.values).max(initial=0.0)) * 1.12 or 1.0)
+        if np.isfinite(curve.values).any():
+            peak = int(np.nanargmax(curve.values))
+            _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", _BLUE)
+        _save(axes, path)
+
+
+def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes: Mapping[str, str]) -> list[Path]:
+    """Draw one plot for each metric, training and validation together.
+
+    Args:
+        folder: where `loss.png`, `accuracy.png` ... go.
+        title: the run's name.
+        curves: `train/loss`, `val/loss`, `val/accuracy` ... by name.
+        modes: `min` or `max` of metrics whose better end is known, by name; losses are `min`.
+
+    Returns:
+        The files written.
+    """
+    written = []
+    for metric in sorted({name.partition("/")[2] for name in curves if not name.startswith("test/")}):
+        path = folder / f"{metric.replace('/', '_')}.png"
+        split = {side: curve for side in ("train", "val") if (curve := curves.get(f"{side}/{metric}")) is not None}
+        with mpl.rc_context(_STYLE):
+            axes = _axes(title, metric)
+            _draw_train(axes, split.get("train"))
+            _draw_val(axes, split.get("val"), modes.get(f"val/{metric}", "min" if "loss" in metric else None))
+            _scale(axes, metric, [curve.values for curve in split.values()])
+            if len(split) > 1:
+                axes.legend(loc="best")
+            _save(axes, path)
+        written.append(path)
+    return written
+
+
+def _draw_train(axes: Axes, curve: Curve | None) -> None:
+    if curve is None:
+        return
+    thin = curve.thinned()
+    if len(thin.steps) < 20:
+        axes.plot(thin.steps, thin.values, color=_BLUE, linewidth=1.8, label="train")
+        return
+    smooth = thin.smoothed()
+    axes.plot(thin.steps, thin.values, color=_BLUE, linewidth=0.8, alpha=0.3)
+    axes.plot(smooth.steps, smooth.values, color=_BLUE, linewidth=1.8, label="train")
+
+
+def _draw_val(axes: Axes, curve: Curve | None, mode: str | None) -> None:
+    if curve is None:
+        return
+    dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(curve.steps) <= 40 else {}
+    axes.plot(curve.steps, curve.values, color=_ORANGE, linewidth=1.8, label="val", **dots)
+    if mode is not None and np.isfinite(curve.values).any():
+        best = int(np.nanargmin(curve.values) if mode == "min" else np.nanargmax(curve.values))
+        _mark(axes, curve.steps[best], curve.values[best], f"best {figure(curve.values[best])}", _ORANGE)
+
+
+def _scale(axes: Axes, metric: str, values: Sequence[NDArray[np.float64]]) -> None:
+    """A loss that falls through more than a factor of ten is told apart only on a logarithmic axis."""
+    finite = np.concatenate([part[np.isfinite(part)] for part in values])
+    if "loss" in metric and len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.minorticks_off()
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+
+
+def draw_leaderboard(path: Path, *, title: str, metric: str, jobs: Sequence[tuple[str, float]]) -> None:
+    """Draw the metric of each job as a dot, best on top.
+
+    Dots, not bars: metrics of a sweep often differ in their third digit, and bars would have to start at zero.
+    """
+    places = range(len(jobs))
+    with mpl.rc_context(_STYLE):
+        axes = _axes(title, "", height=1.3 + 0.32 * max(2, len(jobs)), x_label=metric)
+        for place, (_, value) in zip(places, jobs, strict=True):
+            axes.plot([value], [place], "o", color=_BLUE if place == 0 else "#9db7e8", markersize=9)
+            axes.annotate(figure(value), (value, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
+        axes.set_yticks(list(places), [label for label, _ in jobs])
+        axes.set_ylim(len(jobs) - 0.5, -0.5)
+        axes.tick_params(axis="y", length=0, labelcolor=_INK)
+        axes.margins(x=0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+        _save(axes, path)
+
+
+def _axes(title: str, y_label: str, *, height: float = 4.0, x_label: str = "step") -> Axes:
+    axes = Figure(figsize=(7.2, height), dpi=140, layout="constrained").subplots()
+    axes.set_title(title, loc="left", fontweight="bold", pad=12)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    if x_label == "step":
+        axes.margins(x=0.02)
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+    return axes
+
+
+def _tick(step: float) -> str:
+    """A step in few characters.
+
+    Example:
+        >>> [_tick(x) for x in (0, 800, 1600, 20_000, 1_500_000)]
+        ['0', '800', '1.6k', '20k', '1.5M']
+    """
+    number, _, suffix = compact(step).partition(" ")
+    return (number.rstrip("0").rstrip(".") if "." in number else number) + suffix
+
+
+def _mark(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+    """Ring a point and name it, inside the axes."""
+    axes.plot([x], [y], "o", color="white", markeredgecolor=colour, markeredgewidth=1.8, markersize=7, zorder=5)
+    low, high = axes.get_xlim()
+    place = (x - low) / (high - low)
+    side, shift = ("left", -4) if place < 0.1 else ("right", 4) if place > 0.9 else ("center", 0)
+    axes.annotate(text, (x, y), (shift, 9), textcoords="offset points", ha=side, color=colour, fontweight="bold")
+
+
+def _save(axes: Axes, path: Path) -> None:
+    """Write beside the target and rename: who looks while the run goes never sees half a picture."""
+    chart = axes.get_figure(root=True)
+    assert chart is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    chart.savefig(partial, format="png")
+    partial.replace(path)

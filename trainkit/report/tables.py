@@ -1,0 +1,157 @@
+"""The table before the first step, and the lines after the last.
+
+Each comes as plain lines (piped output, log files) and in colour through rich, which is only imported for a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from trainkit.report.numbers import duration, figure
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = [
+    "closing_lines",
+    "closing_text",
+    "is_terminal",
+    "print_closing",
+    "print_summary",
+    "summary_lines",
+    "summary_table",
+    "terminal_console",
+]
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether a person watches the stream: a terminal that can move its cursor."""
+    stream = sys.stdout if stream is None else stream
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+def terminal_console() -> Console | None:
+    """A rich console on standard output, or None where it is piped."""
+    if not is_terminal():
+        return None
+    from rich.console import Console  # noqa: PLC0415 - costs 25 ms, which piped output need not pay
+
+    return Console(highlight=False)
+
+
+def print_summary(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> None:
+    """Print the effective values of a run before its first step.
+
+    Args:
+        title: one line above the table, the run's name and folder.
+        rows: label -> value, in the order shown. A value that is None is left out.
+        notes: what the user should know before the training starts, one sentence each.
+    """
+    console = terminal_console()
+    if console is None:
+        print("\n".join(summary_lines(title, rows, notes=notes)), flush=True)  # noqa: T201 - the user's screen
+    else:
+        console.print(summary_table(title, rows, notes=notes))
+
+
+def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> list[str]:
+    """The summary as plain text.
+
+    Example:
+        >>> summary_lines("digits", {"replicas": 1, "steps": "870"}, notes=["No GPU found."])
+        ['digits', '  replicas  1', '  steps     870', '  note: No GPU found.']
+    """
+    shown = _shown(rows)
+    width = max(map(len, shown), default=0)
+    return [
+        title,
+        *(f"  {label:{width}}  {value}" for label, value in shown.items()),
+        *(f"  note: {note}" for note in notes),
+    ]
+
+
+def summary_table(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> RenderableType:
+    """The summary for a rich console."""
+    from rich.console import Group  # noqa: PLC0415 - as above
+    from rich.padding import Padding  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _shown(rows).items():
+        table.add_row(label, Text(value))
+    for note in notes:
+        table.add_row(Text("note", style="yellow"), Text(note, style="yellow"))
+    return Group(Text(title, style="bold"), Padding(table, (0, 0, 1, 2)))
+
+
+def _shown(rows: Mapping[str, object]) -> dict[str, str]:
+    return {label: str(value) for label, value in rows.items() if value is not None}
+
+
+def print_closing(result: Mapping[str, Any], folder: Path) -> None:
+    """Print how a run ended: its result, folder, the TensorBoard command and the command to resume."""
+    console = terminal_console()
+    if console is None:
+        print("\n".join(closing_lines(result, folder)), flush=True)  # noqa: T201 - the user's screen
+    else:
+        console.print(closing_text(result, folder), soft_wrap=True)  # a command that wraps cannot be copied
+
+
+def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """The end of a run as plain text.
+
+    Args:
+        result: the content of `result.json`.
+        folder: the run's folder, as the user would type it.
+    """
+    rows = _closing_rows(result, folder)
+    width = max(map(len, rows), default=0)
+    return [_verdict(result), *(f"  {label:{width}}  {value}" for label, value in rows.items())]
+
+
+def closing_text(result: Mapping[str, Any], folder: Path) -> RenderableType:
+    """The end of a run for a rich console."""
+    from rich.text import Text  # noqa: PLC0415 - as above
+
+    colour = {"finished": "green", "failed": "red"}.get(str(result.get("status")), "yellow")
+    rows = _closing_rows(result, folder)
+    width = max(map(len, rows), default=0)
+    text = Text().append(_verdict(result), style=f"bold {colour}")
+    for label, value in rows.items():
+        text.append(f"\n  {label:{width}}  ", style="dim").append(value)
+    return text
+
+
+def _verdict(result: Mapping[str, Any]) -> str:
+    """One line: how it ended, after how many steps and how long."""
+    status, reason, steps = str(result.get("status", "ended")), result.get("reason"), result.get("steps")
+    after = f" after {steps:,} steps" if isinstance(steps, int) else ""
+    return f"{status}{after}{_time_taken(result)}{f': {reason}' if reason else ''}"
+
+
+def _time_taken(result: Mapping[str, Any]) -> str:
+    training, total = result.get("seconds"), result.get("seconds_total")
+    if training is None:
+        return ""
+    # The training's time counts all attempts of a resumed run, the total only the last one.
+    in_all = "" if total is None or total < training else f" ({duration(total)} in all)"
+    return f", {duration(training)} of training{in_all}"
+
+
+def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    metrics = result.get("metrics") or {}
+    rows = {"result": "  ".join(f"{name} {figure(value)}" for name, value in metrics.items() if value is not None)}
+    rows["best"] = str(result.get("best") or "")
+    rows["folder"] = str(folder)
+    if (folder / "tensorboard").is_dir():
+        rows["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
+    rows["resume"] = str(result.get("resume") or "")
+    return {label: value for label, value in rows.items() if value}
