@@ -1,0 +1,78 @@
+"""A worker without torch: the real shell of a worker around a loop that counts, saves and looks at failpoints.
+
+FAKE="steps=6 save=1 pause=0.01 child=1"     steps; save every so many; seconds a step; start a child process
+FAKE_RAISE="1:DataError:gone"                a rank raises this error at step 2 of every attempt
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+
+from trainkit import errors
+from trainkit.engine import failpoints
+from trainkit.engine.manifest import Checkpoint, folder_name, manifest_bytes, scan
+from trainkit.run import worker
+from trainkit.run.heartbeat import Heartbeat, read_pulse
+
+SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
+
+
+def save(folder, step):
+    final = folder.checkpoints / folder_name(step)
+    final.mkdir(parents=True, exist_ok=True)
+    (final / "manifest.json").write_bytes(manifest_bytes(Checkpoint(folder=final, step=step, files={})))
+
+
+def raise_planted(rank):
+    planted_rank, _, rest = os.environ.get("FAKE_RAISE", "-1::").partition(":")
+    kind, _, message = rest.partition(":")
+    if int(planted_rank) == rank:
+        if kind == "ConfigError":
+            raise errors.ConfigError([errors.Problem(key="data.path", value=message, rule="does not exist.")])
+        raise getattr(errors, kind, None)(message) if hasattr(errors, kind) else RuntimeError(message)
+
+
+def wait_for_the_others(folder, identity, step, stop):
+    """As a sum over ranks does: nobody goes on to the next step alone."""
+    paths = [folder.heartbeat_of(rank) for rank in range(identity.num_ranks)]
+    done = (step, failpoints.PHASES.index("end"))
+    while any((pulse := read_pulse(path)) is None or pulse.progress < done for path in paths) and not stop.requested:
+        time.sleep(0.002)
+
+
+def run(resolved, identity, folder, stop):
+    rank, every = identity.task.rank, int(SETTINGS.get("save", 0))
+    pids = [os.getpid()]
+    if "child" in SETTINGS:
+        pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
+    (folder.live / f"pids_{rank}").write_text(" ".join(map(str, pids)))
+    shown = {"attempt": identity.attempt, "prefix": identity.prefix, "omp": os.environ["OMP_NUM_THREADS"]}
+    sys.stdout.write(f"rank {rank} says {json.dumps(shown)}\n")
+    sys.stdout.flush()
+    heart = Heartbeat(folder.heartbeat_of(rank))
+    found = scan(folder.checkpoints)
+    for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
+        if stop.requested:
+            break
+        for phase in ("data", "forward", "update"):
+            heart.beat(step, phase)
+            failpoints.reached(phase, step)
+        if step == 2:
+            raise_planted(rank)
+        heart.beat(step, "end")
+        wait_for_the_others(folder, identity, step, stop)
+        time.sleep(float(SETTINGS.get("pause", 0)))
+        if rank == 0 and every and (step + 1) % every == 0:
+            save(folder, step + 1)
+    if rank > 0:
+        return None
+    result = {"status": stop.requested or "finished", "attempt": identity.attempt}
+    folder.write_result(result)
+    return result
+
+
+if __name__ == "__main__":
+    worker._run = run
+    sys.exit(worker.main(sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Supervising fake workers from a test."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainkit.cluster.tasks import Task
+from trainkit.run.supervisor import supervise
+
+
+class NoStore:
+    """A rendezvous of ranks that have nothing to say to each other."""
+
+    address = None
+
+    def open(self):
+        pass
+
+
+def run_fakes(folder, num_ranks, **settings):
+    tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(num_ranks)]
+    command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
+    return supervise(folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), **settings)
+
+
+def launch(folder, num_ranks):
+    """A supervisor in a process of its own, returned once every worker has come to its first step."""
+    command = [sys.executable, "-m", "tests.run.fake_launch", str(folder.path), str(num_ranks)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    wait_for(lambda: len(list(folder.live.glob("pids_*"))) == num_ranks and len(pids_of(folder)) >= num_ranks)
+    return process
+
+
+def wait_for(condition, timeout_s=15):
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.01)
+
+
+def pids_of(folder):
+    """The processes that the workers of the last attempt wrote down: themselves and their children."""
+    return [int(pid) for path in sorted(folder.live.glob("pids_*")) for pid in path.read_text().split()]
+
+
+def alive(pids):
+    """Those that are neither gone nor a zombie."""
+    return [pid for pid in pids if _state(pid) not in ("gone", "Z")]
+
+
+def _state(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "gone"
+
+
+def assert_no_process_is_left(folder, within_s=2.0):
+    pids = pids_of(folder)
+    assert pids
+    deadline = time.monotonic() + within_s
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    left = alive(pids)
+    for pid in left:
+        os.kill(pid, 9)
+    assert left == []

@@ -1,0 +1,60 @@
+import pytest
+
+from trainkit.engine import failpoints
+from trainkit.engine.failpoints import Failpoint, arm, parse, reached
+from trainkit.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _disarmed():
+    yield
+    arm({})
+
+
+def test_a_failpoint_fails_at_its_moment_only():
+    arm({"TRAINKIT_FAIL": "step=3,phase=backward,action=raise"})
+    reached("backward", 2)
+    reached("forward", 3)
+    with pytest.raises(RuntimeError, match=r"^failpoint in backward of step 3$"):
+        reached("backward", 3)
+
+
+def test_without_step_or_phase_every_moment_is_meant():
+    arm({"TRAINKIT_FAIL": "action=full"})
+    with pytest.raises(OSError, match="No space left on device"):
+        reached("save", 12)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"TRAINKIT_RANK": "0", "TRAINKIT_FAIL": "rank=1,action=raise"},
+        {"TRAINKIT_RANK": "1", "TRAINKIT_FAIL": "action=raise"},
+        {"TRAINKIT_ATTEMPT": "1", "TRAINKIT_FAIL": "attempt=0,action=raise"},
+        {},
+    ],
+)
+def test_others_are_spared(environ):
+    arm(environ)
+    reached("forward", 0)
+    assert not failpoints.armed()
+
+
+def test_several_are_parted_by_semicolons():
+    assert parse("rank=1,action=kill; step=2,action=hang") == (
+        Failpoint(action="kill", rank=1),
+        Failpoint(action="hang", step=2),
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["step=x,action=kill", "action=burn", "phase=lunch,action=kill", "kill", "when=2,action=kill"]
+)
+def test_what_cannot_be_read_is_refused(text):
+    with pytest.raises(ConfigError) as caught:
+        parse(text)
+    assert str(caught.value).splitlines()[1] == (
+        f"  TRAINKIT_FAIL={text}: write rank=N,step=N,attempt=N,phase=PHASE,action=ACTION with one of the phases "
+        "start, data, forward, backward, reduce, update, evaluate, save, end and one of the actions "
+        "kill, stop, hang, raise, full, exit. (environment)"
+    )

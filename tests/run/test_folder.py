@@ -1,0 +1,83 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from trainkit.errors import ConfigError
+from trainkit.run.folder import RunFolder, write_json_atomically
+
+
+def test_three_runs_of_one_second_get_three_folders(tmp_path):
+    now = datetime(2026, 11, 21, 9, 8, 7)  # noqa: DTZ001 - what the wall clock shows
+    paths = [RunFolder.create(tmp_path, "digits", now=now).path for _ in range(3)]
+    assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
+        "digits/2026-11-21_09-08-07",
+        "digits/2026-11-21_09-08-07-2",
+        "digits/2026-11-21_09-08-07-3",
+    ]
+
+
+def test_a_folder_in_use_says_by_whom(tmp_path):
+    folder = RunFolder(tmp_path)
+    with folder.lock(), pytest.raises(ConfigError) as caught, folder.lock():
+        pass
+    start, _, since = str(caught.value).splitlines()[1].partition(" since ")
+    host = os.uname().nodename
+    assert start == f"  run folder={tmp_path}: in use by process {os.getpid()} on {host}"
+    assert since.endswith(". Wait for it to end, or stop it.")
+
+
+def test_a_folder_can_be_locked_again_once_it_is_free(tmp_path):
+    for _ in range(2):
+        with RunFolder(tmp_path).lock():
+            pass
+
+
+def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_ended(tmp_path):
+    with RunFolder(tmp_path).lock() as descriptor:
+        command = [sys.executable, "-c", "input()"]
+        worker = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(descriptor,))
+    with pytest.raises(ConfigError), RunFolder(tmp_path).lock():
+        pass
+    worker.communicate(b"\n")
+    with RunFolder(tmp_path).lock():
+        pass
+
+
+def test_json_replaces_a_file_in_one_move(tmp_path):
+    path = tmp_path / "deep" / "result.json"
+    write_json_atomically(path, {"loss": 1.0})
+    write_json_atomically(path, {"loss": math.nan, "list": [math.inf, 2.0], "path": Path("a/b")})
+    assert json.loads(path.read_text()) == {"loss": None, "list": [None, 2.0], "path": "a/b"}
+    assert [found.name for found in path.parent.iterdir()] == ["result.json"]
+
+
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+    path = tmp_path / "result.json"
+    write_json_atomically(path, {"loss": 1.0})
+    with pytest.raises(TypeError):
+        write_json_atomically(path, {"loss": object()})
+    assert json.loads(path.read_text()) == {"loss": 1.0}
+
+
+def test_a_run_that_begins_again_forgets_its_old_end(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_result({"status": "stopped"})
+    folder.live.mkdir()
+    folder.begin()
+    assert folder.read_result() is None
+    assert not folder.live.exists()
+
+
+def test_a_result_that_is_no_json_is_none(tmp_path):
+    (tmp_path / "result.json").write_text("{")
+    assert RunFolder(tmp_path).read_result() is None
+
+
+def test_the_command_to_resume_quotes_what_a_shell_would_split():
+    assert RunFolder(Path("out puts/1")).resume_command == "trainkit resume 'out puts/1'"

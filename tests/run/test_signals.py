@@ -1,0 +1,83 @@
+import contextlib
+import json
+import os
+import signal
+import time
+
+import pytest
+
+from tests.run.faking import alive, assert_no_process_is_left, launch, pids_of
+from trainkit.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def running(folder, monkeypatch):
+    """A supervisor of two workers with a child each, in the middle of a long training."""
+    monkeypatch.setenv("FAKE", "steps=100000 pause=0.02 child=1")
+    process = launch(folder, 2)
+    try:
+        yield process
+    finally:
+        for pid in (process.pid, *alive(pids_of(folder))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.stdout.close()
+        process.wait()
+
+
+def test_one_ctrl_c_stops_and_saves(running, folder):
+    running.send_signal(signal.SIGINT)
+    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "stopped", "attempt": 0}
+    assert running.returncode == 0  # the caller of supervise turns the status into 130
+    assert_no_process_is_left(folder)
+
+
+def test_sigterm_stops_and_saves_too(running, folder):
+    running.send_signal(signal.SIGTERM)
+    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "preempted", "attempt": 0}
+    assert_no_process_is_left(folder)
+
+
+def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch):
+    monkeypatch.setenv("FAKE", "steps=100000 pause=0.02")
+    monkeypatch.setattr("tests.run.faking.wait_for", lambda condition: None)
+    process = launch(folder, 2)
+    while not folder.live.exists():  # made just before the first worker is started
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    assert json.loads(process.communicate(timeout=10)[0].splitlines()[-1])["status"] == "stopped"
+
+
+def test_the_second_ctrl_c_ends_everything_at_once(running, folder):
+    for pid in pids_of(folder):
+        os.kill(pid, signal.SIGSTOP)  # nobody will answer the first
+    running.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    assert running.poll() is None
+    running.send_signal(signal.SIGINT)
+    assert running.communicate(timeout=2)[0].splitlines()[-1] == "StoppedError stopped at once. There is no checkpoint."
+    assert running.returncode == 130
+    assert_no_process_is_left(folder, within_s=0.1)
+
+
+@pytest.mark.parametrize("asleep", [False, True], ids=["running", "stopped"])
+def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep):
+    if asleep:
+        for pid in pids_of(folder):
+            os.kill(pid, signal.SIGSTOP)
+    running.kill()
+    running.wait()
+    assert_no_process_is_left(folder, within_s=2.0)
+
+
+def test_a_killed_worker_does_not_outlive_the_supervisor_either(running, folder):
+    worker = pids_of(folder)[0]
+    os.kill(worker, signal.SIGKILL)
+    assert "rank 0 was ended by SIGKILL" in running.communicate(timeout=10)[0]
+    assert running.returncode == 1
+    assert_no_process_is_left(folder, within_s=0.1)

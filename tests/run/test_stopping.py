@@ -1,0 +1,98 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from trainkit.run.stopping import StopFlag
+
+
+def interrupt(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGINT, "stopped"), (signal.SIGTERM, "preempted"), (signal.SIGUSR1, "preempted")],
+)
+def test_a_signal_becomes_a_reason(number, reason):
+    with StopFlag() as stop:
+        assert stop.requested is None
+        interrupt(number)
+        assert stop.requested == reason
+
+
+def test_the_second_ctrl_c_interrupts_at_once():
+    with StopFlag() as stop:
+        interrupt(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            interrupt(signal.SIGINT)
+    assert stop.requested == "stopped"
+
+
+def test_a_scheduler_may_repeat_itself():
+    with StopFlag() as stop:
+        for _ in range(3):
+            interrupt(signal.SIGTERM)
+    assert stop.requested == "preempted"
+
+
+def test_the_first_reason_counts_and_is_told_once():
+    told = []
+    with StopFlag(told.append) as stop:
+        interrupt(signal.SIGTERM)
+        interrupt(signal.SIGINT)
+    assert (stop.requested, told) == ("preempted", ["preempted"])
+
+
+def test_handlers_are_restored():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    with StopFlag():
+        assert signal.getsignal(signal.SIGTERM) != before[1]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_a_signal_that_was_held_back_arrives_when_the_flag_is_up():
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    try:
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        with StopFlag() as stop:
+            assert stop.requested == "preempted"
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def test_outside_the_main_thread_the_flag_can_only_be_asked():
+    found = []
+
+    def use():
+        with StopFlag() as stop:
+            stop.request("stopped")
+            found.append(stop.requested)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert found == ["stopped"]
+
+
+FORK = """
+import multiprocessing, os, signal, time
+from trainkit.run.stopping import StopFlag
+with StopFlag() as stop:
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    child.start()
+    os.kill(child.pid, signal.SIGINT)
+    time.sleep(0.1)
+    print(child.is_alive())
+    child.terminate()
+    child.join(10)
+    print(child.exitcode, stop.requested)
+"""
+
+
+def test_a_forked_child_survives_ctrl_c_and_obeys_its_parent():
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.split() == ["True", "-15", "None"]

@@ -1,0 +1,157 @@
+import io
+import json
+
+import pytest
+
+from tests.run.faking import assert_no_process_is_left, run_fakes
+from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, Problem, TrainingError
+from trainkit.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Says what the fake workers do."""
+
+    def set_up(settings, fail="", raising="-1::"):
+        monkeypatch.setenv("FAKE", settings)
+        monkeypatch.setenv("TRAINKIT_FAIL", fail)
+        monkeypatch.setenv("FAKE_RAISE", raising)
+
+    return set_up
+
+
+def said_by_rank_1(folder):
+    lines = folder.log_of(1).read_text().splitlines()
+    return [json.loads(line.removeprefix("rank 1 says ")) for line in lines if line.startswith("rank 1 says")]
+
+
+def test_ranks_run_to_the_end_and_the_result_comes_back(folder, fake, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("trainkit.run.environment._num_cores", lambda: 7)
+    fake("steps=4")
+    assert run_fakes(folder, 3) == {"status": "finished", "attempt": 0}
+    assert said_by_rank_1(folder) == [{"attempt": 0, "prefix": "attempt/0", "omp": "2"}]
+
+
+def test_rank_0_prints_through_and_the_others_into_their_logs(folder, fake, capfd):
+    fake("steps=1")
+    run_fakes(folder, 2)
+    assert [line[:11] for line in capfd.readouterr().out.splitlines()] == ["rank 0 says"]
+    assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_1.log"]
+
+
+def test_in_a_notebook_rank_0_prints_into_the_cell(folder, fake, monkeypatch):
+    fake("steps=1")
+    cell = io.StringIO()
+    monkeypatch.setattr("sys.stdout", cell)
+    run_fakes(folder, 2)
+    assert [line[:11] for line in cell.getvalue().splitlines()] == ["rank 0 says"]
+
+
+def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder, fake):
+    fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
+    said = []
+    assert run_fakes(folder, 2, say=said.append) == {"status": "finished", "attempt": 1}
+    expected = (
+        "rank 1 was ended by SIGKILL in step 3 (forward). The system may have run out of memory. "
+        "Restarting from the checkpoint of step 2 (1 of 3 without a newer one)."
+    )
+    assert said == [expected]
+    assert [line["prefix"] for line in said_by_rank_1(folder)] == ["attempt/0", "attempt/1"]
+
+
+def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake):
+    fake("steps=4 pause=0.02", fail="rank=1,step=2,phase=update,action=exit")
+    with pytest.raises(TrainingError) as caught:
+        run_fakes(folder, 2)
+    assert str(caught.value).splitlines()[0] == (
+        "rank 1 ended with exit code 7 in step 2 (update), without a word. There is no checkpoint to restart from."
+    )
+    assert_no_process_is_left(folder)
+
+
+def test_the_traceback_of_the_failing_rank_is_shown(folder, fake):
+    fake("steps=4", fail="rank=1,step=2,phase=update,action=raise")
+    with pytest.raises(TrainingError) as caught:
+        run_fakes(folder, 2)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        "rank 1 failed in step 2 (update): RuntimeError: failpoint in update of step 2. "
+        "There is no checkpoint to restart from."
+    )
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "RuntimeError: failpoint in update of step 2"
+
+
+def test_restarts_that_get_no_further_are_given_up(folder, fake):
+    fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
+    said = []
+    with pytest.raises(CrashLoopError) as caught:
+        run_fakes(folder, 2, max_restarts=2, say=said.append)
+    assert len(said) == 2
+    assert str(caught.value) == (
+        "gave up after 2 restarts that got no further than the checkpoint of step 3: "
+        "rank 0 was ended by SIGKILL in step 3 (forward). The system may have run out of memory."
+    )
+    assert_no_process_is_left(folder)
+    assert folder.read_result() == {
+        "status": "failed",
+        "reason": str(caught.value),
+        "last": f"{folder.path}/checkpoints/step_00000003",
+        "steps": 3,
+        "resume": f"trainkit resume {folder.path}",
+    }
+
+
+def test_restarts_that_get_further_may_go_on(folder, fake):
+    fail = ";".join(f"rank=0,step={attempt + 1},attempt={attempt},phase=update,action=kill" for attempt in (0, 1, 2))
+    fake("steps=5 save=1", fail=fail)
+    assert run_fakes(folder, 1, max_restarts=1, say=print) == {"status": "finished", "attempt": 3}
+
+
+def test_no_restarts_means_none(folder, fake):
+    fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=exit")
+    with pytest.raises(TrainingError, match=r"^rank 0 ended with exit code 7 in step 3 \(forward\), without a word\.$"):
+        run_fakes(folder, 1, max_restarts=0)
+
+
+@pytest.mark.parametrize("kind", ["DataError", "ConfigError"])
+def test_an_error_of_ours_is_not_tried_again(folder, fake, kind):
+    fake("steps=6 save=1", raising=f"1:{kind}:/gone")
+    expected = {
+        "DataError": DataError("/gone"),
+        "ConfigError": ConfigError([Problem(key="data.path", value="/gone", rule="does not exist.")]),
+    }[kind]
+    with pytest.raises(type(expected)) as caught:
+        run_fakes(folder, 2, say=pytest.fail)
+    assert str(caught.value) == str(expected)
+
+
+@pytest.mark.parametrize("action", ["hang", "stop"])
+def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake, action):
+    fake("steps=600 pause=0.02 child=1", fail=f"rank=1,step=2,phase=forward,action={action}")
+    with pytest.raises(HangError) as caught:
+        run_fakes(folder, 2, hang_timeout_s=0.6)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == (
+        "rank 1 has made no progress for 1 s in step 2 (forward) (supervisor.hang_timeout_s=0.6). "
+        "There is no checkpoint to restart from."
+    )
+    assert any("failpoints.py" in line for line in lines) == (action == "hang")  # a stopped one cannot tell
+    assert_no_process_is_left(folder, within_s=0.1)
+
+
+def test_a_hang_is_restarted_from_a_checkpoint(folder, fake):
+    fake("steps=4 save=1 pause=0.02", fail="rank=1,step=2,phase=forward,attempt=0,action=hang")
+    assert run_fakes(folder, 2, hang_timeout_s=0.6, say=print)["status"] == "finished"
+
+
+def test_children_of_a_worker_end_with_it(folder, fake):
+    fake("steps=1 child=1")
+    run_fakes(folder, 2)
+    assert_no_process_is_left(folder, within_s=0.1)

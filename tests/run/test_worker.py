@@ -1,0 +1,54 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainkit.run.folder import RunFolder
+
+FAKE = Path(__file__).with_name("fake_worker.py")
+
+
+def work(folder, **environ):
+    folder.path.mkdir(exist_ok=True)
+    command = [sys.executable, FAKE, str(folder.resolved)]
+    return subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=30, check=False
+    )
+
+
+def test_a_worker_started_by_hand_is_a_run_of_one(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    assert work(folder, FAKE="steps=2").returncode == 0
+    assert folder.read_result() == {"status": "finished", "attempt": 0}
+
+
+def test_a_worker_started_by_hand_prints_its_traceback(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    done = work(folder, FAKE="steps=4", FAKE_RAISE="0:DataError:no such file")
+    assert done.returncode == 3
+    assert done.stderr.splitlines()[-1] == "trainkit.errors.DataError: no such file"
+
+
+def test_a_bad_identity_is_a_config_error(tmp_path):
+    done = work(RunFolder(tmp_path / "run"), TRAINKIT_RANK="first")
+    assert done.returncode == 2
+    assert "TRAINKIT_RANK=first: must be a whole number, 0 or more. (environment)" in done.stderr
+
+
+def test_the_worker_says_how_it_is_called():
+    command = [sys.executable, "-m", "trainkit.run.worker"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert (done.returncode, done.stderr) == (2, "usage: python -m trainkit.run.worker RUN/resolved.yaml\n")
+
+
+@pytest.mark.parametrize("module", ["torch", "hydra", "omegaconf"])
+def test_the_shell_of_a_worker_imports_nothing_slow(module):
+    code = f"import sys, trainkit.run.worker; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
+
+
+def test_a_worker_never_imports_hydra():
+    code = "import sys, trainkit.run.runner; sys.exit(bool({'hydra', 'omegaconf'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

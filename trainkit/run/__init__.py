@@ -1,0 +1,1 @@
+"""One training from plan to folder: runner, supervisor, worker, folder."""

@@ -1,0 +1,129 @@
+"""From a config's nodes to objects: the parts of a training, before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.callbacks.screen import Closing, Opening
+from trainkit.config.build import build
+from trainkit.config.schema import RunConfig
+from trainkit.data.splits import build_splits
+from trainkit.engine.events import Callback
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.schedules import Schedule
+from trainkit.objectives.base import Objective
+from trainkit.strategies.base import Numerics, Strategy, Weighing
+
+__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a training is made of."""
+
+    strategy: Strategy
+    precision: Precision
+    schedule: Schedule
+    objective: Objective
+    datasets: Mapping[str, Any]
+    """Split -> dataset; `train` is always there."""
+    numerics: Numerics
+
+    @property
+    def weighing(self) -> Weighing:
+        """How the loss is normalised, from any one sample."""
+        sample = self.datasets["train"][0] if hasattr(self.datasets["train"], "__getitem__") else None
+        per_sample = self.objective.weight_per_sample(sample)
+        return Weighing(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(sample))
+
+
+def build_parts(cfg: RunConfig) -> Parts:
+    """Build everything but the model, the optimizer and the callbacks.
+
+    Raises:
+        ConfigError: a target cannot be built.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    return Parts(
+        strategy=build(cfg.strategy),
+        precision=build(cfg.precision),
+        schedule=build(cfg.schedule),
+        objective=build(cfg.objective),
+        datasets=build_splits(cfg.data),
+        numerics=Numerics(
+            seed=cfg.seed,
+            reproducible=cfg.numerics.reproducible,
+            lanes=cfg.numerics.lanes,
+            skip_nonfinite=cfg.numerics.on_nonfinite == "skip",
+        ),
+    )
+
+
+def build_model(cfg: RunConfig) -> nn.Module:
+    """Build the model on the CPU, its initial weights drawn from the run's seed alone.
+
+    Raises:
+        ConfigError: the target is no model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(cfg.seed)
+        model = build(cfg.model)
+    if not isinstance(model, nn.Module):
+        rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
+        raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
+    return model
+
+
+def build_callbacks(cfg: RunConfig) -> list[Callback]:
+    """What looks on at every run, around the callbacks and loggers that the config names, in its order."""
+    chosen = [build(node) for group in (cfg.callbacks, cfg.logger) for node in group.values()]
+    callbacks = [Opening(), MetricsFile(), *chosen, Closing()]
+    return [one for one in callbacks if not (cfg.quiet and one.prints)]
+
+
+def make_optimizer(
+    cfg: RunConfig, model: nn.Module, **replaced: Any
+) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
+    """How a strategy builds the optimizer, once it knows the parameters to update.
+
+    `optimizer.groups` names groups of parameters by `match`, globs on canonical names (`*.bias`) or on the class of the
+    module that owns the parameter (`type:*Norm*`); the first group that matches has it, with the other keys of the
+    group as its settings. `replaced` are settings to use instead of the config's.
+    """
+    node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
+    groups = cfg.optimizer.get("groups") or {}
+    owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+
+    def make(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        if not params:
+            raise ConfigError([Problem(key="model", rule="has no parameter to train.")])
+        chosen: dict[str | None, list[nn.Parameter]] = {None: [], **{name: [] for name in groups}}
+        for name, param in params.items():
+            chosen[_group_of(name, owners[name], groups)].append(param)
+        settings: dict[str | None, dict[str, Any]] = {None: {}}
+        settings.update({name: {k: v for k, v in group.items() if k != "match"} for name, group in groups.items()})
+        filled = [{"params": members, **settings[name]} for name, members in chosen.items() if members]
+        optimizer: torch.optim.Optimizer = build(node, params=filled)
+        return optimizer
+
+    return make
+
+
+def _group_of(name: str, owner: str, groups: Mapping[str, Mapping[str, Any]]) -> str | None:
+    matching = (group for group, settings in groups.items() if _matches(name, owner, settings.get("match", ())))
+    return next(matching, None)
+
+
+def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(owner, pattern.removeprefix("type:")) if pattern.startswith("type:") else fnmatchcase(name, pattern)
+        for pattern in patterns
+    )

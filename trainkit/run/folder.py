@@ -1,0 +1,196 @@
+"""The run folder: where a run keeps everything, made exclusively and locked while in use.
+
+outputs/<name>/<date>_<time>/       (-2, -3 on collision)
+  resolved.yaml  environment.json  train.log  metrics.jsonl  result.json
+  logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
+  live/rank_N                       heartbeats and last words of the attempt that is running
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import os
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from trainkit.run.lock import locked
+
+__all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run, and the few things done to the folder as a whole.
+
+    Example:
+        >>> RunFolder(Path("outputs/digits/1")).log_of(2).as_posix()
+        'outputs/digits/1/logs/rank_2.log'
+    """
+
+    path: Path
+    """The folder itself."""
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
+        """Make `root/name/<date>_<time>`, or the same with -2, -3 ... where it exists already.
+
+        Three launches within one second get three folders: the folder is made exclusively.
+        """
+        stamp = (now or datetime.now().astimezone()).strftime("%Y-%m-%d_%H-%M-%S")
+        return cls.claim(root / name / stamp)
+
+    @classmethod
+    def claim(cls, path: Path) -> RunFolder:
+        """Make the folder `path`, or `path-2`, `path-3` ...: one that no run has had.
+
+        A folder that exists and holds no run is taken: launchers of Hydra's make theirs before the job starts.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                candidate.mkdir(exist_ok=True)
+                if not (candidate / "resolved.yaml").exists():
+                    # whoever makes the lock file has the folder: two launches into one never share it
+                    (candidate / ".lock").touch(exist_ok=False)
+                    return cls(candidate)
+        raise AssertionError  # count() never ends
+
+    @property
+    def resolved(self) -> Path:
+        """The config with every value decided; all a worker reads."""
+        return self.path / "resolved.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Where, with what and from which commit the run was started."""
+        return self.path / "environment.json"
+
+    @property
+    def result(self) -> Path:
+        """The outcome, written once at the end."""
+        return self.path / "result.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: what was logged."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The log of rank 0."""
+        return self.path / "train.log"
+
+    @property
+    def logs(self) -> Path:
+        """The logs of the other ranks."""
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def plots(self) -> Path:
+        """Pictures."""
+        return self.path / "plots"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def live(self) -> Path:
+        """Heartbeats and last words of the attempt that is running: says only what is live."""
+        return self.path / "live"
+
+    def log_of(self, rank: int) -> Path:
+        """Where a rank above 0 writes what it prints."""
+        return self.logs / f"rank_{rank}.log"
+
+    def heartbeat_of(self, rank: int) -> Path:
+        """The heartbeat file of a rank."""
+        return self.live / f"rank_{rank}"
+
+    def error_of(self, rank: int) -> Path:
+        """The last words of a rank that failed, as JSON."""
+        return self.live / f"rank_{rank}.error.json"
+
+    def stacks_of(self, rank: int) -> Path:
+        """Where a rank that hangs writes what each of its threads was doing."""
+        return self.live / f"rank_{rank}.stacks"
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[int]:
+        """Hold the folder while the block runs; yields the descriptor to pass to worker processes.
+
+        Raises:
+            ConfigError: another run uses it; says which process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with locked(self.path / ".lock") as descriptor:
+            yield descriptor
+
+    def begin(self) -> None:
+        """Clear what an earlier run in this folder left behind that would now be untrue: result and live state."""
+        self.result.unlink(missing_ok=True)
+        shutil.rmtree(self.live, ignore_errors=True)
+
+    @property
+    def resume_command(self) -> str:
+        """What to type to continue this run."""
+        return f"trainkit resume {shlex.quote(str(self.path))}"
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`."""
+        write_json_atomically(self.result, result)
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What `result.json` holds; None where there is none, or none that can be read."""
+        try:
+            content = json.loads(self.result.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return content if isinstance(content, dict) else None
+
+
+def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader, and a crash at any moment, sees the old file or the new one, never a part.
+
+    Numbers that JSON has no word for (NaN, infinity) become null.
+    """
+    write_atomically(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader, and a crash at any moment, sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value

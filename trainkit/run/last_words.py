@@ -1,0 +1,105 @@
+"""What a failing rank leaves behind for the supervisor: a small JSON file, `live/rank_N.error.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit import errors
+from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError
+from trainkit.run.folder import write_json_atomically
+
+__all__ = ["LastWords", "read_last_words", "write_last_words"]
+
+_LOST_PEER: Final = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out waiting|remote process exited"
+    r"|peer|ncclRemoteError|ncclSystemError",
+    re.IGNORECASE,
+)
+_LOST_PEER_TYPES: Final = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastWords:
+    """Why a rank failed, as it saw it."""
+
+    rank: int
+    moment: float
+    """Seconds since the epoch, so that the first of several failures can be told."""
+    kinds: tuple[str, ...]
+    """The names of the exception's class and its bases, nearest first."""
+    message: str
+    traceback: str
+    exit_code: int
+    aftermath: bool
+    """Whether it only tells that another rank is gone."""
+    final: bool
+    """Whether a restart would end the same way: one of our own errors, raised for a reason."""
+    problems: tuple[Mapping[str, Any], ...] = field(default=())
+    """Of a ConfigError: its problems."""
+
+    def error(self) -> TrainkitError:
+        """The exception again, in this process: one of ours as it was, of any other class nothing but its message."""
+        known = (getattr(errors, name) for name in self.kinds if name in errors.__all__)
+        kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
+        if kind is not None and issubclass(kind, ConfigError):
+            return ConfigError(Problem(**problem) for problem in self.problems)
+        return kind(self.message) if kind is not None else TrainkitError(self.message)
+
+
+def write_last_words(path: Path, rank: int, error: BaseException) -> LastWords:
+    """Write down an error; returns what was written."""
+    aftermath = any(_is_lost_peer(cause) for cause in _chain(error))
+    ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
+    problems = error.problems if isinstance(error, ConfigError) else ()
+    words = LastWords(
+        rank=rank,
+        moment=time.time(),
+        kinds=tuple(kind.__name__ for kind in type(error).__mro__),
+        message=str(error),
+        traceback="".join(traceback.format_exception(error)).rstrip(),
+        exit_code=error.exit_code if isinstance(error, TrainkitError) else 1,
+        aftermath=aftermath,
+        final=ours and not aftermath,
+        problems=tuple(_shown(problem) for problem in problems),
+    )
+    write_json_atomically(path, asdict(words))
+    return words
+
+
+def read_last_words(path: Path) -> LastWords | None:
+    """What a rank wrote; None where it wrote nothing."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return LastWords(**{**content, "kinds": tuple(content["kinds"]), "problems": tuple(content["problems"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _shown(problem: Problem) -> dict[str, Any]:
+    content: dict[str, Any] = {"key": problem.key, "rule": problem.rule, "origin": problem.origin}
+    if problem.value is not errors.MISSING:
+        plain = problem.value is None or isinstance(problem.value, bool | int | float | str)
+        content["value"] = problem.value if plain else str(problem.value)
+    return content
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        yield current
+        current = current.__cause__ or current.__context__
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    if type(error).__name__ in _LOST_PEER_TYPES or isinstance(error, ConnectionError):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

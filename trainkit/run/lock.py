@@ -1,0 +1,80 @@
+"""A run folder has one user at a time: a lock that dies with the processes that hold it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from trainkit.errors import ConfigError, Problem
+
+if sys.platform == "win32":  # untested there
+    import msvcrt
+else:
+    import fcntl
+
+__all__ = ["locked"]
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[int]:
+    """Hold the lock file `path` while the block runs.
+
+    The lock belongs to the open file, not to the process: a child that is handed the descriptor (`pass_fds`) keeps
+    the folder locked until it has ended too, even where its parent was killed.
+
+    Yields:
+        The descriptor, to be passed to the processes that write into the folder.
+
+    Raises:
+        ConfigError: somebody else holds it; says who.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _try_lock(descriptor):
+            rule = f"in use by {_holder(path)}. Wait for it to end, or stop it."
+            raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
+        _sign(descriptor)
+        yield descriptor
+    finally:
+        os.close(descriptor)  # the last copy closed releases the lock
+
+
+def _try_lock(descriptor: int) -> bool:
+    try:
+        if sys.platform == "win32":
+            os.lseek(descriptor, _FAR, os.SEEK_SET)
+            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+_FAR = 1 << 20
+"""Windows locks bytes and forbids reading them: lock one far behind the signature."""
+
+
+def _sign(descriptor: int) -> None:
+    signature = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": datetime.now().astimezone().isoformat(timespec="seconds"),
+    }
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    os.truncate(descriptor, 0)
+    os.write(descriptor, json.dumps(signature).encode())
+
+
+def _holder(path: Path) -> str:
+    try:
+        held = json.loads(path.read_text())
+        return f"process {held['pid']} on {held['host']} since {held['since']}"
+    except (OSError, ValueError, KeyError, TypeError):  # seen between its lock and its signature
+        return "another process"

@@ -1,0 +1,93 @@
+"""Memory of a run on each of its devices, before any of it is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import TrainkitError
+from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.plan import RunPlan
+
+__all__ = ["Memory", "abstract_model", "memory_of"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Memory:
+    """Bytes on each device that the model itself decides; activations come on top."""
+
+    num_params: int
+    """Parameters, trainable or not."""
+    parameter_bytes: int
+    """Parameters, and their masters where those are apart."""
+    buffer_bytes: int
+    """Buffers of the model."""
+    gradient_bytes: int
+    """Gradients as backward leaves them."""
+    exchange_bytes: int
+    """Copies of the gradients that the exchange or the order of summation needs at its peak."""
+    optimizer_bytes: int | None
+    """State of the optimizer; None where it cannot be found out without allocating it."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All that is known."""
+        known = (self.parameter_bytes, self.buffer_bytes, self.gradient_bytes, self.exchange_bytes)
+        return sum(known) + (self.optimizer_bytes or 0)
+
+
+def abstract_model(plan: RunPlan) -> nn.Module:
+    """The model without its numbers (on torch's `meta` device); with them where it cannot be built so."""
+    try:
+        with torch.device("meta"):
+            return build_model(plan.cfg)
+    except TrainkitError:
+        raise
+    except Exception:  # noqa: BLE001 - a constructor that looks at its numbers may fail in any way
+        return build_model(plan.cfg)
+
+
+def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
+    """Count what a device of this run will hold.
+
+    Args:
+        plan: the run.
+        model: from `abstract_model`.
+    """
+    precision = plan.parts.precision
+    width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
+    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    count = sum(param.numel() for param in model.parameters())
+    apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
+    copies = plan.parts.strategy.gradient_copies(plan.parts.numerics, plan.num_replicas)
+    return Memory(
+        num_params=count,
+        parameter_bytes=count * width + apart,
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        gradient_bytes=trained * width + apart,
+        exchange_bytes=copies * trained * master_width,
+        optimizer_bytes=_optimizer_bytes(plan, model, master_width),
+    )
+
+
+def _optimizer_bytes(plan: RunPlan, model: nn.Module, width: int) -> int | None:
+    """Let the optimizer take one step on parameters without numbers, and count what it keeps."""
+    params = {
+        name: nn.Parameter(torch.empty_like(param, device="meta"))
+        for name, param in model.named_parameters()
+        if param.requires_grad
+    }
+    settings = {key: False for key in ("fused", "foreach") if key in plan.cfg.optimizer}
+    try:
+        optimizer = make_optimizer(plan.cfg, model, **settings)(params)
+        for param in params.values():
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    except TrainkitError:
+        raise
+    except Exception:  # noqa: BLE001 - any optimizer may want real numbers, in its own way
+        return None
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)

@@ -1,0 +1,50 @@
+"""What a model's modules say about a plan, before it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.randomness import draws_at_random
+from trainkit.run.plan import RunPlan
+
+__all__ = ["model_notes"]
+
+
+def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
+    """What the user should know about this model on this placement.
+
+    Raises:
+        ConfigError: batch statistics would be taken of a single sample.
+    """
+    statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]  # noqa: SLF001
+    _refuse_single_samples(plan, statistics)
+    said = []
+    if any(draws_at_random(module) for module in model.modules()):
+        said.append("draws random numbers")
+    if statistics:
+        said.append("keeps batch statistics")
+    if not said or not plan.micro_follows:
+        return []
+    what = " and ".join(said)
+    micro = plan.batch.micro_size
+    return [
+        f"the model {what}: another number of replicas is another training, unless batch.micro_size={micro} is set."
+    ]
+
+
+def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:
+    if not any(isinstance(module, nn.BatchNorm1d) for module in statistics):
+        return
+    for step in {0, plan.batch.steps_per_epoch - 1}:
+        smallest = plan.batch.shard_size(step, plan.batch.num_shards(step) - 1)
+        if smallest == 1:
+            size = plan.batch.batch_size(step)
+            rule = (
+                f"cuts a batch of {size} samples so that a shard has one, which has no batch statistics "
+                f"({type(statistics[0]).__name__}). Use another batch.global_size or batch.micro_size, or "
+                "batch.drop_last=true."
+            )
+            raise ConfigError([Problem(key="batch.micro_size", value=plan.batch.micro_size, rule=rule)])

@@ -1,0 +1,153 @@
+"""The plan of a run: everything that is decided before a device is touched."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import RunConfig
+from trainkit.data.splits import size_of
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
+from trainkit.numerics.learning_rate import LearningRate, scale_lr
+from trainkit.run.building import Parts, build_parts
+from trainkit.strategies.base import Facts
+
+__all__ = ["RunPlan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run, decided."""
+
+    cfg: RunConfig
+    """The config with everything that was auto resolved: what `resolved.yaml` holds."""
+    parts: Parts
+    """What it is made of."""
+    tasks: tuple[Task, ...]
+    """The processes it needs."""
+    num_replicas: int
+    """Replicas that get their own shards."""
+    batch: BatchPlan
+    """How steps are cut."""
+    num_steps: int
+    """Steps of the whole training."""
+    rate: LearningRate
+    """The learning rate of every step."""
+    micro_follows: bool = False
+    """Whether the cut of a step follows the number of replicas, because the config leaves it open."""
+
+    @property
+    def last_step(self) -> int:
+        """Updates after which this start of the run ends."""
+        return min(self.num_steps, self.cfg.stop_at_step or self.num_steps)
+
+    def summary(self, num_params: int) -> dict[str, str]:
+        """Effective values for a person, label -> text."""
+        full, batch, cfg = self.batch.num_shards(0), self.batch, self.cfg
+        factors = f"{full} shards of at most {batch.micro_size}" if full > 1 else "1 shard"
+        peak = f"{self.rate.peak:g}"
+        if self.rate.peak != self.rate.base:
+            scaling = cfg.lr_scaling
+            peak += f" ({self.rate.base:g} at {scaling.reference_batch}, {scaling.rule} rule)"
+        devices = sorted({task.device.partition(":")[0] for task in self.tasks})
+        warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
+        rows = {
+            "recipe": cfg.recipe,
+            "strategy": cfg.strategy["_target_"].rpartition(".")[2],
+            "replicas": f"{self.num_replicas} on {', '.join(devices)}",
+            "samples": f"{batch.num_samples:,} for training",
+            "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
+            "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
+            "learning rate": peak,
+            "warmup": warmup,
+            "schedule": cfg.schedule["_target_"].rpartition(".")[2],
+            "precision": self.parts.precision.value,
+            "parameters": f"{num_params:,}",
+            "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
+        }
+        return {label: text for label, text in rows.items() if text}
+
+
+def make_plan(cfg: RunConfig, *, num_gpus: int | None = None) -> RunPlan:
+    """Decide everything about a run; starts no process and needs no GPU.
+
+    Args:
+        cfg: a checked config.
+        num_gpus: CUDA devices to plan for; None: those of this host.
+
+    Raises:
+        ConfigError: what is wrong with this combination, all at once.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
+    parts = build_parts(cfg)
+    facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value)
+    problems = parts.strategy.problems(facts)
+    if problems:
+        raise ConfigError(problems)
+    replicas = parts.strategy.num_replicas(gpus)
+    sizes = _sizes(cfg, replicas)
+    num_samples = size_of(parts.datasets["train"])
+    batch = BatchPlan(
+        num_samples=num_samples,
+        global_size=sizes.global_size,
+        micro_size=sizes.micro_size,
+        drop_last=cfg.batch.drop_last,
+    )
+    if batch.steps_per_epoch == 0:
+        rule = f"larger than the {num_samples} training samples, and batch.drop_last leaves the short batch out."
+        raise ConfigError([Problem(key="batch.global_size", value=sizes.global_size, rule=rule)])
+    num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
+    resolved = replace(
+        cfg, batch=replace(cfg.batch, global_size=sizes.global_size, micro_size=sizes.micro_size, accumulation=None)
+    )
+    return RunPlan(
+        cfg=resolved,
+        parts=parts,
+        tasks=parts.strategy.tasks(gpus),
+        num_replicas=replicas,
+        batch=batch,
+        num_steps=num_steps,
+        rate=_rate(cfg, parts, batch, num_steps),
+        micro_follows=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
+    )
+
+
+def _sizes(cfg: RunConfig, replicas: int) -> BatchSizes:
+    sizes = resolve_batch(
+        global_size=cfg.batch.global_size,
+        micro_size=cfg.batch.micro_size,
+        accumulation=cfg.batch.accumulation,
+        num_replicas=replicas,
+        lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
+    )
+    if isinstance(sizes, list):
+        raise ConfigError(sizes)
+    return sizes
+
+
+def _rate(cfg: RunConfig, parts: Parts, batch: BatchPlan, num_steps: int) -> LearningRate:
+    base = float(cfg.optimizer["lr"])
+    peak = scale_lr(
+        base,
+        global_size=batch.global_size,
+        reference_size=cfg.lr_scaling.reference_batch,
+        rule=cfg.lr_scaling.rule,
+    )
+    epochs = cfg.warmup.epochs
+    warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
+    if warmup > num_steps:
+        key, value = ("warmup.steps", cfg.warmup.steps) if epochs is None else ("warmup.epochs", epochs)
+        rule = f"{warmup} steps of warmup, and the training has {num_steps}. Use {num_steps} or fewer."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    start = base if cfg.warmup.start == "base" else 0.0
+    return LearningRate(
+        base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=parts.schedule
+    )
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,100 @@
+"""What a run continues: a run folder of its own, another run's checkpoint, or nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.semantics import difference, fingerprint
+from trainkit.engine.manifest import scan
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.folder import RunFolder
+
+__all__ = ["Start", "find_start"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a run begins."""
+
+    cfg: RunConfig
+    """The config; keys left auto have the values of the run that is continued."""
+    folder: RunFolder | None = None
+    """The run folder to go on in; None: a new one."""
+    checkpoints: Path | None = None
+    """Another run's `checkpoints` folder, or one checkpoint in it, to start from."""
+    note: str | None = None
+    """One line that says which."""
+
+
+def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
+    """Work out `resume`.
+
+    Args:
+        cfg: the checked config.
+        run_dir: the run folder that the user or the launcher named, if it shall be that one; for `auto`.
+
+    Raises:
+        ConfigError: there is nothing to resume at a given path, or it is another training: every maths key that
+            differs is named.
+    """
+    if cfg.resume is None:
+        return Start(cfg=cfg)
+    if cfg.resume == "auto":
+        return _auto(cfg, run_dir)
+    path = Path(cfg.resume).expanduser()
+    run, checkpoints = (
+        (path, path / "checkpoints") if (path / "resolved.yaml").is_file() else (path.parent.parent, path)
+    )
+    if not (run / "resolved.yaml").is_file() or not (scan(checkpoints) or (path / "manifest.json").is_file()):
+        rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
+        raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
+    adopted = _adopt(cfg, load_resolved(run / "resolved.yaml"))
+    _refuse_other_training(adopted, run)
+    return Start(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
+
+
+def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
+    if run_dir is not None and scan(run_dir / "checkpoints"):
+        adopted = _adopt(cfg, load_resolved(run_dir / "resolved.yaml"))
+        _refuse_other_training(adopted, run_dir)
+        return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: continues {run_dir}")
+    if run_dir is not None and (run_dir / "resolved.yaml").is_file():
+        earlier = load_resolved(run_dir / "resolved.yaml")
+        adopted = _adopt(cfg, earlier)
+        if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
+            return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
+    root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
+    candidates = sorted(root.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in candidates:
+        folder = RunFolder(file.parent)
+        adopted = _adopt(cfg, load_resolved(file))
+        if _unfinished(folder) and fingerprint(adopted) == fingerprint(load_resolved(file)):
+            return Start(cfg=adopted, folder=folder, note=f"resume=auto: continues {folder.path}")
+    return Start(cfg=cfg, note=f"resume=auto: no unfinished run of this training in {root}, so a fresh start")
+
+
+def _unfinished(folder: RunFolder) -> bool:
+    result = folder.read_result()
+    return bool(scan(folder.checkpoints)) and (result is None or result.get("status") != "finished")
+
+
+def _adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
+    """Give keys left auto what the earlier run resolved them to: a resume on another placement keeps them."""
+    batch = cfg.batch
+    if batch.micro_size is None and batch.accumulation is None:
+        batch = replace(batch, micro_size=earlier.batch.micro_size)
+    if batch.global_size is None:
+        batch = replace(batch, global_size=earlier.batch.global_size, accumulation=None)
+    return replace(cfg, batch=batch)
+
+
+def _refuse_other_training(cfg: RunConfig, run: Path) -> None:
+    differing = [one for one in difference(load_resolved(run / "resolved.yaml"), cfg) if one.matters]
+    problems = [
+        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. Give it the same value.")
+        for one in differing
+    ]
+    if problems:
+        raise ConfigError(problems)

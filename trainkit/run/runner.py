@@ -1,0 +1,223 @@
+"""The runner: from a checked config to a trained model in its run folder."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.schema import RunConfig
+from trainkit.config.semantics import fingerprint
+from trainkit.engine import failpoints
+from trainkit.engine.checkpoint import Loaded, load, newest_valid
+from trainkit.errors import CheckpointError, StoppedError, TrainkitError
+from trainkit.numerics.determinism import reproducible_process
+from trainkit.run.building import build_callbacks
+from trainkit.run.environment import write_environment, write_resolved
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.memory import abstract_model
+from trainkit.run.model_facts import model_notes
+from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.resume import find_start
+from trainkit.run.session import Session
+from trainkit.run.stopping import StopFlag
+
+__all__ = ["run_task", "train"]
+
+
+Result = dict[str, Any] | None
+"""What result.json holds, on the owner."""
+
+
+def train(
+    cfg: RunConfig,
+    *,
+    run_dir: Path | None = None,
+    notes: Sequence[str] = (),
+    job: Callable[[Path, Callable[[], Result]], Result] | None = None,
+) -> dict[str, Any]:
+    """Train, in this process or in as many as the strategy needs.
+
+    Args:
+        cfg: a checked config.
+        run_dir: the run folder; None: a new one below `outputs/<name>`.
+        notes: what the summary shall say besides.
+        job: calls the training, once there is a folder for it: the frame that Hydra puts around a job.
+
+    Returns:
+        What result.json holds, and `folder`.
+
+    Raises:
+        ConfigError: what is wrong with this combination; nothing was written.
+        TrainkitError: the training failed; result.json says so, and the last checkpoint stays.
+    """
+    start = find_start(cfg, run_dir)
+    plan = make_plan(start.cfg)
+    found = model_notes(plan, abstract_model(plan))
+    if start.folder is not None:
+        folder = start.folder
+    else:
+        folder = RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
+    with folder.lock() as lock:
+        folder.begin()
+        resolved = plan.cfg if start.checkpoints is None else _with_resume(plan.cfg, start.checkpoints)
+        secrets = write_resolved(folder, resolved)
+        shown = [*notes, *found, *([start.note] if start.note else [])]
+        write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
+
+        def run() -> Result:
+            if len(plan.tasks) == 1:
+                identity = Identity.solo(plan.tasks[0].device)
+                with StopFlag() as stop:
+                    return run_task(resolved, identity, folder, stop=stop, plan=plan)
+            from trainkit.run.supervisor import supervise  # noqa: PLC0415 - one device needs none
+
+            return supervise(
+                folder.resolved,
+                plan.tasks,
+                folder=folder,
+                max_restarts=cfg.supervisor.max_restarts,
+                hang_timeout_s=cfg.supervisor.hang_timeout_s,
+                pass_fds=(lock,),
+                secrets=secrets,
+            )
+
+        result = run() if job is None else job(folder.path, run)
+    return {**(result or {}), "folder": str(folder.path)}
+
+
+def run_task(
+    cfg: RunConfig,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    stop: StopFlag,
+    plan: RunPlan | None = None,
+) -> dict[str, Any] | None:
+    """Do one task of a run in this process.
+
+    Args:
+        cfg: the resolved config.
+        identity: who this process is.
+        folder: the run folder; the rank 0 task owns it.
+        stop: asks this process to stop.
+        plan: the plan of `cfg`, where it was made already.
+
+    Returns:
+        What result.json holds, on the owner; None on other ranks.
+
+    Raises:
+        TrainkitError: the training failed; the owner has written so into result.json.
+    """
+    is_owner = identity.task.rank == 0
+    begun = time.perf_counter()
+    with reproducible_process(enabled=cfg.numerics.reproducible):
+        try:
+            session = _open(plan or make_plan(cfg), identity, folder, stop)
+        except BaseException as error:
+            if is_owner:
+                folder.write_result(_failed(error, folder))
+            raise
+        try:
+            result = {**session.train(), "seconds_total": time.perf_counter() - begun, **_places(folder)}
+        except BaseException as error:
+            error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
+            _end(session, {**session.progress(), **_failed(error, folder), **_places(folder)}, folder, error)
+            raise
+        _end(session, result, folder)
+    return result if is_owner else None
+
+
+def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: BaseException | None = None) -> None:
+    """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C."""
+    session.close()
+    if session.run.is_owner:
+        folder.write_result(result)
+    if not isinstance(error, KeyboardInterrupt):
+        for callback in session.callbacks:
+            callback.run_end(session.run, result)
+
+
+def _failed(error: BaseException, folder: RunFolder) -> dict[str, Any]:
+    stopped = isinstance(error, KeyboardInterrupt | StoppedError)
+    reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+    return {
+        "status": "stopped" if stopped else "failed",
+        "reason": "Ctrl-C, twice" if isinstance(error, KeyboardInterrupt) else reason,
+        "resume": folder.resume_command,
+    }
+
+
+def _open(plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag) -> Session:
+    session = Session(
+        plan,
+        identity=identity,
+        folder=folder.path,
+        callbacks=build_callbacks(plan.cfg),
+        fingerprint=fingerprint(plan.cfg),
+        requested=lambda: stop.requested,
+        notes=tuple(_read(folder.environment).get("notes", ())),
+    )
+    try:
+        _watch_phases(session, identity, folder)
+        _begin_where_it_stood(session, folder)
+    except BaseException:
+        session.close()
+        raise
+    return session
+
+
+def _watch_phases(session: Session, identity: Identity, folder: RunFolder) -> None:
+    """Tell the supervisor and planted failures what this rank is doing; nobody listens to a rank that is alone."""
+    if identity.num_ranks == 1 and not failpoints.armed():
+        return
+    heartbeat = Heartbeat(folder.heartbeat_of(identity.task.rank))
+
+    def enter(phase: Any, step: int) -> None:
+        heartbeat.beat(step, phase)
+        failpoints.reached(phase, step)
+
+    session.listen(enter)
+
+
+def _begin_where_it_stood(session: Session, folder: RunFolder) -> None:
+    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names."""
+    cfg = session.cfg
+    own = newest_valid(folder.checkpoints, report=session.warn)
+    if own is not None:
+        session.restore(own)
+    elif cfg.resume not in (None, "auto"):
+        session.restore(_load(Path(str(cfg.resume)), session))
+    elif cfg.init_from is not None:
+        session.start_from(_load(Path(cfg.init_from).expanduser(), session))
+
+
+def _load(path: Path, session: Session) -> Loaded:
+    """A checkpoint folder, or the newest whole one of a run or `checkpoints` folder."""
+    if (path / "manifest.json").is_file():
+        return load(path)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest_valid(root, report=session.warn)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint.")
+    return found
+
+
+def _places(folder: RunFolder) -> dict[str, Any]:
+    names = _read(folder.checkpoints / "index.json")
+    places = {name: str(folder.checkpoints / names[name]) if names.get(name) else None for name in ("best", "last")}
+    return {**places, "resume": folder.resume_command}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return found
+
+
+def _with_resume(cfg: RunConfig, checkpoints: Path) -> RunConfig:
+    return replace(cfg, resume=str(checkpoints))

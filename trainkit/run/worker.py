@@ -1,0 +1,121 @@
+"""One task of a run in a process of its own: `python -m trainkit.run.worker RUN/resolved.yaml`.
+
+Who it is stands in the environment (`trainkit.cluster.identity`), all else in the run folder; Hydra is not imported.
+
+A rank can be run by hand, in a debugger for one: start every rank in a terminal of its own, with a free port that they
+share. Rank 0 then hosts the store.
+
+    export TRAINKIT_RANKS=2 TRAINKIT_STORE=127.0.0.1:29400
+    TRAINKIT_RANK=0 python -m pdb -m trainkit.run.worker RUN/resolved.yaml
+    TRAINKIT_RANK=1 python -m trainkit.run.worker RUN/resolved.yaml
+
+Exit codes: those of the exception (`trainkit.errors`); 130 and 143 for a run that was stopped and can be resumed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from trainkit.cluster.identity import Identity
+from trainkit.run import lifeline
+from trainkit.run.folder import RunFolder
+from trainkit.run.last_words import write_last_words
+from trainkit.run.rendezvous import HostedStore
+from trainkit.run.secrets import VARIABLE as SECRETS
+from trainkit.run.secrets import restored
+from trainkit.run.stopping import EXIT_CODES, StopFlag
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the task this process is; returns the exit code.
+
+    Args:
+        arguments: the path of `resolved.yaml`, in the run folder.
+    """
+    with StopFlag() as stop:  # first of all: from here on no signal is lost
+        supervised = lifeline.hold(os.environ)
+        if len(arguments) != 1:
+            print("usage: python -m trainkit.run.worker RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
+            return 2
+        resolved = Path(arguments[0])
+        folder = RunFolder(resolved.parent)
+        rank = 0
+        try:
+            identity = Identity.from_environ(os.environ)
+            rank = identity.task.rank
+            with _stacks_on_demand(folder, rank), _store_of_hand_started(identity, supervised=supervised):
+                result = _run(resolved, identity, folder, stop)
+        except KeyboardInterrupt:
+            return EXIT_CODES["stopped"]
+        except Exception as error:  # noqa: BLE001 - the end of the line: whatever it is, it is told
+            words = write_last_words(folder.error_of(rank), rank, error)
+            if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
+                print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
+            return words.exit_code
+        status = (result or {}).get("status", "finished")
+        return EXIT_CODES.get(status, 1) if stop.requested else 0
+
+
+def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) -> dict[str, Any] | None:
+    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the flag has to be up before
+    from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
+
+    secrets = json.loads(os.environ.pop(SECRETS, "{}"))
+    values = restored(load_resolved(resolved).to_dict(), secrets)
+    return run_task(RunConfig.from_dict(values), identity, folder, stop=stop)
+
+
+@contextlib.contextmanager
+def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
+    """SIGUSR2 writes the stacks of all threads, also while Python hangs in C; crashes of C code are told on stderr."""
+    faulthandler.enable()
+    if not hasattr(signal, "SIGUSR2"):
+        yield
+        return
+    folder.live.mkdir(parents=True, exist_ok=True)
+    with folder.stacks_of(rank).open("w") as file:
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+
+
+@contextlib.contextmanager
+def _store_of_hand_started(identity: Identity, *, supervised: bool) -> Iterator[None]:
+    if supervised or identity.store is None or identity.task.rank > 0:
+        yield
+        return
+    with HostedStore(identity.store) as store:
+        store.open()
+        yield
+
+
+def _end(code: int) -> NoReturn:
+    """End the process without taking torch apart.
+
+    At interpreter shutdown torch destroys threads of its own that still run ("terminate called without an active
+    exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had done all its work would count as crashed.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - what registered itself there is owed its call
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _end(main(sys.argv[1:]))
