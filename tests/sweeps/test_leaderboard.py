@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from trainkit.config import watched
+from trainkit.config.watched import Watched
+from trainkit.sweeps import jobs, leaderboard
+from trainkit.sweeps.leaderboard import Leaderboard, collect, read_entry, swept, write
+
+ACCURACY = Watched(metric="val/accuracy", mode="max")
+
+
+def made(root, name, *, accuracy=None, status="finished", seconds=6.13, eval_keys="{metric: val/accuracy}"):
+    folder = root / name
+    folder.mkdir(parents=True)
+    metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": None}
+    result = {"status": status, "metrics": metrics, "seconds": seconds}
+    (folder / "result.json").write_text(json.dumps(result))
+    (folder / "resolved.yaml").write_text(f"eval: {eval_keys}\n")
+    return folder
+
+
+def board_of(root):
+    made(root, "0", accuracy=0.9)
+    made(root, "1", accuracy=0.98123)
+    made(root, "2", status="failed", seconds=None)
+    entries = [
+        read_entry(root / "0", job="0", overrides=["strategy=mirrored", "optimizer.lr=0.01"]),
+        read_entry(root / "1", job="1", overrides=["strategy=mirrored", "optimizer.lr=0.003"]),
+        read_entry(root / "2", job="2", overrides=["strategy=one_device", "clip.max_norm=1"], exit_code=1),
+        read_entry(root / "3", job="3", overrides=["strategy=one_device"], exit_code=None),
+    ]
+    return Leaderboard.of(entries, ACCURACY)
+
+
+@pytest.mark.parametrize("module", [leaderboard, jobs, watched])
+def test_examples_of_the_docstrings_run(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_the_table_has_the_best_first_and_the_failed_last(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert board_of(Path("sweep")).lines() == [
+        "#  job  status    val/accuracy  overrides                             time   folder",
+        "1  1    finished  0.9812        strategy=mirrored optimizer.lr=0.003  6.1 s  sweep/1",
+        "2  0    finished  0.9           strategy=mirrored optimizer.lr=0.01   6.1 s  sweep/0",
+        "3  2    failed                  strategy=one_device clip.max_norm=1          sweep/2",
+        "4  3    not run                 strategy=one_device",
+    ]
+
+
+def test_the_page_links_every_folder(tmp_path):
+    assert board_of(tmp_path).top(2).markdown(base=tmp_path) == (
+        "# Leaderboard by val/accuracy (max)\n"
+        "\n"
+        "| # | job | status | val/accuracy | overrides | time | folder |\n"
+        "|--:|:----|:-------|----:|:----------|-----:|:-------|\n"
+        "| 1 | 1 | finished | 0.9812 | `strategy=mirrored optimizer.lr=0.003` | 6.1 s | [1](1) |\n"
+        "| 2 | 0 | finished | 0.9 | `strategy=mirrored optimizer.lr=0.01` | 6.1 s | [0](0) |\n"
+    )
+
+
+def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path):
+    assert board_of(tmp_path).csv(base=tmp_path) == (
+        "rank,job,status,val/accuracy,strategy,optimizer.lr,clip.max_norm,seconds,folder\n"
+        "1,1,finished,0.98123,mirrored,0.003,,6.13,1\n"
+        "2,0,finished,0.9,mirrored,0.01,,6.13,0\n"
+        "3,2,failed,,one_device,,1,,2\n"
+        "4,3,not run,,one_device,,,,3\n"
+    )
+
+
+def test_less_is_better_where_the_metric_says_so(tmp_path):
+    entries = board_of(tmp_path).entries
+    least = Leaderboard.of(entries, Watched(metric="val/accuracy", mode="min"))
+    assert [entry.job for entry in least.entries] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "no result"), (2, "exit 2"), (-9, "signal 9"), (None, "not run")])
+def test_a_job_without_a_result_tells_how_it_ended(tmp_path, code, status):
+    assert read_entry(tmp_path, job="0", exit_code=code).status == status
+
+
+def test_a_result_that_says_finished_is_not_believed_where_the_process_failed(tmp_path):
+    assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
+
+
+def test_the_overrides_are_those_that_not_every_job_has():
+    assert swept([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
+    assert swept([]) == []
+
+
+def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path):
+    made(tmp_path, "digits/a", accuracy=0.5)
+    made(tmp_path, "digits/b", accuracy=0.75)
+    board = collect(tmp_path)
+    assert str(board.goal) == "val/accuracy (max)"
+    assert [(entry.job, entry.metrics) for entry in board.entries] == [
+        ("digits/b", {"val/accuracy": 0.75}),
+        ("digits/a", {"val/accuracy": 0.5}),
+    ]
+
+
+def test_an_empty_folder_has_an_empty_leaderboard(tmp_path):
+    board = collect(tmp_path)
+    write(board, tmp_path)
+    assert board.entries == ()
+    assert (tmp_path / "leaderboard.csv").read_text() == "rank,job,status,val/loss,seconds,folder\n"
+    assert not (tmp_path / "leaderboard.png").exists()
+
+
+def test_the_three_files_are_written(tmp_path):
+    write(board_of(tmp_path), tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("leaderboard.*")) == [
+        "leaderboard.csv",
+        "leaderboard.md",
+        "leaderboard.png",
+    ]

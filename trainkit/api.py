@@ -1,0 +1,89 @@
+"""trainkit from Python: the same code path as the command line, notebooks included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from trainkit.config.composition import Composition
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError
+
+__all__ = ["compose", "train"]
+
+
+def compose(
+    overrides: Sequence[str] = (), *, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()
+) -> Composition:
+    """Compose a run and check its names, choices and keys; torch is not imported.
+
+    Args:
+        overrides: arguments as on the command line, `["model=mlp", "optimizer.lr=0.1"]`.
+        config_dirs: folders of your own YAMLs; they come first on the search path.
+        packages: your own packages that `_target_` may name.
+
+    Returns:
+        The composition: `.cfg` is the run, `.notes` what to know about it.
+
+    Raises:
+        ConfigError: every problem found.
+
+    Example:
+        >>> compose(["recipe=null", "epochs=3"]).cfg.epochs
+        3
+    """
+    from trainkit.config.check import check_names  # noqa: PLC0415 - Hydra only where one composes
+    from trainkit.config.compose import compose as compose_run  # noqa: PLC0415
+
+    composition = compose_run(overrides, config_dirs=config_dirs, packages=packages)
+    problems = check_names(composition)
+    if problems:
+        raise ConfigError(problems)
+    return composition
+
+
+def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) -> dict[str, Any]:
+    """Check the values of a run and train it.
+
+    Args:
+        run: what `compose` gave, or a config made by hand.
+        run_dir: the run folder; None: a new one below outputs, or `hydra.run.dir` where the composition names it.
+
+    Returns:
+        What `result.json` holds, and `folder`, the run folder.
+
+    Raises:
+        ConfigError: every problem of the config; nothing was written.
+        TrainkitError: the training failed; the message says where and why, and the last checkpoint stays.
+
+    Example:
+        result = train(compose(["epochs=1"]))
+        result["metrics"]["val/accuracy"]
+    """
+    from trainkit.config.check import check  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.run import runner  # noqa: PLC0415
+
+    composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
+    composition = composition.noting(check(composition))
+    if run_dir is None and composition.run_dir_given:
+        run_dir = composition.run_dir
+    folder = None if run_dir is None else Path(run_dir)
+    try:
+        return runner.train(composition.cfg, run_dir=folder, notes=composition.notes, job=_hydra_job(composition))
+    except ConfigError as error:
+        raise composition.located(error) from error
+
+
+def _hydra_job(composition: Composition) -> Callable[[Path, Callable[[], Any]], Any]:
+    """The frame of Hydra around a training: `.hydra/`, loggers, callbacks, environment; secrets stay out of it."""
+    from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
+    from trainkit.run.secrets import redacted, redacted_argument  # noqa: PLC0415
+
+    shown = replace(
+        composition,
+        values=redacted(composition.values)[0],
+        overrides=tuple(redacted_argument(line) for line in composition.overrides),
+    )
+    return lambda folder, task: run_job(shown, folder, task)

@@ -1,0 +1,251 @@
+"""argv -> verb -> exit code. `trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES`.
+
+The first bare word is the verb, wherever flags stand; no verb is `train`. `key=value` is always config. What goes
+wrong is said on standard error in one screen, without a traceback, unless it is a defect of trainkit's or of the
+user's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from trainkit import __version__
+from trainkit.config.grammar import is_override
+from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.verbs.call import VERBS, Call, Flag
+
+__all__ = ["main", "parse"]
+
+_GLOBAL: Final[Mapping[str, Flag]] = {
+    "help": Flag(help="show this, or the help of the verb"),
+    "version": Flag(help="show the version"),
+    "multirun": Flag(help="train: run every combination of comma lists, a=1,2 b=x,y"),
+    "config-dir": Flag(help="a folder of your own YAMLs, GROUP/CHOICE.yaml; it comes first", value="DIR"),
+    "allow-package": Flag(help="let _target_ name classes of this package", value="PKG"),
+    "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
+    "shell-completion": Flag(help='install it: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
+}
+_SHORT: Final = {
+    "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-sc": "--shell-completion",
+    "-V": "--version",
+}  # fmt: skip
+_REFUSED: Final = {
+    "config-name": "there is one primary config. A recipe is a whole training: recipe=NAME.",
+    "config-path": "your own folder of YAMLs comes first on the search path: --config-dir DIR.",
+    "run": "running is what trainkit does without a flag.",
+    "info": "trainkit explain KEY says where a value comes from; trainkit ls shows what there is.",
+    "hydra-help": "Hydra's own settings are keys, hydra.run.dir=DIR; --cfg hydra shows them.",
+    "package": "trainkit explain KEY shows a part of the config.",
+    "resolve": "--cfg shows the config resolved already.",
+    "experimental-rerun": "trainkit resume RUN continues a run.",
+}
+_SHOWN_PROBLEMS: Final = 30
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # A console script does not see the current folder; the user's own package may be there. It comes last, so that
+    # no file of the user's hides a module of Python's.
+    if os.getcwd() not in sys.path and "" not in sys.path:  # noqa: PTH109 - pathlib is slower to ask
+        sys.path.append(os.getcwd())  # noqa: PTH109
+    try:
+        return _dispatch(arguments)
+    except TrainkitError as error:
+        sys.stderr.write(f"{_one_screen(error)}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped\n")
+        return 130
+    except BrokenPipeError:
+        # The reader, `head` say, has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
+    """Take a command line apart.
+
+    Returns:
+        The call, and the flags that concern no verb: help, version, cfg, shell-completion.
+
+    Raises:
+        ConfigError: flags that nobody knows, or that lack their value; all of them.
+
+    Example:
+        >>> call, _ = parse(["-m", "train", "optimizer.lr=1,2"])
+        >>> call.verb, call.multirun, call.overrides
+        ('train', True, ('optimizer.lr=1,2',))
+    """
+    verb, rest = _verb_of(arguments)
+    known = {**_GLOBAL, **(_module(verb).FLAGS if verb in VERBS else {})}
+    found: dict[str, list[str]] = {}
+    bare, overrides, problems = [], [], []
+    words = iter(rest)
+    for word in words:
+        if word.startswith("-") and len(word) > 1:
+            problems += _take_flag(word, words, known, found)
+        elif is_override(word):
+            overrides.append(word)
+        else:
+            bare.append(word)
+    if verb not in VERBS and not problems:
+        problems.append(Problem(key=verb, rule=_no_verb(verb), origin="command line"))
+    if "multirun" in found and verb != "train":
+        rule = f"belongs to train. {verb} compares the choices of a comma list without it."
+        problems.append(Problem(key="-m", rule=rule, origin="command line"))
+    if problems:
+        raise ConfigError(problems)
+    own = {name: values[-1] for name, values in found.items() if name not in _GLOBAL}
+    call = Call(
+        verb=verb,
+        arguments=tuple(bare),
+        flags=own,
+        overrides=tuple(overrides),
+        config_dirs=tuple(Path(folder).expanduser().absolute() for folder in found.get("config-dir", ())),
+        packages=tuple(name for text in found.get("allow-package", ()) for name in text.split(",")),
+        multirun="multirun" in found,
+    )
+    return call, {name: values[-1] for name, values in found.items() if name in _GLOBAL}
+
+
+def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The first bare word, and everything else."""
+    takes_value = {f"--{name}" for name, flag in _GLOBAL.items() if flag.value}
+    skip = False
+    for place, word in enumerate(arguments):
+        if skip:
+            skip = False
+        elif word.startswith("-") and len(word) > 1:
+            skip = _SHORT.get(word, word) in takes_value
+        elif not is_override(word):
+            return word, [*arguments[:place], *arguments[place + 1 :]]
+    return "train", list(arguments)
+
+
+def _take_flag(word: str, words: Any, known: Mapping[str, Flag], found: dict[str, list[str]]) -> list[Problem]:
+    """Read one flag with its value; what is wrong with it comes back."""
+    full = _SHORT.get(word, word)
+    name, has_value, value = full.removeprefix("--").partition("=")
+    if name in _REFUSED:
+        return [Problem(key=word, rule=f"is Hydra's, and not needed here: {_REFUSED[name]}", origin="command line")]
+    if name not in known or not full.startswith("--"):
+        return [Problem(key=word, rule=_no_flag(name, known), origin="command line")]
+    if known[name].value is None:
+        if has_value:
+            return [Problem(key=word, rule=f"--{name} takes no value.", origin="command line")]
+        found.setdefault(name, []).append("")
+        return []
+    if not has_value:
+        value = next(words, "")
+        if not value:
+            rule = f"needs a value: --{name} {known[name].value}."
+            return [Problem(key=word, rule=rule, origin="command line")]
+    found.setdefault(name, []).append(value)
+    return []
+
+
+def _no_flag(name: str, known: Mapping[str, Flag]) -> str:
+    from trainkit.config.values import closest  # noqa: PLC0415 - for a message only
+
+    near = closest(name, known)
+    return "no such flag." + (f" Did you mean --{near}?" if near else " trainkit --help shows them.")
+
+
+def _no_verb(word: str) -> str:
+    from trainkit.config.values import closest  # noqa: PLC0415 - for a message only
+
+    near = closest(word, VERBS)
+    return "no such verb." + (f" Did you mean {near}?" if near else f" There are: {', '.join(VERBS)}.")
+
+
+def _module(verb: str) -> ModuleType:
+    return import_module(f"trainkit.verbs.{verb}")
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    # Help and version are answered before anything else is judged.
+    early = [_SHORT.get(word, word) for word in arguments]
+    if "--version" in early:
+        sys.stdout.write(f"trainkit {__version__}\n")
+        return 0
+    if "--help" in early:
+        verb, _ = _verb_of([word for word in arguments if _SHORT.get(word, word) != "--help"])
+        named = any(word == verb for word in arguments)
+        sys.stdout.write(_verb_help(verb) if named and verb in VERBS else _help())
+        return 0
+    call, flags = parse(arguments)
+    if "shell-completion" in flags:
+        from trainkit.verbs.completion import answer  # noqa: PLC0415 - for a shell only
+
+        return answer(flags["shell-completion"], call)
+    if "cfg" in flags:
+        return _show(call, flags["cfg"])
+    code: int = _module(call.verb).run(call)
+    return code
+
+
+def _show(call: Call, which: str) -> int:
+    from trainkit.api import compose  # noqa: PLC0415 - for --cfg only
+    from trainkit.config.compose.jobs import show  # noqa: PLC0415
+
+    if which not in ("job", "hydra", "all"):
+        raise ConfigError([Problem(key="--cfg", value=which, rule="must be job, hydra or all.", origin="command line")])
+    show(compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages), which)
+    return 0
+
+
+def _one_screen(error: TrainkitError) -> str:
+    lines = str(error).splitlines()
+    more = len(lines) - _SHOWN_PROBLEMS - 1
+    return "\n".join([*lines[: _SHOWN_PROBLEMS + 1], f"  and {more} more"] if more > 0 else lines)
+
+
+def _help() -> str:
+    width = max(map(len, VERBS))
+    verbs = [f"  {name:<{width}}  {text}" for name, text in VERBS.items()]
+    return "\n".join(
+        [
+            "usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES",
+            "",
+            "One config, the same training anywhere. Without a verb it trains; without anything, the digits.",
+            "",
+            "  trainkit                                       train an MLP on digits",
+            "  trainkit strategy=mirrored                     the same training on every device",
+            "  trainkit recipe=null model=mlp epochs=3 optimizer.lr=0.003",
+            "  trainkit -m optimizer.lr=0.01,0.003            both, and a leaderboard",
+            "",
+            "verbs:",
+            *verbs,
+            "",
+            "flags:",
+            *_flag_lines(_GLOBAL),
+            "",
+            "overrides: group=choice picks a YAML (trainkit ls), key=value sets a value (trainkit explain KEY),",
+            "~key takes one away. Quote what holds spaces or special characters: 'data.path=\"~/my data\"'.",
+            "",
+        ]
+    )
+
+
+def _verb_help(verb: str) -> str:
+    module = _module(verb)
+    flags = _flag_lines(module.FLAGS)
+    parts = [f"usage: trainkit {verb} {module.USAGE}", "", VERBS[verb]]
+    return "\n".join([*parts, *(["", "flags:", *flags] if flags else []), ""])
+
+
+def _flag_lines(flags: Mapping[str, Flag]) -> list[str]:
+    short = {full: brief for brief, full in _SHORT.items()}
+    names = []
+    for name, flag in flags.items():
+        brief = f"{short[f'--{name}']}, " if f"--{name}" in short else ""
+        names.append(f"{brief}--{name}" + (f" {flag.value}" if flag.value else ""))
+    width = max(map(len, names), default=0)
+    return [f"  {name:<{width}}  {flag.help}" for name, flag in zip(names, flags.values(), strict=True)]

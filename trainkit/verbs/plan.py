@@ -1,0 +1,80 @@
+"""`trainkit plan OVERRIDES`: the whole run on one screen, before a process is started or a device is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Final
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.report.numbers import num_bytes
+from trainkit.report.tables import print_summary
+from trainkit.verbs.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.numerics.learning_rate import LearningRate
+    from trainkit.run.memory import Memory
+    from trainkit.run.plan import RunPlan
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {"world": Flag(help="plan for a host with this many GPUs", value="N")}
+
+
+def run(call: Call) -> int:
+    """Print the plan; the exit code is 2 where there are problems, as for every verb."""
+    call.only()
+    world = _world(call.flags.get("world"))
+    composition = call.compose()
+    from trainkit.run.memory import abstract_model, memory_of  # noqa: PLC0415 - imports torch
+    from trainkit.run.model_facts import model_notes  # noqa: PLC0415 - imports torch
+    from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
+
+    try:
+        plan = make_plan(composition.cfg, num_gpus=world)
+        model = abstract_model(plan)
+        notes = model_notes(plan, model)
+        memory = memory_of(plan, model)
+    except ConfigError as error:
+        raise composition.located(error) from error
+    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory))}
+    print_summary(f"plan of {plan.cfg.name}", rows, notes=[*composition.notes, *notes])
+    return 0
+
+
+def _world(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdigit():
+        raise ConfigError([Problem(key="--world", value=text, rule="must be a number of GPUs.", origin="command line")])
+    return int(text)
+
+
+def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
+    devices: dict[str, list[str]] = {}
+    for task in plan.tasks:
+        devices.setdefault(task.device, []).append(str(task))
+    placed = ", ".join(f"{' '.join(tasks)} on {device}" for device, tasks in devices.items())
+    yield "tasks", placed if len(plan.tasks) > 1 else f"{placed}, in this process"
+    last = plan.batch.batch_size(plan.batch.steps_per_epoch - 1)
+    if last < plan.batch.global_size:
+        shards = plan.batch.num_shards(plan.batch.steps_per_epoch - 1)
+        yield "last batch", f"{last} samples in {shards} shard{'' if shards == 1 else 's'}"
+    yield "rate curve", ", ".join(f"{rate:.3g} at {step:,}" for step, rate in _curve(plan.rate))
+
+
+def _curve(rate: LearningRate) -> list[tuple[int, float]]:
+    """The rate at its corners and quarters."""
+    rest = rate.num_steps - rate.warmup_steps
+    quarters = [rate.warmup_steps + rest * quarter // 4 for quarter in range(4)]
+    steps = sorted({0, max(rate.warmup_steps - 1, 0), *quarters, rate.num_steps - 1})
+    return [(step, rate(step)) for step in steps if 0 <= step < rate.num_steps]
+
+
+def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
+    optimizer = "unknown" if memory.optimizer_bytes is None else num_bytes(memory.optimizer_bytes)
+    held = (
+        f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
+        f"{num_bytes(memory.gradient_bytes)} and copies {num_bytes(memory.exchange_bytes)}, optimizer {optimizer}"
+    )
+    yield "memory a device", f"{num_bytes(memory.total_bytes)} and activations: {held}"

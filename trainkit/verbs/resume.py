@@ -1,0 +1,31 @@
+"""`trainkit resume RUN [placement overrides]`: go on with a run in its own folder, from its last whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from trainkit.errors import ConfigError
+from trainkit.verbs.call import Call, Flag
+from trainkit.verbs.train import exit_code
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement]"
+FLAGS: Final[Mapping[str, Flag]] = {}
+
+
+def run(call: Call) -> int:
+    """Resume; returns the exit code."""
+    from trainkit.api import train  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.config.check import check_names  # noqa: PLC0415
+    from trainkit.config.resuming import compose_resumed, other_training  # noqa: PLC0415
+
+    call.only(arguments=1)
+    folder = Path(call.arguments[0]).expanduser()
+    composition = compose_resumed(folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    problems = check_names(composition) or other_training(composition, folder)
+    if problems:
+        raise ConfigError(problems)
+    return exit_code(train(composition))

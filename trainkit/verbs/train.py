@@ -1,0 +1,98 @@
+"""`trainkit [train] OVERRIDES`: one training, or with -m one for every combination of comma lists."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping
+from typing import Any, Final
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.verbs.call import Call, Flag
+
+__all__ = ["FLAGS", "USAGE", "exit_code", "run", "sweep_job"]
+
+USAGE: Final = "[-m] OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {}
+
+
+def run(call: Call) -> int:
+    """Train; returns the exit code."""
+    call.only()
+    if call.multirun:
+        return _sweep(call)
+    from trainkit.api import compose, train  # noqa: PLC0415 - nothing is imported to refuse an argument
+
+    return exit_code(train(compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)))
+
+
+def exit_code(result: Mapping[str, Any]) -> int:
+    """0 for a run that did what it was asked to, `stop_at_step` included; 130 or 143 for one stopped by a signal.
+
+    Example:
+        >>> exit_code({"status": "stopped"})
+        130
+    """
+    from trainkit.run.stopping import EXIT_CODES  # noqa: PLC0415 - the training has imported it
+
+    if str(result.get("reason")).startswith("stop_at_step"):
+        return 0
+    return EXIT_CODES.get(str(result.get("status")), 1)
+
+
+def _sweep(call: Call) -> int:
+    """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
+    from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
+
+    sweeper = [line for line in call.overrides if line.lstrip("+").startswith("hydra/sweeper=")]
+    if not sweeper or sweeper[-1].endswith("=basic"):
+        points = call.compose_points()
+        _distinct(call, len(points))
+    outcome = multirun(
+        call.overrides,
+        config_dirs=call.config_dirs,
+        packages=call.packages,
+        task=functools.partial(sweep_job, packages=call.packages),
+        check=_check_point,
+    )
+    return _exit_code(outcome)
+
+
+def _distinct(call: Call, count: int) -> None:
+    """A sweep over a run folder that is the same for all would write every run into one."""
+    fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
+    if fixed and count > 1:
+        rule = "is one folder for all runs of a sweep. Give hydra.sweep.dir."
+        value = fixed[-1].partition("=")[2]
+        raise ConfigError([Problem(key="hydra.run.dir", value=value, rule=rule, origin="command line")])
+
+
+def _check_point(composition: Any) -> None:
+    from trainkit.config.check import check_names  # noqa: PLC0415 - for sweeps only
+
+    problems = check_names(composition, multirun=True)
+    if problems:
+        raise ConfigError(problems)
+
+
+def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
+    """One job of a sweep under any launcher of Hydra's: a process of its own, so that no state leaks between jobs."""
+    import subprocess  # noqa: PLC0415 - for sweeps only
+    from pathlib import Path  # noqa: PLC0415
+
+    from trainkit.config.compose.jobs import job_command  # noqa: PLC0415
+
+    del cfg
+    command, folder = job_command(packages)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    code = subprocess.run(command, check=False, stdin=subprocess.DEVNULL).returncode  # noqa: S603 - our own command
+    if code != 0:
+        sys.stderr.write(f"{folder}: exit code {code}\n")
+    return code
+
+
+def _exit_code(outcome: Any) -> int:
+    """0 where every job went well; what a job returns is its exit code."""
+    jobs = [job for batch in outcome or () for job in batch]
+    codes = [job.return_value for job in jobs]
+    return 0 if all(code in (0, None) or not isinstance(code, int) for code in codes) else 1
