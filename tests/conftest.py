@@ -1,0 +1,60 @@
+"""Fixtures of every test: one thread, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# before torch is imported, here and in every process a test starts: two cores, and several processes to share them
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
+from tests.support.leaks import look, settled_leaks
+from tests.support.pool import Pool
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """One thread, also where an earlier import of torch read another setting."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != 1:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks(_one_thread: None) -> Iterator[None]:
+    """Fail a test that leaves a variable, process, thread, process group, folder or setting behind."""
+    before = look()
+    yield
+    leaks = settled_leaks(before)
+    assert not leaks, "the test left behind " + "; ".join(leaks)
+
+
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, made the current one for this test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Processes shared by the whole session; a task names a function and gets one rank in each."""
+    with Pool() as shared:
+        yield shared
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none, with the reason."""
+    if not any(item.get_closest_marker("gpu") for item in items):
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device; torch sees none"))

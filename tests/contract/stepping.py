@@ -1,0 +1,216 @@
+"""A strategy at work, without the run around it: its own interface, step after step, in the processes of the pool."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from tests.support import reference, zoo
+from tests.support.pool import Place, Pool
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.classification import Classification
+from trainkit.strategies.base import Numerics, Status, Strategy, Training, Update, Weighing
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml"))
+
+
+def takes_replicas(strategy: str) -> bool:
+    """Whether a strategy's YAML has the key `replicas`."""
+    return "replicas" in yaml.safe_load((CONF / "strategy" / f"{strategy}.yaml").read_text())
+
+
+BASE_LR = 0.5
+RATES = (0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.4, 0.2, 0.05)
+"""The learning rate of each step, for SGD; AdamW takes a tenth."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training."""
+
+    strategy: str = "one_device"
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Keys of the strategy that differ from its YAML."""
+    task: str = "classes"
+    """`classes`: points, each a target; `tokens`: sequences with unequal numbers of targets."""
+    model: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "sgd"
+    global_size: int = 8
+    micro_size: int = 8
+    num_steps: int = 10
+    rate_scale: float = 1.0
+    max_norm: float | None = None
+    precision: str = "fp64"
+    reproducible: bool = False
+    seed: int = 3
+    resume_at: int | None = None
+    """Save after so many steps and continue from there in a new placement."""
+
+    def make_model(self) -> nn.Module:
+        """The model at step 0."""
+        return zoo.Net(**self.model) if self.task == "classes" else zoo.Attention(**self.model)
+
+    def make_data(self) -> zoo.Points | zoo.Sentences:
+        """The training samples."""
+        return zoo.Points() if self.task == "classes" else zoo.Sentences()
+
+    def rate(self, step: int) -> float:
+        """The learning rate of an update."""
+        return self.rate_scale * RATES[step % len(RATES)] * (1.0 if self.optimizer == "sgd" else 0.1)
+
+    def make_strategy(self) -> Strategy:
+        """The strategy of its YAML."""
+        node = yaml.safe_load((CONF / "strategy" / f"{self.strategy}.yaml").read_text()) | self.settings
+        module, _, name = node.pop("_target_").rpartition(".")
+        made: Strategy = getattr(importlib.import_module(module), name)(**node)
+        return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What one rank ended with."""
+
+    state: dict[str, Tensor]
+    losses: list[float]
+    """The mean loss of every step, over all ranks."""
+    samples: list[list[int]]
+    """This rank's samples, step by step."""
+    norms: list[float]
+    scale: float
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters and buffers by name, as a model's state_dict has them."""
+        kept = ("param", "buffer")
+        return {name: t for key, t in self.state.items() for kind, _, name in [key.partition("/")] if kind in kept}
+
+
+def train(pool: Pool, case: Case) -> list[Trained]:
+    """What every rank of a case ended with; a single task is trained right here."""
+    num_ranks = len(case.make_strategy().tasks(0))
+    if num_ranks == 1:
+        return [run_rank(None, case)]
+    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=num_ranks, timeout_s=30)
+    return trained
+
+
+def oracle(case: Case) -> reference.Trained:
+    """What the case must come to."""
+    data = case.make_data()
+    return reference.train(
+        case.make_model(),
+        [data[index] for index in range(len(data))],
+        zoo.classes_sum if case.task == "classes" else zoo.tokens_sum,
+        optimizer=reference.sgd(momentum=0.9) if case.optimizer == "sgd" else reference.adamw(weight_decay=0.1),
+        rate=case.rate,
+        num_steps=case.num_steps,
+        global_size=case.global_size,
+        micro_size=case.micro_size,
+        seed=case.seed,
+        max_norm=case.max_norm,
+    )
+
+
+def run_rank(place: Place | None, case: Case) -> Trained:
+    """One rank, from a new process group to its end."""
+    return _Rank(place, case).train()
+
+
+@dataclass
+class _At:
+    step: int = 0
+
+
+class _Rank:
+    """One rank of a case."""
+
+    def __init__(self, place: Place | None, case: Case) -> None:
+        self.place, self.case, self.at = place, case, _At()
+        self.data, self.strategy = case.make_data(), case.make_strategy()
+        count = len(self.data)
+        self.order = SampleOrder(num_samples=count, seed=case.seed)
+        plan = BatchPlan(num_samples=count, global_size=case.global_size, micro_size=case.micro_size)
+        objective = Classification() if case.task == "classes" else zoo.CountedTokens()
+        per_sample = objective.weight_per_sample(self.data[0])
+        weighing = Weighing(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
+        self.training = Training(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
+        self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
+        self.seen: list[tuple[Any, Any]] = []
+        self.samples: list[list[int]] = []
+        self.norms: list[float] = []
+
+    def train(self) -> Trained:
+        """All steps, with a new placement in between where the case asks for one."""
+        ends = [self.case.num_steps] if self.case.resume_at is None else [self.case.resume_at, self.case.num_steps]
+        state: dict[str, Tensor] = {}
+        for part, end in enumerate(ends):
+            placed = self._place(part)
+            if state:
+                self.strategy.load_state(placed, state)
+            self._steps(placed, end)
+            state = {key: tensor.detach().clone() for key, tensor in self.strategy.state(placed).items()}
+            losses, scale = self._losses(placed), placed.loss_scale.scale
+            self.strategy.leave(placed)
+        return Trained(state=state, losses=losses, samples=self.samples, norms=self.norms, scale=scale)
+
+    def _place(self, part: int) -> Any:
+        rank = self.place.rank if self.place else 0
+        return self.strategy.place(
+            self.case.make_model(),
+            identity=Identity(
+                task=Task(role="worker", index=rank, rank=rank, device="cpu"),
+                num_ranks=self.place.num_ranks if self.place else 1,
+                store=self.place.store if self.place else None,
+                prefix=f"{self.place.prefix}/{part}" if self.place else "",
+            ),
+            precision=self.precision,
+            numerics=Numerics(seed=self.case.seed, reproducible=self.case.reproducible),
+            make_optimizer=self._optimizer,
+        )
+
+    def _steps(self, placed: Any, end: int) -> None:
+        for ticket in self.strategy.tickets(self.training.plan, self.at, placed):
+            if self.at.step >= end:
+                return
+            indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
+            outcome = self.strategy.step(placed, ticket, [self._batch(shard) for shard in indices], self.training)
+            if outcome.status is Status.retry:
+                continue
+            self.at.step += 1
+            self.samples.append([index for shard in indices for index in shard])
+            self.seen.append((outcome.loss_sum, outcome.weight))
+            if outcome.grad_norm is not None:
+                self.norms.append(float(outcome.grad_norm))
+
+    def _indices(self, step: int, shard: int) -> list[int]:
+        epoch, start, stop = self.training.plan.shard_range(step, shard)
+        found: list[int] = self.order.indices(epoch, start, stop).tolist()
+        return found
+
+    def _batch(self, indices: list[int]) -> tuple[Tensor, Tensor]:
+        inputs, targets = (part[indices] for part in self.data.tensors())
+        return (inputs.to(self.precision.model_dtype) if inputs.is_floating_point() else inputs), targets
+
+    def _rule(self, version: int) -> Update:
+        return Update(lr_factor=self.case.rate(version) / BASE_LR, max_norm=self.case.max_norm)
+
+    def _optimizer(self, params: Any) -> torch.optim.Optimizer:
+        if self.case.optimizer == "sgd":
+            return torch.optim.SGD(list(params.values()), lr=BASE_LR, momentum=0.9, fused=True)
+        return torch.optim.AdamW(list(params.values()), lr=BASE_LR, weight_decay=0.1, fused=True)
+
+    def _losses(self, placed: Any) -> list[float]:
+        rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.seen]
+        total = placed.collective.sum(torch.tensor(rows, dtype=torch.float64))
+        return [float(loss_sum / weight) for loss_sum, weight in total]

@@ -1,0 +1,80 @@
+"""Keyed randomness, derived a second time: what a dropout draws is the hash of seed, step, shard and block."""
+
+import hashlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Pool
+
+DROPOUT = Case(global_size=16, micro_size=6, model={"dropout": 0.5}, num_steps=6)
+
+
+def keyed_loss_sum(case: Case) -> reference.LossSum:
+    """The oracle's loss, with the generator keyed before the dropout as docs/numbers.md says."""
+    digest = hashlib.blake2b(b"2", digest_size=8).digest()
+    block = int.from_bytes(digest, "little")  # the dropout is element "2" of the Sequential
+    steps_per_epoch = -(-37 // case.global_size)
+    calls = iter(
+        (step, shard) for step in range(case.num_steps) for shard in range(_shards(case, step, steps_per_epoch))
+    )
+
+    def loss_sum(model: nn.Module, batch: reference.Sample) -> tuple[torch.Tensor, float]:
+        inputs, targets = batch
+        step, shard = next(calls)
+        first, activation, dropout, last = model
+        hidden = activation(first(inputs))
+        torch.manual_seed(reference.chain(case.seed, step, shard, block) & 0xFFFFFFFF)
+        return functional.cross_entropy(last(dropout(hidden)), targets, reduction="sum"), float(len(targets))
+
+    return loss_sum
+
+
+def _shards(case: Case, step: int, steps_per_epoch: int) -> int:
+    size = case.global_size if step % steps_per_epoch < steps_per_epoch - 1 else 37 % case.global_size
+    return -(-size // case.micro_size)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_masks_are_those_that_the_keys_give(replicas: int, pool: Pool) -> None:
+    case = replace(DROPOUT, strategy="mirrored", settings={"replicas": replicas})
+    data = case.make_data()
+    expected = reference.train(
+        case.make_model(),
+        [data[index] for index in range(len(data))],
+        keyed_loss_sum(case),
+        optimizer=reference.sgd(momentum=0.9),
+        rate=case.rate,
+        num_steps=case.num_steps,
+        global_size=case.global_size,
+        micro_size=case.micro_size,
+        seed=case.seed,
+    )
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+
+
+def test_the_seed_decides_the_masks_and_the_order(pool: Pool) -> None:
+    first, again, other = (train(pool, replace(DROPOUT, seed=seed))[0] for seed in (3, 3, 4))
+    assert all(torch.equal(first.weights[name], tensor) for name, tensor in again.weights.items())
+    assert first.samples != other.samples
+    assert not torch.equal(first.weights["0.weight"], other.weights["0.weight"])
+
+
+def test_a_model_without_dropout_ignores_the_generators(pool: Pool) -> None:
+    plain = replace(DROPOUT, model={})
+    torch.manual_seed(1)
+    trained = train(pool, plain)[0]
+    assert reference.differences(trained.weights, oracle(plain)) == []
+
+
+def test_the_zoo_is_the_same_in_every_process() -> None:
+    weight = zoo.Net().state_dict()["0.weight"]
+    assert weight.dtype is torch.float32
+    assert weight[0, :2].tolist() == pytest.approx([math.sin(1.7) / 6**0.5, math.sin(3.4) / 6**0.5], rel=1e-6)

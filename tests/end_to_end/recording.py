@@ -1,0 +1,61 @@
+"""A dataset and a callback that write down what a training reads: which samples, since which step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainkit.engine.events import Callback, Run
+
+LOG = "TRAINKIT_TEST_READS"
+
+
+def write(line: str) -> None:
+    """Append a line, whole, whoever else is writing."""
+    with Path(os.environ[LOG]).open("a") as file:
+        file.write(f"{line}\n")
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """37 points of two classes; every read is written down."""
+
+    splits = ("train",)
+
+    def __init__(self, split: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(37, 5, generator=generator)
+
+    def __len__(self) -> int:
+        return 37
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        write(f"read {index}")
+        return self.inputs[index], int(self.inputs[index].sum() > 0)
+
+
+class Start(Callback):
+    """Writes down the step that a start of the run begins at."""
+
+    def run_start(self, run: Run) -> None:
+        write(f"start {run.state.step}")
+
+
+def samples_by_step(log: Path, *, num_samples: int, global_size: int) -> dict[int, list[int]]:
+    """The samples that each step was made of; a step that was computed again counts once, the last time."""
+    per_epoch = -(-num_samples // global_size)
+    found: dict[int, list[int]] = {}
+    step, taken = 0, []
+    for line in log.read_text().splitlines():
+        word, number = line.split()
+        if word == "start":
+            step, taken = int(number), []
+            continue
+        taken.append(int(number))
+        last = step % per_epoch == per_epoch - 1
+        if len(taken) == (num_samples - global_size * (per_epoch - 1) if last else global_size):
+            found[step] = taken
+            step, taken = step + 1, []
+    return found

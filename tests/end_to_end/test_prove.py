@@ -1,0 +1,65 @@
+"""`trainkit prove` says the same training of ours, and another one of a user's broken strategy."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainkit.cli import main
+from trainkit.run.proof import compare
+
+MEANS = "_target_: tests.end_to_end.wrong.MeanOfMeans\ndevice: auto\n"
+SMALL = ["recipe=null", "batch.micro_size=10", "optimizer=sgd", "optimizer.lr=0.1", "--steps", "4"]
+
+
+def prove(*arguments: str) -> int:
+    return main(["prove", *arguments, *SMALL])
+
+
+def test_mirrored_is_the_training_of_one_device(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert prove("strategy=one_device,mirrored", "strategy.replicas=2") == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[0] == "strategy=one_device, 1 replica, 4 steps in fp64: equal, every bit"
+    assert out[2].startswith("strategy=mirrored strategy.replicas=2, 2 replicas, 4 steps in fp64: equal")
+    assert list(cwd.iterdir()) == []
+
+
+def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
+    cwd: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = cwd / "conf/strategy/mean_of_means.yaml"
+    path.parent.mkdir(parents=True)
+    path.write_text(MEANS)
+    assert prove("strategy=mean_of_means", "--config-dir", "conf", "--allow-package", "tests") == 1
+    out = capfd.readouterr().out.splitlines()
+    assert out[0] == "strategy=mean_of_means, 1 replica, 4 steps in fp64: DIFFERENT"
+    assert out[1].startswith("  first after step 1: param/layers.0.weight, relative error ")
+
+
+def tensors(*values: float) -> list[dict[str, torch.Tensor]]:
+    return [{"param/w": torch.tensor([value, 1.0], dtype=torch.float64)} for value in values]
+
+
+def verdict(found: list[dict[str, torch.Tensor]], **more: object) -> tuple[str, int | None]:
+    (one,) = compare(tensors(1.0, 1.0), found, **more)
+    return one.verdict, one.first_step
+
+
+def test_the_same_bits_are_equal() -> None:
+    assert verdict(tensors(1.0, 1.0)) == ("equal", None)
+
+
+def test_a_few_units_in_the_last_place_are_rounding() -> None:
+    assert verdict(tensors(1.0, 1.0 + 1e-13)) == ("rounding", 2)
+
+
+def test_more_than_rounding_is_a_difference_since_its_first_step() -> None:
+    assert verdict(tensors(1.0 + 1e-9, 1.0)) == ("different", 1)
+
+
+def test_a_parameter_without_gradient_is_held_to_the_learning_rates() -> None:
+    assert verdict(tensors(1.0 + 1e-9, 1.0), no_gradient=frozenset({"param/w"}), allowed=1e-8) == ("rounding", 1)
+
+
+def test_nan_is_never_equal_to_rounding() -> None:
+    assert verdict(tensors(float("nan"), 1.0)) == ("different", 1)

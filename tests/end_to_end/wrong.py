@@ -1,0 +1,33 @@
+"""A user's strategy with the oldest bug of the field: the mean of the means of unequal shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import Outcome, Training
+from trainkit.strategies.forward_backward import Divisor, StepWork
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.replica import Replica
+from trainkit.strategies.update import apply_update
+
+
+class _Means(StepWork):
+    def _shard(self, shard: int, batch: Any) -> Tensor | float:
+        plan, step = self.training.plan, self.ticket.step
+        self.divisor = Divisor(float(plan.shard_size(step, shard) * plan.num_shards(step)), counted=False)
+        return super()._shard(shard, batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanOfMeans(OneDevice):
+    """One device that divides each shard's loss by the shard."""
+
+    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        work = _Means(placed, ticket, batches, training)
+        status, norm = apply_update(placed, work.run(), work.divisor, training.rule(ticket.step))
+        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)

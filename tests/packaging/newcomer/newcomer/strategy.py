@@ -1,0 +1,36 @@
+"""The user's own strategies: one right, one wrong in the classic way."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainkit.strategies.mirrored import Mirrored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair(Mirrored):
+    """Mirrored, on two processes unless said otherwise."""
+
+    replicas: int = 2
+
+
+class _MeanOfMeans:
+    """Averages over the replicas what each averaged over its own shards, though one may have had more of them."""
+
+    lanes = None
+
+    def __init__(self, inner: Any, rank: int, num_ranks: int) -> None:
+        self._inner, self._rank, self._num_ranks = inner, rank, num_ranks
+
+    def reduce(self, partials: Any, *, num_shards: int, packing: Any) -> Any:
+        own_shards = len(range(self._rank, num_shards, self._num_ranks))
+        factor = num_shards / (max(own_shards, 1) * self._num_ranks)
+        averaged = ((lane, [None if one is None else one * factor for one in sums]) for lane, sums in partials)
+        return self._inner.reduce(averaged, num_shards=num_shards, packing=packing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wrong(Pair):
+    """Takes a mean of means."""
+
+    def make_reducer(self, collective: Any, numerics: Any) -> Any:
+        return _MeanOfMeans(super().make_reducer(collective, numerics), collective.rank, collective.num_ranks)

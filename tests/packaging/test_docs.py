@@ -1,0 +1,79 @@
+"""Every command of the README and the docs, run as it stands."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.conftest import ROOT
+
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"^<!-- (run|run, long|fails: \d+) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL
+)
+MENTION = re.compile(r"^<!-- (?:run|fails|command)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    code: int
+    commands: str
+    answer: str | None
+    long: bool
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        for kind, commands, answer in BLOCK.findall((ROOT / page).read_text()):
+            code = int(kind.partition(":")[2] or 0)
+            found.append(Block(page, code, commands, answer if code else None, long="long" in kind))
+    return found
+
+
+def parameters() -> list:
+    found = []
+    for block in blocks():
+        marks = [pytest.mark.long] if block.long else []
+        found.append(pytest.param(block, id=f"{block.page}: {block.commands.splitlines()[0][:40]}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize("block", parameters())
+def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.commands],
+        cwd=cwd, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == block.code, done.stdout + done.stderr
+    if block.answer is not None:
+        assert done.stderr == block.answer
+        assert list(cwd.iterdir()) == []
+
+
+def test_every_bash_block_that_calls_trainkit_is_run() -> None:
+    for page in PAGES:
+        text = (ROOT / page).read_text()
+        shown = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        assert len(shown) == len(MENTION.findall(text)), f"{page}: a bash block has no marker above it"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in [*PAGES, *(str(path.relative_to(ROOT)) for path in (ROOT / "docs" / "decisions").glob("*.md"))]:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+            assert (ROOT / page).parent.joinpath(target).exists(), f"{page} links to {target}"
+
+
+def test_the_exit_codes_of_the_page_are_those_of_the_exceptions() -> None:
+    from trainkit import errors
+
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)}
+    classes = [getattr(errors, name) for name in errors.__all__]
+    raised = {c.exit_code for c in classes if isinstance(c, type) and issubclass(c, errors.TrainkitError)}
+    assert codes == raised | {0}

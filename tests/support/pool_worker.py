@@ -1,0 +1,57 @@
+"""The other side of `pool.py`: `python -m tests.support.pool_worker SOCKET`."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from tests.support.pool import Place, Request
+
+
+def main(descriptor: int) -> None:
+    """Answer requests until the session closes the socket."""
+    torch.set_num_threads(1)
+    connection = Connection(descriptor)
+    while True:
+        try:
+            request: Request = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
+        try:
+            answer: tuple[Any, str | None] = (_call(request), None)
+        except BaseException:  # noqa: BLE001 - whatever it is, the test that asked must see it
+            answer = (None, traceback.format_exc())
+        # not `send`: it would share the memory of tensors through a server of this process
+        connection.send_bytes(pickle.dumps(answer))
+
+
+def _call(request: Request) -> Any:
+    module, _, name = request.function.rpartition(".")
+    function = getattr(importlib.import_module(module), name)
+    if not request.group:
+        return function(request.place, *request.args)
+    _join(request.place)
+    try:
+        return function(request.place, *request.args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _join(place: Place) -> None:
+    store = PrefixStore(place.prefix, TCPStore(*place.store, is_master=False))
+    dist.init_process_group(
+        "gloo", store=store, rank=place.rank, world_size=place.num_ranks, timeout=timedelta(seconds=60)
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

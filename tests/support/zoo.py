@@ -1,0 +1,171 @@
+"""Models and datasets of the contract tests: small, and the same in every process without a seed.
+
+Every initial weight and every input is a float32 number by formula, so that float64 holds it exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainkit.objectives.base import Loss, Supervised
+
+FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
+
+
+def wave(*shape: int, phase: float) -> Tensor:
+    """Numbers between -1 and 1 that look like no other phase's; float32."""
+    count = int(torch.Size(shape).numel())
+    return torch.sin(torch.arange(1, count + 1, dtype=torch.float64) * (1.7 + phase)).float().reshape(shape)
+
+
+def fill(model: nn.Module) -> nn.Module:
+    """Give a model its weights by formula."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            fan_in = parameter.shape[-1] if parameter.dim() > 1 else 4
+            parameter.copy_(wave(*parameter.shape, phase=0.1 * number) / fan_in**0.5)
+    return model
+
+
+class Net(nn.Sequential):
+    """Two layers; with `norm` and `dropout` also what makes the cut into shards matter."""
+
+    def __init__(self, *, width: int = 7, norm: bool = False, dropout: float = 0.0) -> None:
+        middle: list[nn.Module] = [nn.BatchNorm1d(width)] if norm else []
+        middle += [nn.Tanh()] + ([nn.Dropout(dropout)] if dropout else [])
+        super().__init__(nn.Linear(FEATURES, width), *middle, nn.Linear(width, CLASSES))
+        fill(self)
+
+
+class Attention(nn.Module):
+    """One head over a short sequence: tied weights, and a key bias whose true gradient is zero."""
+
+    def __init__(self, *, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(TOKENS, width)
+        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.head = nn.Linear(width, TOKENS, bias=False)
+        self.head.weight = self.embed.weight
+        fill(self)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(samples, length) int64 -> (samples, length, tokens)."""
+        x = self.embed(tokens)
+        mixed = functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
+        outputs: Tensor = self.head(x + mixed)
+        return outputs
+
+
+class Points:
+    """37 points in three classes, in memory; 11 more to evaluate on."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, split: str = "train") -> None:
+        count, phase = (37, 0.0) if split == "train" else (11, 0.5)
+        self.inputs = wave(count, FEATURES, phase=phase)
+        self.targets = (torch.arange(count) * 5 + (self.inputs[:, 0] > 0)) % CLASSES
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All of them."""
+        return self.inputs, self.targets
+
+
+class RecordedPoints:
+    """The same points one at a time; each training index that is read is written down, one file a process."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, *, folder: str, split: str = "train") -> None:
+        self.points = Points(split)
+        self.path = Path(folder) / f"read_{os.getpid()}" if split == "train" else None
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.path is not None:
+            with self.path.open("a") as file:
+                file.write(f"{int(index)}\n")
+        return self.points[index]
+
+
+class NoisyPoints(RecordedPoints):
+    """The points with noise, which is written down beside the index."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.points[index]
+        noise = torch.rand(FEATURES)
+        if self.path is not None:
+            with self.path.with_name(f"noise_{os.getpid()}").open("a") as file:
+                file.write(f"{int(index)} {float(noise[0]):.8f}\n")
+        return inputs + noise, target
+
+
+class Sentences:
+    """29 short sequences, each with a different number of tokens that count."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, split: str = "train") -> None:
+        count = 29 if split == "train" else 7
+        grid = torch.arange(count * (LENGTH + 1)).reshape(count, LENGTH + 1)
+        tokens = (grid * grid + 3 * grid) % 101 % TOKENS
+        self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
+        for row in range(count):
+            self.targets[row, 1 + row % LENGTH :] = PAD
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All of them."""
+        return self.inputs, self.targets
+
+
+class CountedTokens(Supervised):
+    """An objective whose weight is known only once the targets have been counted."""
+
+    def weight_per_sample(self, sample: object) -> float | None:
+        """Not known before."""
+        del sample
+        return None
+
+    def planned_weight_per_sample(self, sample: object) -> float:
+        """At most."""
+        del sample
+        return float(LENGTH)
+
+    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+        """Cross entropy over the tokens that count."""
+        flat = targets.flatten()
+        loss = functional.cross_entropy(outputs.flatten(0, 1), flat, ignore_index=PAD, reduction="sum")
+        return Loss(loss_sum=loss, weight=(flat != PAD).sum())
+
+
+def classes_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """Cross entropy over samples, for the oracle."""
+    inputs, targets = batch
+    return functional.cross_entropy(model(inputs), targets, reduction="sum"), float(len(targets))
+
+
+def tokens_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, float]:
+    """Cross entropy over the tokens that count, for the oracle."""
+    inputs, targets = batch
+    loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
+    return loss, float((targets != PAD).sum())
