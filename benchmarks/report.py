@@ -1,0 +1,48 @@
+"""Dated results: one markdown file a benchmark, with the machine they come from."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("trainkit", "torch", "lightning", "accelerate", "keras", "tensorflow-cpu")
+
+
+def machine() -> str:
+    """One line: what the numbers were measured on."""
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return f"{platform.system()}, {os.cpu_count()} CPU cores, Python {platform.python_version()}, {', '.join(found)}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def ratio(ours: Sequence[float], base: Sequence[float]) -> str:
+    """The median of the ratios of interleaved rounds, with their spread."""
+    ratios = sorted(a / b for a, b in zip(ours, base, strict=True))
+    return f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+
+def write(name: str, title: str, command: str, body: str) -> Path:
+    """Write `results/NAME.md` and print it."""
+    today = datetime.now(tz=UTC).date().isoformat()
+    text = f"# {title}\n\n{today}. {machine()}.\n\n```bash\n{command}\n```\n\n{body}\n"
+    path = RESULTS / f"{name}.md"
+    path.write_text(text)
+    print(text)
+    print(f"written to {path}")
+    return path
