@@ -19,7 +19,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.classification import Classification
-from trainkit.strategies.base import Numerics, Status, Strategy, Training, Update, Weighing
+from trainkit.strategies.base import Facts, Numerics, Status, Strategy, Training, Update, Weighing
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml"))
@@ -98,7 +98,7 @@ class Trained:
 
 def train(pool: Pool, case: Case) -> list[Trained]:
     """What every rank of a case ended with; a single task is trained right here."""
-    num_ranks = len(case.make_strategy().tasks(0))
+    num_ranks = len(case.make_strategy().tasks(Facts()))
     if num_ranks == 1:
         return [run_rank(None, case)]
     trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=num_ranks, timeout_s=30)

@@ -44,6 +44,7 @@ def without_effect_here(composition: Composition) -> list[Problem]:
         if composition.origin(key).level is Level.command_line or key == "precision":
             problems.append(composition.problem(key, rule, value=_value(composition, key)))
     told = [f"supervisor.{name}" for name in composition.values.get("supervisor", {})]
+    told.append("numerics.check_replicas_every")
     given = [key for key in told if composition.origin(key).level is Level.command_line]
     if given and _processes(composition.values) == 1:
         rule = "has no effect: this strategy runs in one process."
@@ -120,9 +121,9 @@ def _processes(values: Mapping[str, Any]) -> int | None:
     """The processes that the strategy will start; None where it cannot say without more."""
     from trainkit.config.build import build  # noqa: PLC0415 - imports targets: second phase only
 
-    tasks = getattr(build(values["strategy"]), "tasks", None)
+    count = getattr(build(values["strategy"]), "num_processes", None)
     try:
-        return len(tasks(_num_gpus())) if callable(tasks) else None
+        return int(count(_num_gpus())) if callable(count) else None
     except ConfigError:
         return None  # the plan says what is wrong with it
 

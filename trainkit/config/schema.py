@@ -98,6 +98,8 @@ class Numerics:
     """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
     on_nonfinite: Annotated[Literal["stop", "skip"], maths] = "stop"
     """A NaN or infinite gradient that no loss scale explains: end the run, or record a step of nothing."""
+    check_replicas_every: Annotated[int | None, cosmetic, at_least(1)] = None
+    """Compare the replicas' parameters each so many steps, and stop a run in which they drifted apart."""
 
 
 @dataclass(frozen=True, kw_only=True)

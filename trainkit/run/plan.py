@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
@@ -71,12 +72,13 @@ class RunPlan:
         return {label: text for label, text in rows.items() if text}
 
 
-def make_plan(cfg: RunConfig, *, num_gpus: int | None = None) -> RunPlan:
+def make_plan(cfg: RunConfig, *, num_gpus: int | None = None, launch: Launch | None = None) -> RunPlan:
     """Decide everything about a run; starts no process and needs no GPU.
 
     Args:
         cfg: a checked config.
         num_gpus: CUDA devices to plan for; None: those of this host.
+        launch: the processes that something else started for this run.
 
     Raises:
         ConfigError: what is wrong with this combination, all at once.
@@ -84,11 +86,11 @@ def make_plan(cfg: RunConfig, *, num_gpus: int | None = None) -> RunPlan:
     """
     gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
     parts = build_parts(cfg)
-    facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value)
+    facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value, launch=launch)
     problems = parts.strategy.problems(facts)
     if problems:
         raise ConfigError(problems)
-    replicas = parts.strategy.num_replicas(gpus)
+    replicas = parts.strategy.num_replicas(facts)
     sizes = _sizes(cfg, replicas)
     num_samples = size_of(parts.datasets["train"])
     batch = BatchPlan(
@@ -107,7 +109,7 @@ def make_plan(cfg: RunConfig, *, num_gpus: int | None = None) -> RunPlan:
     return RunPlan(
         cfg=resolved,
         parts=parts,
-        tasks=parts.strategy.tasks(gpus),
+        tasks=parts.strategy.tasks(facts),
         num_replicas=replicas,
         batch=batch,
         num_steps=num_steps,

@@ -22,6 +22,7 @@ from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
 from trainkit.engine.manifest import better
 from trainkit.engine.state import State
+from trainkit.errors import TrainingError
 from trainkit.run.building import build_model, make_optimizer
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed, Training, Update
@@ -133,6 +134,7 @@ class Session:
         for name, callback in _by_kind(self.callbacks).items():
             if name in loaded.meta["callbacks"]:
                 callback.restore(loaded.meta["callbacks"][name])
+        self.parts.strategy.recall(self.placed, loaded.meta.get("strategy", {}))
         self._saved_at = loaded.checkpoint.step
         self._data_state = loaded.meta.get("data")
 
@@ -156,6 +158,8 @@ class Session:
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
         if found is not None:
             self.warn(found)
+        for line in self.parts.strategy.prepare(self.placed):
+            self.warn(line)
         for callback in self.callbacks:
             callback.run_start(self.run)
         self._journal = Journal(self.run, self.placed, lambda: self._loader.wait_s)
@@ -192,6 +196,8 @@ class Session:
             for next_after in _periods(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         ]
         if self.placed.num_ranks > 1:
+            if cfg.numerics.check_replicas_every is not None:
+                found.append(Occasion(act=self._check_replicas, next_after=_every(cfg.numerics.check_replicas_every)))
             found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
         return found
 
@@ -253,6 +259,7 @@ class Session:
             "loss_scale": self.placed.loss_scale.state(),
             "callbacks": {name: kept for name, one in _by_kind(self.callbacks).items() if (kept := one.state())},
             "data": self._loader.state(),
+            "strategy": self.parts.strategy.remember(self.placed),
             "batch": {"global_size": self.plan.batch.global_size, "micro_size": self.plan.batch.micro_size},
         }
         self._saver.save(
@@ -267,6 +274,12 @@ class Session:
         for checkpoint in self._saver.finished():
             for callback in self.callbacks:
                 callback.checkpoint_saved(self.run, checkpoint.folder)
+
+    def _check_replicas(self) -> None:
+        self._enter("evaluate")
+        drifted = self.parts.strategy.check_replicas(self.placed)
+        if drifted is not None:
+            raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
 
     def _agree(self) -> None:
         reason = self._agreement.ask()

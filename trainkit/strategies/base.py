@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Protocol
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
@@ -124,12 +125,14 @@ class Numerics:
 class Facts:
     """What a strategy may judge a config by, before any process starts."""
 
-    numerics: Numerics
+    numerics: Numerics = field(default_factory=Numerics)
     """The numbers settings."""
-    num_gpus: int
+    num_gpus: int = 0
     """CUDA devices of this host."""
     precision: str = "fp32"
     """The precision's name."""
+    launch: Launch | None = None
+    """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
 
 @dataclass(kw_only=True)
@@ -180,15 +183,18 @@ class Strategy(ABC):
         """What is wrong with this strategy in these surroundings; pure, before any process starts."""
 
     @abstractmethod
-    def tasks(self, num_gpus: int) -> tuple[Task, ...]:
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """The processes it needs, by role; a single one runs in the process that asks.
 
-        Args:
-            num_gpus: CUDA devices of this host.
+        In a launch these are the launch's own, each with its device; only that of this process need be exact.
         """
 
+    def num_processes(self, num_gpus: int) -> int:
+        """The processes it starts on a host of so many GPUs."""
+        return len(self.tasks(Facts(num_gpus=num_gpus)))
+
     @abstractmethod
-    def num_replicas(self, num_gpus: int) -> int:
+    def num_replicas(self, facts: Facts) -> int:
         """Replicas that get their own shards."""
 
     @abstractmethod
@@ -214,6 +220,14 @@ class Strategy(ABC):
             numerics: the numbers settings.
             make_optimizer: builds the optimizer over parameters by canonical name.
         """
+
+    def prepare(self, placed: Any) -> tuple[str, ...]:  # noqa: ARG002 - most have nothing to prepare
+        """The last chance to choose before the first step, when a checkpoint has been restored; collective.
+
+        Returns:
+            Lines for the summary: what was chosen, and why.
+        """
+        return ()
 
     @abstractmethod
     def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
@@ -250,6 +264,18 @@ class Strategy(ABC):
     @abstractmethod
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy."""
+
+    def remember(self, placed: Any) -> dict[str, Any]:  # noqa: ARG002 - most have nothing to remember
+        """What a checkpoint shall keep besides tensors, so that a resumed run chooses the same; JSON."""
+        return {}
+
+    def recall(self, placed: Any, remembered: Mapping[str, Any]) -> None:  # noqa: ARG002 - see `remember`
+        """Take up what `remember` gave; called before `prepare`."""
+        return
+
+    def check_replicas(self, placed: Any) -> str | None:  # noqa: ARG002 - one that keeps no copies has none to compare
+        """The parameter in which replicas differ, with the ranks that do; None: they are equal. Collective."""
+        return None
 
     @abstractmethod
     def leave(self, placed: Any) -> None:

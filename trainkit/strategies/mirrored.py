@@ -32,7 +32,7 @@ class Mirrored(Synchronous):
     and every replica makes the same update.
 
     Example:
-        >>> [task.device for task in Mirrored(replicas=2).tasks(num_gpus=0)]
+        >>> [task.device for task in Mirrored(replicas=2).tasks(Facts())]
         ['cpu', 'cpu']
 
     Source: Goyal et al. 2017, arXiv:1706.02677, section 3; tf.distribute.MirroredStrategy.
@@ -50,7 +50,7 @@ class Mirrored(Synchronous):
         problems = self._device_problems(facts)
         if problems:
             return problems
-        count = self.num_replicas(facts.num_gpus)
+        count = self.num_replicas(facts)
         if count < 1:
             return [Problem(key="strategy.replicas", value=self.replicas, rule="must be 1 or more.")]
         if self.devices is None and facts.num_gpus and count > facts.num_gpus:
@@ -77,16 +77,16 @@ class Mirrored(Synchronous):
             problems.append(Problem(key="strategy.devices", value=[], rule="names no device. Leave it out for all."))
         return problems
 
-    def num_replicas(self, num_gpus: int) -> int:
+    def num_replicas(self, facts: Facts) -> int:
         """The replicas asked for, or a replica a device."""
         if self.devices is not None:
             return len(self.devices)
-        return (num_gpus or 2) if self.replicas == "auto" else self.replicas
+        return (facts.num_gpus or 2) if self.replicas == "auto" else self.replicas
 
-    def tasks(self, num_gpus: int) -> tuple[Task, ...]:
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """A worker a replica."""
-        count = self.num_replicas(num_gpus)
-        names: list[str] = [f"cuda:{index}" if num_gpus else "cpu" for index in range(count)]
+        count = self.num_replicas(facts)
+        names: list[str] = [f"cuda:{index}" if facts.num_gpus else "cpu" for index in range(count)]
         if self.devices is not None:
             names = [parse_device(name) or "cpu" for name in self.devices]
         return tuple(Task(role="worker", index=rank, rank=rank, device=name) for rank, name in enumerate(names))

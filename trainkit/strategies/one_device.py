@@ -24,7 +24,7 @@ class OneDevice(Synchronous):
     """Train on one device.
 
     Example:
-        >>> OneDevice(device="cpu").tasks(num_gpus=0)
+        >>> OneDevice(device="cpu").tasks(Facts())
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
@@ -37,13 +37,13 @@ class OneDevice(Synchronous):
             return []
         return device_problems("strategy.device", self.device, facts.num_gpus)
 
-    def num_replicas(self, num_gpus: int) -> int:  # noqa: ARG002 - the same on any host
+    def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
         """One."""
         return 1
 
-    def tasks(self, num_gpus: int) -> tuple[Task, ...]:
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task on the device."""
-        fallback = "cuda:0" if num_gpus else "cpu"
+        fallback = "cuda:0" if facts.num_gpus else "cpu"
         device = fallback if self.device == "auto" else parse_device(self.device)
         return (Task(role="worker", index=0, rank=0, device=device or fallback),)
 
