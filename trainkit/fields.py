@@ -9,11 +9,11 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, Final
 
-__all__ = ["Tag", "Tagged", "cosmetic", "maths", "placement", "speed", "tags_of"]
+__all__ = ["Tag", "Tagged", "cosmetic", "maths", "placement", "signature_hints", "speed", "tags_of"]
 
 
 class Tag(Enum):
@@ -78,12 +78,20 @@ def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:
         names = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):
         return {}
-    hints = _hints(target)
+    hints = signature_hints(target)
     return {name: _tag_in(hints.get(name)) for name in names}
 
 
-def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
-    subject = target.__init__ if inspect.isclass(target) else target
+def signature_hints(target: Callable[..., Any]) -> Mapping[str, Any]:
+    """Parameter -> its annotation, with tags and limits; empty where they cannot be resolved.
+
+    A dataclass is asked itself, not its constructor: that one's annotations are text, and those of inherited fields
+    name what their own module imports, which the module of the subclass need not.
+
+    Args:
+        target: a class or function.
+    """
+    subject = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
         return typing.get_type_hints(subject, include_extras=True)
     except Exception:  # noqa: BLE001 - another package's annotations may name what does not exist at run time

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
+from trainkit.fields import signature_hints
 
 __all__ = [
     "GROUP_KEYS",
@@ -115,7 +116,7 @@ def signature_of(target: Callable[..., Any]) -> Signature:
         parameters = inspect.signature(target).parameters.values()
     except (TypeError, ValueError):
         return Signature(keys={}, takes_more=True)
-    hints = _hints(target)
+    hints = signature_hints(target)
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     keys = {
         item.name: Key(
@@ -186,13 +187,3 @@ def _as(value: Any, hint: Any) -> Any:
         keys = signature_of(hint).keys
         return hint(**{name: _as(item, keys[name].hint if name in keys else Any) for name, item in value.items()})
     return value
-
-
-def _hints(target: Callable[..., Any]) -> Mapping[str, Any]:
-    subject = target.__init__ if inspect.isclass(target) else target
-    if is_dataclass(target):
-        subject = target
-    try:
-        return typing.get_type_hints(subject, include_extras=True)
-    except Exception:  # noqa: BLE001 - another package's annotations may name what does not exist at run time
-        return {}

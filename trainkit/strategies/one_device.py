@@ -32,7 +32,11 @@ class OneDevice(Synchronous):
     """`auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, `/gpu:1`."""
 
     def problems(self, facts: Facts) -> list[Problem]:
-        """Whether the device exists."""
+        """Whether the device exists, and whether there is anything for further processes to do."""
+        if facts.launch is not None and facts.launch.num_ranks > 1:
+            started = f"{facts.launch.kind} started {facts.launch.num_ranks} processes"
+            rule = f"{started}, and it has work for one. Use strategy=multi_worker_mirrored."
+            return [Problem(key="strategy", value="one_device", rule=rule)]
         if self.device == "auto":
             return []
         return device_problems("strategy.device", self.device, facts.num_gpus)

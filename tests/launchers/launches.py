@@ -1,0 +1,14 @@
+"""Launches made by hand."""
+
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+
+
+def launch_of(num_ranks=2, **settings):
+    """A launch of torchrun's on one host, as its rank 0 sees it."""
+    tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(num_ranks))
+    known = {
+        "kind": "torchrun", "tasks": tasks, "rank": 0, "local_rank": 0, "num_local": num_ranks, "num_hosts": 1,
+        "store": ("127.0.0.1", 29400),
+    }  # fmt: skip
+    return Launch(**{**known, **settings})

@@ -1,0 +1,80 @@
+"""What the strategies make of a launch, before anything is started."""
+
+import pytest
+
+from tests.launchers.launches import launch_of
+from trainkit.cluster.tasks import Task
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.mirrored import Mirrored
+from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
+from trainkit.strategies.one_device import OneDevice
+
+
+def problems(strategy, launch, **facts):
+    return [str(problem) for problem in strategy.problems(Facts(launch=launch, **facts))]
+
+
+@pytest.mark.parametrize("kind", [Mirrored, MultiWorkerMirrored])
+def test_the_processes_of_a_launch_are_the_workers(kind):
+    facts = Facts(launch=launch_of(3, rank=2, local_rank=2))
+    assert problems(kind(), facts.launch) == []
+    assert kind().num_replicas(facts) == 3
+    assert kind().tasks(facts)[2] == Task(role="worker", index=2, rank=2, device="cpu")
+
+
+def test_a_rank_takes_the_gpu_of_its_place_on_the_host():
+    facts = Facts(launch=launch_of(4, rank=3, local_rank=1, num_local=2, num_hosts=2), num_gpus=2)
+    assert MultiWorkerMirrored().tasks(facts)[3].device == "cuda:1"
+    assert MultiWorkerMirrored(devices=("/gpu:1", 0)).tasks(facts)[3].device == "cuda:0"
+
+
+def test_without_a_launch_it_takes_the_devices_of_this_host():
+    facts = Facts(num_gpus=2)
+    assert MultiWorkerMirrored().tasks(facts) == Mirrored().tasks(facts)
+
+
+def test_a_process_that_stands_for_a_host_has_a_rank_a_device():
+    launch = launch_of(2, rank=1, num_local=1, num_hosts=2, takes_devices=True)
+    facts = Facts(launch=launch, num_gpus=2)
+    assert MultiWorkerMirrored().num_replicas(facts) == 4
+    assert MultiWorkerMirrored().tasks(facts)[2:] == (
+        Task(role="worker", index=2, rank=2, device="cuda:0"),
+        Task(role="worker", index=3, rank=3, device="cuda:1"),
+    )
+    assert MultiWorkerMirrored(replicas=1).num_replicas(facts) == 2
+
+
+def test_a_launch_of_several_processes_is_nothing_for_one_device():
+    (told,) = problems(OneDevice(), launch_of(2))
+    assert told == (
+        "strategy=one_device: torchrun started 2 processes, and it has work for one. "
+        "Use strategy=multi_worker_mirrored."
+    )
+    assert problems(OneDevice(), launch_of(1)) == []
+
+
+def test_mirrored_is_of_one_host():
+    (told,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
+    assert told == (
+        "strategy=mirrored: is of one host, and torchrun started 2. "
+        "Use strategy=multi_worker_mirrored: the same training over hosts."
+    )
+
+
+def test_what_a_launch_cannot_give_is_told_at_once():
+    roles = (Task(role="chief", index=0, rank=0), Task(role="ps", index=0, rank=1))
+    launch = launch_of(2, tasks=roles, kind="TF_CONFIG")
+    role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)
+    assert role == "cluster.ps: TF_CONFIG names tasks of this role, and here all are workers."
+    started = "TF_CONFIG started 2 processes on this host"
+    assert replicas == f"strategy.replicas=3: {started}, a replica each. Leave it out, or give 2."
+    assert devices == f"strategy.devices=['cpu', 'cpu', 'cpu']: {started}. Name as many devices, or leave it out."
+
+
+def test_more_processes_than_gpus_or_lanes_are_a_problem():
+    assert problems(Mirrored(), launch_of(3), num_gpus=2) == [
+        "strategy.replicas=3: more replicas on this host than its 2 GPUs. Start fewer."
+    ]
+    assert problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True)) == [
+        "strategy.replicas=9: more replicas than numerics.lanes=8. Use at most that many, or more lanes."
+    ]
