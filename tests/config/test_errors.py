@@ -4,6 +4,11 @@ import pytest
 
 from trainkit.config.places import shipped_conf
 
+REPLICAS = ", ".join(
+    sorted(file.stem for file in (shipped_conf() / "strategy").glob("*.yaml") if "\nreplicas:" in file.read_text())
+)
+"""The strategies that take `replicas`."""
+
 
 @pytest.mark.parametrize(
     ("argument", "problem"),
@@ -16,7 +21,7 @@ from trainkit.config.places import shipped_conf
         ("model.hiddn=[3]", "model.hiddn: no such key in mlp. Did you mean model.hidden? (command line)"),
         (
             "strategy.replicas=2",
-            "strategy.replicas: no such key in one_device. It belongs to mirrored: add strategy=mirrored. (command line)",  # noqa: E501
+            f"strategy.replicas: no such key in one_device. It belongs to {REPLICAS}: add strategy=ONE OF THEM. (command line)",  # noqa: E501
         ),
         ("optimizer.params=[1]", "optimizer.params: is given by trainkit: no key of the config. (command line)"),
         ("callbacks.foo.x=1", "callbacks.foo: no such choice in callbacks. It needs a _target_. (command line)"),
@@ -168,8 +173,8 @@ def test_a_bad_argument_is_refused_in_these_words(refuse, argument, problem):
             ("batch.global_size=100", "batch.micro_size=128", "strategy.replicas=4"),
             [
                 (
-                    "strategy.replicas: no such key in one_device. It belongs to mirrored: add strategy=mirrored. "
-                    "(command line)"
+                    f"strategy.replicas: no such key in one_device. It belongs to {REPLICAS}: add strategy=ONE OF THEM."
+                    " (command line)"
                 ),
             ],
         ),

@@ -52,7 +52,9 @@ class Neighbours:
         owners = [other for other, document in self.documents(group).items() if name in document.values]
         near = closest(name, [key for key in known if not key.startswith("_")])
         if owners and near is None and len(path) == 1:
-            rule += f" It belongs to {', '.join(owners)}: add {group}={owners[0]}."
+            rule += (
+                f" It belongs to {', '.join(owners)}: add {group}={owners[0] if len(owners) == 1 else 'ONE OF THEM'}."
+            )
         elif near is not None:
             rule += f" Did you mean {dotted((*path, near))}?"
         else:
