@@ -47,6 +47,22 @@ def test_several_are_parted_by_semicolons():
     )
 
 
+def test_a_task_is_named_by_its_index_whatever_its_rank():
+    arm({"TRAINKIT_RANK": "1", "TRAINKIT_INDEX": "3", "TRAINKIT_FAIL": "index=3,action=raise"})
+    assert failpoints.armed()
+    arm({"TRAINKIT_RANK": "3", "TRAINKIT_INDEX": "0", "TRAINKIT_FAIL": "index=3,action=raise"})
+    assert not failpoints.armed()
+
+
+def test_a_failure_lasts_as_long_as_its_file(tmp_path):
+    gone = tmp_path / "gone"
+    arm({"TRAINKIT_FAIL": f"while={gone},action=raise"})
+    reached("start", 0)
+    gone.touch()
+    with pytest.raises(RuntimeError, match=r"^failpoint in start of step 0$"):
+        reached("start", 0)
+
+
 @pytest.mark.parametrize(
     "text", ["step=x,action=kill", "action=burn", "phase=lunch,action=kill", "kill", "when=2,action=kill"]
 )
@@ -54,7 +70,7 @@ def test_what_cannot_be_read_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value).splitlines()[1] == (
-        f"  TRAINKIT_FAIL={text}: write rank=N,step=N,attempt=N,phase=PHASE,action=ACTION with one of the phases "
-        "start, data, forward, backward, reduce, update, evaluate, save, end and one of the actions "
-        "kill, stop, hang, raise, full, exit. (environment)"
+        f"  TRAINKIT_FAIL={text}: write rank=N,index=N,step=N,attempt=N,phase=PHASE,while=FILE,action=ACTION "
+        "with one of the phases start, data, forward, backward, reduce, update, evaluate, save, end and one of the "
+        "actions kill, stop, hang, raise, full, exit. (environment)"
     )

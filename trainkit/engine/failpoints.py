@@ -2,9 +2,10 @@
 
     TRAINKIT_FAIL="rank=1,step=3,phase=backward,action=kill"
 
-Several, parted by `;`. Without `rank` it is rank 0; without `step` or `phase` every one; with `attempt` only that
-attempt of the supervisor. Actions: kill (SIGKILL), stop (SIGSTOP), hang (sleeps for ever), raise (RuntimeError),
-full (no space left on device), exit (ends the process with code 7, without a word).
+Several, parted by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank; without
+`step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `while` only as long as that file
+exists. Actions: kill (SIGKILL), stop (SIGSTOP), hang (sleeps for ever), raise (RuntimeError), full (no space left on
+device), exit (ends the process with code 7, without a word).
 """
 
 from __future__ import annotations
@@ -37,10 +38,22 @@ class Failpoint:
     step: int | None = None
     phase: str | None = None
     attempt: int | None = None
+    index: int | None = None
+    marker: str | None = None
+
+    def concerns(self, environ: Mapping[str, str]) -> bool:
+        """Whether it is planted in the process of this environment."""
+        if self.attempt is not None and str(self.attempt) != environ.get("TRAINKIT_ATTEMPT", "0"):
+            return False
+        rank = environ.get("TRAINKIT_RANK", "0")
+        if self.index is not None:
+            return str(self.index) == environ.get("TRAINKIT_INDEX", rank)
+        return str(self.rank) == rank
 
     def matches(self, phase: str, step: int) -> bool:
         """Whether this moment is the planted one."""
-        return self.phase in (None, phase) and self.step in (None, step)
+        now = self.phase in (None, phase) and self.step in (None, step)
+        return now and (self.marker is None or os.path.exists(self.marker))  # noqa: PTH110 - no path is wanted
 
     def fail(self, phase: str, step: int) -> None:
         """Do it."""
@@ -64,34 +77,28 @@ def parse(text: str) -> tuple[Failpoint, ...]:
 
     Example:
         >>> parse("step=3,phase=save,action=kill")
-        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None),)
+        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None, index=None, marker=None),)
     """
     return tuple(_parse_one(part) for part in text.split(";") if part.strip())
 
 
 def _parse_one(text: str) -> Failpoint:
     pairs = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
-    numbers = {key: int(pairs[key]) for key in ("rank", "step", "attempt") if pairs.get(key, "").isdigit()}
+    numbers = {key: int(pairs[key]) for key in ("rank", "index", "step", "attempt") if pairs.get(key, "").isdigit()}
     words = {key: value for key, value in pairs.items() if key not in numbers}
     phase = words.pop("phase", None)
-    action = words.pop("action", "")
+    action, marker = words.pop("action", ""), words.pop("while", None)
     if words or action not in ACTIONS or phase not in (None, *PHASES):
         rule = (
-            "write rank=N,step=N,attempt=N,phase=PHASE,action=ACTION with one of the phases "
+            "write rank=N,index=N,step=N,attempt=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
             f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
         )
         raise ConfigError([Problem(key="TRAINKIT_FAIL", value=text, rule=rule, origin="environment")])
-    return Failpoint(action=action, phase=phase, **numbers)
+    return Failpoint(action=action, phase=phase, marker=marker, **numbers)
 
 
 def _of_this_process(environ: Mapping[str, str]) -> tuple[Failpoint, ...]:
-    rank, attempt = environ.get("TRAINKIT_RANK", "0"), environ.get("TRAINKIT_ATTEMPT", "0")
-    planted = parse(environ.get("TRAINKIT_FAIL", ""))
-    return tuple(
-        point
-        for point in planted
-        if str(point.rank) == rank and (point.attempt is None or str(point.attempt) == attempt)
-    )
+    return tuple(point for point in parse(environ.get("TRAINKIT_FAIL", "")) if point.concerns(environ))
 
 
 _armed: tuple[Failpoint, ...] = _of_this_process(os.environ)
