@@ -21,7 +21,7 @@ class Reader:
     """Reads samples; what a sample draws depends on (seed, epoch, sample) alone.
 
     Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a
-    batch is first read with three known generators, and when none of them has moved by its end, nothing in it was
+    batch is first read without, and when none of the three generators has moved by its end, nothing in it was
     random and it stands. Otherwise it is read again, sample by sample with their keys, as is everything after.
     A generator that a dataset owns is beyond reach: it must draw from one of these three.
 
@@ -51,29 +51,24 @@ class Reader:
 
     def _samples(self, epoch: int, indices: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
-            _set_generators(0)
+            _STILLNESS.begin()
             samples = self._unkeyed(indices)
-            if _moved() == _UNMOVED:
+            if not _STILLNESS.broken:
                 return samples
             self.draws = True
         return [self._keyed(epoch, index) for index in indices]
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
-        if self._many is not None:
-            with suppress(Exception):  # read one by one below, the one that fails can be named
-                found: Sequence[Any] = self._many(indices)
-                return found
-        dataset, index = self._dataset, -1
-        samples = []
-        try:
-            for index in indices:
-                samples.append(dataset[index])
-        except Exception as error:
-            raise _unreadable(index, error) from error
-        return samples
+        dataset = self._dataset
+        with suppress(Exception):  # read one by one below, the one that fails can be named
+            return [dataset[index] for index in indices] if self._many is None else self._many(indices)
+        return [self._named(index) for index in indices]
 
     def _keyed(self, epoch: int, index: int) -> Any:
         _set_generators(sample_key(self._seed, epoch, index))
+        return self._named(index)
+
+    def _named(self, index: int) -> Any:
         try:
             return self._dataset[index]
         except Exception as error:
@@ -92,20 +87,40 @@ def _set_generators(key: int) -> None:
     np.random.seed(key)  # noqa: NPY002 - the generator that a dataset's own code may use
 
 
-def _moved() -> tuple[int, float, float]:
-    """What the three generators say next."""
-    torch_says = torch.empty((), dtype=torch.int64).random_().item()
-    return int(torch_says), random.random(), np.random.random_sample()  # noqa: NPY002, S311 - not for secrets
+class _Stillness:
+    """Tells whether anything has drawn from the three generators since `begin`.
+
+    Two generators of its own keep step with those of `random` and NumPy: where the next numbers are the same, nobody
+    has drawn. Six times cheaper than seeding them; torch's is cheap to seed, and dear to draw from.
+    """
+
+    def __init__(self) -> None:
+        self._python = random.Random()  # noqa: S311 - not for secrets
+        self._numpy = np.random.RandomState()
+        self._torch = _next_of_torch(torch.Generator().manual_seed(0))
+
+    def begin(self) -> None:
+        """Bring all in step."""
+        torch.default_generator.manual_seed(0)
+        if random.random() != self._python.random():  # noqa: S311
+            random.seed(0)
+            self._python.seed(0)
+        if np.random.random_sample() != self._numpy.random_sample():  # noqa: NPY002
+            np.random.seed(0)  # noqa: NPY002
+            self._numpy.seed(0)
+
+    @property
+    def broken(self) -> bool:
+        """Whether one has moved."""
+        return (
+            random.random() != self._python.random()  # noqa: S311
+            or np.random.random_sample() != self._numpy.random_sample()  # noqa: NPY002
+            or _next_of_torch(torch.default_generator) != self._torch
+        )
 
 
-def _unmoved() -> tuple[int, float, float]:
-    states = torch.default_generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
-    _set_generators(0)
-    says = _moved()
-    torch.default_generator.set_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])  # noqa: NPY002 - see above
-    return says
+def _next_of_torch(generator: torch.Generator) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-_UNMOVED = _unmoved()
+_STILLNESS = _Stillness()
