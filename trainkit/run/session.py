@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -165,6 +166,10 @@ class Session:
         self._journal = Journal(self.run, self.placed, lambda: self._loader.wait_s)
         self._log_hooks = overriding(self.callbacks, "log")
         alone = self.placed.num_ranks == 1
+        # What lives by now lives to the end: the collector need not look through it again and again. With samples that
+        # are read one at a time, hundreds of new objects a step, that took 5 to 10 % of a small model's step.
+        gc.freeze()
+        self._cleanup.callback(gc.unfreeze)
         train(
             self.run,
             strategy=self.parts.strategy,
