@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
+from trainkit.config.build import build, resolve_target
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
@@ -22,12 +22,27 @@ from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import Facts, Numerics, Status, Strategy, Training, Update, Weighing
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml"))
+
+
+def node_of(strategy: str) -> dict[str, Any]:
+    """What a strategy's YAML says."""
+    node: dict[str, Any] = yaml.safe_load((CONF / "strategy" / f"{strategy}.yaml").read_text())
+    return node
 
 
 def takes_replicas(strategy: str) -> bool:
     """Whether a strategy's YAML has the key `replicas`."""
-    return "replicas" in yaml.safe_load((CONF / "strategy" / f"{strategy}.yaml").read_text())
+    return "replicas" in node_of(strategy)
+
+
+def changes_maths(strategy: str) -> bool:
+    """Whether a strategy says that it is another training."""
+    changes: bool = resolve_target(node_of(strategy)["_target_"]).changes_maths
+    return changes
+
+
+STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml") if not changes_maths(path.stem))
+"""Those that are the training of one device."""
 
 
 BASE_LR = 0.5
@@ -71,9 +86,7 @@ class Case:
 
     def make_strategy(self) -> Strategy:
         """The strategy of its YAML."""
-        node = yaml.safe_load((CONF / "strategy" / f"{self.strategy}.yaml").read_text()) | self.settings
-        module, _, name = node.pop("_target_").rpartition(".")
-        made: Strategy = getattr(importlib.import_module(module), name)(**node)
+        made: Strategy = build(node_of(self.strategy) | self.settings)
         return made
 
 

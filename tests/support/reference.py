@@ -130,7 +130,7 @@ def train(
         for shard in shards:
             for name, buffer in model.named_buffers():
                 buffer.data = before[name].clone()
-            shard_sum, shard_weight = loss_sum(model, _collate([samples[index] for index in shard]))
+            shard_sum, shard_weight = loss_sum(model, collate([samples[index] for index in shard]))
             total, weight = total + shard_sum, weight + shard_weight
             for name, buffer in model.named_buffers():
                 share = buffer * (len(shard) / len(batch))
@@ -153,7 +153,7 @@ def train(
     return trained
 
 
-def _collate(samples: Sequence[Sample]) -> Sample:
+def collate(samples: Sequence[Sample]) -> Sample:
     stacked = (torch.stack(parts) for parts in zip(*samples, strict=True))
     return tuple(part.double() if part.is_floating_point() else part for part in stacked)
 

@@ -14,24 +14,25 @@ __all__ = ["model_notes"]
 
 
 def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
-    """What the user should know about this model on this placement.
+    """What the user should know about this strategy, and about this model on this placement.
 
     Raises:
         ConfigError: batch statistics would be taken of a single sample.
     """
     statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]  # noqa: SLF001
     _refuse_single_samples(plan, statistics)
-    said = []
+    notes, said = list(plan.parts.strategy.notes()), []
     if any(draws_at_random(module) for module in model.modules()):
         said.append("draws random numbers")
     if statistics:
         said.append("keeps batch statistics")
-    if not said or not plan.micro_follows:
-        return []
+    if not said or not plan.micro_follows or plan.parts.strategy.changes_maths:
+        return notes
     what = " and ".join(said)
     micro = plan.batch.micro_size
     return [
-        f"the model {what}: another number of replicas is another training, unless batch.micro_size={micro} is set."
+        *notes,
+        f"the model {what}: another number of replicas is another training, unless batch.micro_size={micro} is set.",
     ]
 
 

@@ -178,6 +178,9 @@ class Strategy(ABC):
     num_loops: ClassVar[int] = 1
     """Training loops in one process."""
 
+    elastic: ClassVar[bool] = False
+    """Whether a run may go on with fewer of its tasks, and with all again: where no rank holds what others lack."""
+
     @abstractmethod
     def problems(self, facts: Facts) -> list[Problem]:
         """What is wrong with this strategy in these surroundings; pure, before any process starts."""
@@ -264,6 +267,21 @@ class Strategy(ABC):
     @abstractmethod
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy."""
+
+    def notes(self) -> tuple[str, ...]:
+        """Lines that the plan and the summary shall say of it; pure."""
+        return ()
+
+    def settles_at(self, step: int) -> int:
+        """The first step from this one on after which replicas are alike; pure.
+
+        There a run is evaluated, saved and stopped. After every step, unless replicas train apart.
+        """
+        return step
+
+    def settle(self, placed: Any) -> None:  # noqa: ARG002 - most have nothing to settle
+        """Make the replicas alike at the end of a training, wherever it ends; collective."""
+        return
 
     def remember(self, placed: Any) -> dict[str, Any]:  # noqa: ARG002 - most have nothing to remember
         """What a checkpoint shall keep besides tensors, so that a resumed run chooses the same; JSON."""

@@ -41,10 +41,10 @@ class StepBuffers:
         The buffers are put back afterwards.
         """
         self.begin_step()
-        before = [(id(tensor), tensor._version) for tensor in self._tensors()]  # noqa: SLF001 - has no public name
+        before = [(id(tensor), tensor._version) for tensor in self.tensors()]  # noqa: SLF001 - has no public name
         changed: list[float] = []
         yield changed
-        now = self._tensors()
+        now = self.tensors()
         after = [(id(tensor), tensor._version) for tensor in now]  # noqa: SLF001
         # Values too: torch's batch normalisation updates its statistics without counting a version.
         differs = [not torch.equal(tensor, start) for tensor, start in zip(now, self._start, strict=True)]
@@ -57,11 +57,11 @@ class StepBuffers:
 
     def shapes(self) -> list[torch.Size]:
         """The shapes of what `take` gives."""
-        return [tensor.shape for tensor in self._tensors()]
+        return [tensor.shape for tensor in self.tensors()]
 
     def begin_step(self) -> None:
         """Remember what every shard of the step starts from."""
-        self._start = [tensor.detach().clone() for tensor in self._tensors()]
+        self._start = [tensor.detach().clone() for tensor in self.tensors()]
         self._sums = None
 
     def end_forward(self, share: float) -> None:
@@ -75,7 +75,7 @@ class StepBuffers:
         # Integers (counters) are summed as shares of what they advanced by; those add up to the advance.
         parts = [
             (tensor.detach() if start.is_floating_point() else tensor - start).to(self._dtype) * share
-            for tensor, start in zip(self._tensors(), self._start, strict=True)
+            for tensor, start in zip(self.tensors(), self._start, strict=True)
         ]
         if self._sums is None:
             self._sums = parts
@@ -84,7 +84,7 @@ class StepBuffers:
 
     def reset(self) -> None:
         """Back to the step's start; through `.data`, so that no backward still to come is harmed."""
-        for tensor, start in zip(self._tensors(), self._start, strict=True):
+        for tensor, start in zip(self.tensors(), self._start, strict=True):
             tensor.data.copy_(start)
 
     def take(self) -> list[Tensor]:
@@ -96,12 +96,13 @@ class StepBuffers:
 
     def finish(self, sums: Sequence[Tensor | None]) -> None:
         """Make the sums over all shards and ranks the next step's buffers."""
-        for tensor, start, total in zip(self._tensors(), self._start, sums, strict=True):
+        for tensor, start, total in zip(self.tensors(), self._start, sums, strict=True):
             if total is None:
                 continue
             tensor.data.copy_(total if start.is_floating_point() else start + total.round().to(start.dtype))
 
-    def _tensors(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
+        """The buffers that a forward pass updates, as they are now."""
         # Looked up each time: a module may put a new tensor in a buffer's place.
         return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
 

@@ -1,0 +1,193 @@
+"""Local SGD: replicas step alone and average now and then, which changes the maths and saves exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.values import at_least
+from trainkit.errors import Problem
+from trainkit.fields import maths
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.averaging import Outer, Window
+from trainkit.strategies.base import Facts, Numerics, Outcome, Status, Ticket, Training
+from trainkit.strategies.data_parallel import DataParallel
+from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import Partials
+from trainkit.strategies.replica import Replica
+from trainkit.strategies.update import apply_update
+
+__all__ = ["LocalSgd"]
+
+_AVERAGE_ALONE: Final = Outer()
+"""No outer optimizer."""
+
+
+@dataclass(kw_only=True)
+class _LocalReplica(Replica):
+    """A replica that keeps account of the steps it made alone."""
+
+    window: Window
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OwnPart(BatchPlan):
+    """A plan as a replica sees a step that it makes alone: the shards it computes are the batch."""
+
+    shards: tuple[int, ...]
+
+    def batch_size(self, step: int) -> int:
+        return sum(self.shard_size(step, shard) for shard in self.shards)
+
+    def num_shards(self, step: int) -> int:  # noqa: ARG002 - a part is of one step
+        return len(self.shards)
+
+
+class _OwnSums:
+    """The reducer of a step made alone: nothing is exchanged."""
+
+    lanes = None
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
+        """The sums of this rank; none where it has no shard."""
+        return next((sums for _, sums in partials), ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalSgd(DataParallel):
+    """Replicas that step alone and average every few steps: another training than that of one device, and said so.
+
+    In a step every replica updates its own copy by its own shards. After every `average_every` steps parameters and
+    optimizer state become their mean, weighted by targets. With `outer.lr` an outer optimizer steps by what the mean
+    has moved (DiLoCo); with `local_after` the first steps are those of mirrored (post-local SGD). With
+    `average_every=1` and SGD, unclipped, it is the training of one device to rounding.
+
+    Example:
+        >>> [LocalSgd(average_every=4, local_after=10).settles_at(step) for step in (3, 10, 11, 14, 15)]
+        [3, 10, 14, 14, 18]
+
+    Source: Stich 2018, arXiv:1805.09767; Lin et al. 2018, arXiv:1808.07217; Douillard et al. 2023, arXiv:2311.08105.
+    """
+
+    changes_maths: ClassVar[bool] = True
+    elastic: ClassVar[bool] = False
+
+    replicas: Annotated[int, maths, at_least(1)] = 2
+    """Processes. Their number changes the result."""
+    average_every: Annotated[int, maths, at_least(1)] = 8
+    """Steps between two averages."""
+    local_after: Annotated[int, maths, at_least(0)] = 0
+    """Steps at the beginning in which gradients are summed over all replicas, as in mirrored."""
+    outer: Annotated[Outer, maths] = _AVERAGE_ALONE
+    """What becomes of the average."""
+
+    def problems(self, facts: Facts) -> list[Problem]:
+        """What concerns every data-parallel strategy, and what replicas that differ cannot keep."""
+        problems = super().problems(facts)
+        if facts.numerics.reproducible:
+            rule = "local_sgd ends in other numbers on another number of replicas. Use strategy=mirrored, or false."
+            problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if facts.precision == "fp16_mixed":
+            rule = "scales the loss of all replicas alike, and local_sgd's overflow apart. Use precision=bf16_mixed."
+            problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+        if facts.launch is not None and facts.launch.num_ranks != self.replicas:
+            count = facts.launch.num_ranks
+            rule = f"but {facts.launch.kind} started {count}, and their number changes the result. Use {count}."
+            problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
+        if self.outer.lr is None and self.outer != _AVERAGE_ALONE:
+            rule = "has no effect without strategy.outer.lr: the average itself is taken."
+            key, value = ("momentum", self.outer.momentum) if self.outer.nesterov else ("nesterov", False)
+            problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
+        return problems
+
+    def notes(self) -> tuple[str, ...]:
+        """What is averaged when, and that it is another training."""
+        first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
+        steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
+        outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
+        said = f"local_sgd: {self.replicas} replicas step alone and average every {steps}{first}{outer}"
+        return (f"{said}: another training than that of one device.",)
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002 - the same on any number
+        """The flat vector of an average: parameters and two moments; what an outer optimizer keeps and works in."""
+        return 3 + (3 if self.outer.lr is not None else 0)
+
+    def settles_at(self, step: int) -> int:
+        """The next average, or the step itself while replicas are still in step."""
+        apart = step - self.local_after
+        return step if apart <= 0 else step + -apart % self.average_every
+
+    def place(
+        self,
+        model: nn.Module,
+        *,
+        identity: Identity,
+        precision: Precision,
+        numerics: Numerics,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> _LocalReplica:
+        """As every data-parallel strategy, with an account of the steps made alone."""
+        replica = super().place(
+            model, identity=identity, precision=precision, numerics=numerics, make_optimizer=make_optimizer
+        )
+        kept = {item.name: getattr(replica, item.name) for item in fields(replica)}
+        return _LocalReplica(**kept, window=Window(outer=self.outer))
+
+    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        """An update of this replica's own; after the last one of a window the average."""
+        if ticket.step < self.local_after:
+            return super().step(placed, ticket, batches, training)
+        replica: _LocalReplica = placed
+        replica.window.begin(replica)
+        plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
+        own = replace(training, plan=_OwnPart(**plan, shards=ticket.shards))
+        outcome = _step_alone(replica, ticket, batches, own)
+        counts = outcome.loss_sum is not None
+        replica.window.note(outcome.weight, own.plan.batch_size(ticket.step) if counts else 0)
+        if self.settles_at(ticket.step + 1) == ticket.step + 1:
+            if placed.on_phase is not None:
+                placed.on_phase("reduce", ticket.step)
+            replica.window.average(replica)
+        return outcome
+
+    def settle(self, placed: Any) -> None:
+        """Average what was trained since the last time: the training ends here."""
+        replica: _LocalReplica = placed
+        if replica.window.steps:
+            replica.window.average(replica)
+
+    def state(self, placed: Any) -> dict[str, Tensor]:
+        """What every synchronous strategy keeps, and the outer optimizer's momentum; alike on every rank."""
+        return {**super().state(placed), **placed.window.state(placed)}
+
+    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of a checkpoint of any strategy, by name."""
+        super().load_state(placed, placed.window.load_state(placed, tensors))
+
+
+def _step_alone(replica: _LocalReplica, ticket: Ticket, batches: Sequence[Any], own: Training) -> Outcome:
+    """Forward, backward and update of one replica, by the mean over its own targets."""
+    together, replica.reducer = replica.reducer, _OwnSums()
+    try:
+        work = StepWork(replica, ticket, batches, own)
+        sums = list(work.run())
+    finally:
+        replica.reducer = together
+    if not sums:  # a short batch has no shard for this replica
+        return Outcome(ticket.step, Status.applied, None, 0.0)
+    for place, param in enumerate(replica.trained):
+        if sums[place] is None and replica.used[place]:
+            sums[place] = torch.zeros_like(param, dtype=replica.precision.master_dtype)
+    if replica.on_phase is not None:
+        replica.on_phase("update", ticket.step)
+    status, norm = apply_update(replica, sums, work.divisor, own.rule(ticket.step))
+    if status is Status.skipped:
+        return Outcome(ticket.step, status, None, 0.0)
+    return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
