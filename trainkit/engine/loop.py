@@ -98,5 +98,7 @@ def train(
         reason = interrupted()
         if reason is not None:
             run.request_stop(reason)
-        if state.step >= last_step or run.stop_reason is not None:
+        if state.step >= last_step:
+            return
+        if run.stop_reason is not None and strategy.settles_at(state.step) == state.step:
             return
