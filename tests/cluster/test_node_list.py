@@ -1,0 +1,35 @@
+import pytest
+
+from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", ["n1"]),
+        ("n[01-03,7]", ["n01", "n02", "n03", "n7"]),
+        ("n[08-11]", ["n08", "n09", "n10", "n11"]),
+        ("gpu-a[1-2],login,gpu-b[5]x", ["gpu-a1", "gpu-a2", "login", "gpu-b5x"]),
+        ("r[1-2]n[1,3]", ["r1n1", "r1n3", "r2n1", "r2n3"]),
+        ("", []),
+    ],
+)
+def test_brackets_expand_in_order_and_keep_leading_zeros(text, names):
+    assert node_names(text) == names
+
+
+@pytest.mark.parametrize("text", ["n[1", "n]1", "n[1-]", "n[a]", "n[]", "n1,,n2", "n[1-9999999]"])
+def test_what_is_no_list_of_nodes_is_refused(text):
+    with pytest.raises(ValueError, match="is no list of nodes: "):
+        node_names(text)
+
+
+def test_counts_repeat():
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+    assert tasks_per_node("4") == [4]
+
+
+@pytest.mark.parametrize("text", ["", "2x3", "2(x)", "(x2)", "1(x9999999)"])
+def test_what_is_no_list_of_counts_is_refused(text):
+    with pytest.raises(ValueError, match="is no list of tasks a node: "):
+        tasks_per_node(text)

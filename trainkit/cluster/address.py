@@ -1,0 +1,97 @@
+"""HOST:PORT, as people and launchers write it."""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+from typing import Final, NamedTuple
+
+__all__ = ["Address", "derived_port", "is_loopback"]
+
+_HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
+_FIRST_PORT: Final = 20_000
+_NUM_PORTS: Final = 12_000
+
+
+class Address(NamedTuple):
+    """Host and port.
+
+    Example:
+        >>> Address.parse("[::1]:2222"), str(Address("::1", 2222))
+        (Address(host='::1', port=2222), '[::1]:2222')
+    """
+
+    host: str
+    """A name, an IPv4 address, or an IPv6 address without brackets."""
+    port: int
+    """From 1 to 65535."""
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Read HOST:PORT; an IPv6 address stands in brackets.
+
+        Raises:
+            ValueError: it is none; the message is the rule it breaks.
+        """
+        host, colon, port = text.rpartition(":")
+        if not colon or not host:
+            raise ValueError("must be HOST:PORT, as in 10.0.0.1:2222.")
+        if ":" in host and not (host.startswith("[") and host.endswith("]")):
+            raise ValueError("must be HOST:PORT; an IPv6 address stands in brackets, as in [::1]:2222.")
+        if not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+            raise ValueError("its port must be a number from 1 to 65535.")
+        bare = host.removeprefix("[").removesuffix("]")
+        if (host != bare and not _is_ipv6(bare)) or (host == bare and not _HOST.fullmatch(bare)):
+            raise ValueError("its host must be a name, an IPv4 address, or an IPv6 address in brackets.")
+        return cls(bare, int(port))
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    @property
+    def canonical(self) -> Address:
+        """The same spelt in one way: two tasks at equal ones would answer at one port.
+
+        Example:
+            >>> Address("LocalHost", 1).canonical == Address("127.0.0.1", 1)
+            True
+        """
+        host = self.host.lower()
+        if host == "localhost":
+            host = "127.0.0.1"
+        return Address(str(ipaddress.IPv6Address(host)) if _is_ipv6(host) else host, self.port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is the machine itself, whoever reads it.
+
+    Example:
+        >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("node7")
+        (True, True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
+
+
+def derived_port(name: str) -> int:
+    """A port for a launch whose launcher names none: the same on every rank, another one for another launch.
+
+    From 20000 to 31999, below the ports that Linux gives to outgoing connections (32768 and up).
+
+    Example:
+        >>> derived_port("slurm 4711.0"), derived_port("slurm 4711.1")
+        (24569, 20317)
+    """
+    digest = hashlib.sha256(name.encode()).digest()
+    return _FIRST_PORT + int.from_bytes(digest[:4], "big") % _NUM_PORTS
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return True

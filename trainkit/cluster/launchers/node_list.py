@@ -1,0 +1,73 @@
+"""Lists as SLURM writes them: `n[01-03,7],login` and `2(x3),1`."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from typing import Final
+
+__all__ = ["node_names", "tasks_per_node"]
+
+_NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_RANGE: Final = re.compile(r"(\d+)-(\d+)")
+_COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_MOST: Final = 100_000
+
+
+def node_names(text: str) -> list[str]:
+    """The names in a list of nodes, in its order; numbers keep their leading zeros.
+
+    Raises:
+        ValueError: brackets or ranges that do not add up.
+
+    Example:
+        >>> node_names("n[01-03,7],r[1-2]n[5,6],login")
+        ['n01', 'n02', 'n03', 'n7', 'r1n5', 'r1n6', 'r2n5', 'r2n6', 'login']
+    """
+    names: list[str] = []
+    place = 0
+    while place < len(text):
+        found = _NAME.match(text, place)
+        if found is None or text[found.end() : found.end() + 1] not in ("", ","):
+            raise ValueError(f"is no list of nodes: {text}")
+        parts = re.split(r"(\[[^\]]*\])", found[0])
+        names += map("".join, itertools.product(*(_variants(part) for part in parts)))
+        place = found.end() + 1
+    return names
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """The number of tasks of each node, in the order of the nodes.
+
+    Raises:
+        ValueError: it is no such list.
+
+    Example:
+        >>> tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    counts: list[int] = []
+    for part in text.split(","):
+        found = _COUNT.fullmatch(part)
+        if found is None or int(found[2] or 1) > _MOST:
+            raise ValueError(f"is no list of tasks a node: {text}")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _variants(part: str) -> list[str]:
+    if not part.startswith("["):
+        return [part]
+    found: list[str] = []
+    for item in part[1:-1].split(","):
+        ends = _RANGE.fullmatch(item)
+        if ends is None:
+            if not item.isdigit():
+                raise ValueError(f"is no list of nodes: {part}")
+            found.append(item)
+            continue
+        low, high = int(ends[1]), int(ends[2])
+        if high - low >= _MOST:
+            raise ValueError(f"is no list of nodes: {part}")
+        found += [f"{number:0{len(ends[1])}d}" for number in range(low, high + 1)]
+    return found

@@ -1,0 +1,91 @@
+"""A step of SLURM: the tasks that one srun started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from trainkit.cluster.address import derived_port
+from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
+from trainkit.cluster.variables import Variables
+
+__all__ = ["slurm", "step_place"]
+
+_FIRST_SPECIAL: Final = 0xFFFFFFF0
+"""Steps above are none of srun's: 0xfffffffb is a batch script, 0xfffffffa the shell of salloc (slurm.h)."""
+
+
+def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
+    """The rank and size of this process in its step, as written; None outside of a step.
+
+    The script of sbatch and the shell of salloc see the variables of the job, and are no step; the shell of
+    `srun --pty` is one, and is for a person to type in: nobody started the others.
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    if not step or (step.isdigit() and int(step) >= _FIRST_SPECIAL) or environ.get("SLURM_PTY_PORT"):
+        return None
+    size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
+    return environ.get("SLURM_PROCID", ""), size
+
+
+def slurm(environ: Mapping[str, str]) -> Launch | None:
+    """A task of a step of several.
+
+    The ranks meet at the first node of the step, where rank 0 is, at a port that follows from the ids of job and step.
+    MASTER_ADDR and MASTER_PORT say otherwise.
+
+    Source: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
+    """
+    place = step_place(environ)
+    if place is None or place[1] == "1":
+        return None
+    read = Variables(environ, because="SLURM_STEP_ID")
+    size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    rank, size = read.rank_of("SLURM_PROCID", size_name)
+    local_rank, node = read.number("SLURM_LOCALID"), read.number("SLURM_NODEID", default=0)
+    nodes = _nodes(read)
+    counts = _counts(read)
+    job = f"slurm {read.text('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
+    read.finish()
+    alone = len(nodes) == 1
+    num_local = counts[node] if node < len(counts) else (size if alone else local_rank + 1)
+    return Launch(
+        kind="SLURM",
+        tasks=workers(size),
+        rank=rank,
+        local_rank=local_rank,
+        num_local=num_local,
+        num_hosts=len(nodes),
+        store=read.store("127.0.0.1" if alone else nodes[0], derived_port(job)),
+        hosts_store=rank == 0,
+        attempt=read.number("SLURM_RESTART_COUNT", default=0),
+        name=job.replace(" ", "-"),
+        addresses=_places(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block")),
+    )
+
+
+def _nodes(read: Variables) -> list[str]:
+    try:
+        return node_names(read.text("SLURM_STEP_NODELIST")) or [""]
+    except ValueError as error:
+        read.report("SLURM_STEP_NODELIST", f"{error}.", show_value=False)
+        return [""]
+
+
+def _counts(read: Variables) -> list[int]:
+    text = read.text("SLURM_STEP_TASKS_PER_NODE")
+    try:
+        return tasks_per_node(text) if text else []
+    except ValueError as error:
+        read.report("SLURM_STEP_TASKS_PER_NODE", f"{error}.", show_value=False)
+        return []
+
+
+def _places(nodes: list[str], counts: list[int], size: int, distribution: str) -> tuple[str, ...]:
+    """The node of every rank, where ranks fill node after node; else nothing is said."""
+    if len(counts) != len(nodes) or sum(counts) != size:
+        return ()
+    if max(counts) > 1 and len(nodes) > 1 and distribution.partition(":")[0] not in ("block", "pack"):
+        return ()
+    return tuple(node for node, count in zip(nodes, counts, strict=True) for _ in range(count))

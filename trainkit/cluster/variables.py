@@ -1,0 +1,96 @@
+"""Environment variables of a launcher, read with everything that is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trainkit.cluster.address import Address
+from trainkit.errors import MISSING, ConfigError, Problem
+
+__all__ = ["Variables"]
+
+
+class Variables:
+    """Reads what a launcher set; problems are collected, and raised together by `finish`.
+
+    A variable that is set to nothing counts as not set. After a problem a reader gives a number that will do, so that
+    the others are read too.
+
+    Example:
+        >>> read = Variables({"RANK": "1", "WORLD_SIZE": "4"}, because="RANK")
+        >>> read.rank_of("RANK", "WORLD_SIZE")
+        (1, 4)
+    """
+
+    def __init__(self, environ: Mapping[str, str], *, because: str) -> None:
+        """Begin to read.
+
+        Args:
+            environ: `os.environ`, or what stands for it in a test.
+            because: the variable that says that this launcher was at work.
+        """
+        self._environ = environ
+        self._because = because
+        self.problems: list[Problem] = []
+
+    def report(self, name: str, rule: str, *, show_value: bool = True) -> None:
+        """Add a problem of a variable."""
+        value = self._environ.get(name) or MISSING if show_value else MISSING
+        self.problems.append(Problem(key=name, value=value, rule=rule, origin="environment"))
+
+    def text(self, name: str) -> str:
+        """A variable that has to be there."""
+        value = self._environ.get(name, "")
+        if not value:
+            hint = "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+            self.report(name, f"is not set, though {self._because} is. {hint}")
+        return value
+
+    def number(self, name: str, *, default: int | None = None, least: int = 0) -> int:
+        """A whole number that has to be there, unless there is a default."""
+        if default is not None and not self._environ.get(name):
+            return default
+        text = self.text(name)
+        if text.isascii() and text.isdigit() and int(text) >= least:
+            return int(text)
+        if text:
+            self.report(name, f"must be a whole number, {least} or more.")
+        return least
+
+    def rank_of(self, rank_name: str, size_name: str) -> tuple[int, int]:
+        """A place and the number of places: `RANK` and `WORLD_SIZE`."""
+        before = len(self.problems)
+        rank, size = self.number(rank_name), self.number(size_name, least=1)
+        if len(self.problems) == before and rank >= size:
+            self.report(rank_name, f"must be less than {size_name}={size}.")
+        return rank, size
+
+    def store(
+        self,
+        host: str | None = None,
+        port: int | None = None,
+        *,
+        names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT"),
+    ) -> Address:
+        """Where the ranks meet: what the two variables say, or what else the launcher lets one conclude.
+
+        Args:
+            host: stands in for the first where that is not set; None: it has to be.
+            port: the same for the second.
+            names: the variables.
+        """
+        host_name, port_name = names
+        chosen = self._environ.get(host_name) or (self.text(host_name) if host is None else host)
+        number = self.number(port_name, default=port, least=1)
+        if number > 65535:
+            self.report(port_name, "must be a port, 65535 at most.")
+        return Address(chosen.removeprefix("[").removesuffix("]"), number)
+
+    def finish(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            ConfigError: every problem of these variables.
+        """
+        if self.problems:
+            raise ConfigError(self.problems)
