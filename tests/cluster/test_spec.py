@@ -1,0 +1,134 @@
+import json
+
+import pytest
+
+from tests.cluster.refusals import refused
+from trainkit.cluster.spec import Spec
+
+FOUR = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
+
+
+def tf_config(cluster, task):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def test_ranks_follow_the_roles_and_the_chief_is_first():
+    launch = Spec(**FOUR, task="worker:1").launch({})
+    assert [str(task) for task in launch.tasks] == ["chief:0", "worker:0", "worker:1", "evaluator:0"]
+    assert (launch.rank, launch.store, launch.hosts_store) == (2, ("a", 1), False)
+    assert launch.place_of(1) == "worker:0 (b:1)"
+
+
+def test_tasks_of_one_host_share_it():
+    launch = Spec(**FOUR, task="worker:1").launch({})
+    assert (launch.local_rank, launch.num_local, launch.num_hosts) == (1, 2, 3)
+
+
+def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store():
+    launch = Spec(worker=("a:1", "b:1"), task="worker:0").launch({})
+    assert (launch.rank, launch.hosts_store, str(launch.task)) == (0, True, "worker:0")
+
+
+def test_an_ipv6_cluster_keeps_its_brackets_in_what_a_person_reads():
+    launch = Spec(worker=("[fd00::1]:2222", "[fd00::2]:2222"), task="worker:1").launch({})
+    assert launch.store == ("fd00::1", 2222)
+    assert launch.line() == "launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at [fd00::1]:2222"
+
+
+def test_the_line_names_the_task_where_its_index_is_not_its_rank():
+    line = Spec(**FOUR, task="worker:1").launch({}).line()
+    assert line == "launch by cluster=spec: rank 2 (worker:1) of 4 on 3 hosts, meeting at a:1"
+
+
+def test_a_cluster_of_one_task_is_no_launch():
+    assert Spec(worker=("a:1",)).launch({}) is None or Spec(worker=("a:1",), task="worker:0").launch({}) is None
+
+
+def test_the_task_may_come_from_tf_config():
+    environ = tf_config({"worker": ["a:1", "b:1"]}, {"type": "worker", "index": 1})
+    assert Spec(worker=("a:1", "b:1")).launch(environ).rank == 1
+
+
+def test_tf_config_that_says_otherwise_is_a_problem_each():
+    environ = tf_config({"worker": ["a:1", "c:1"], "ps": ["d:1"]}, {"type": "worker", "index": 1})
+    spec = Spec(worker=("a:1", "b:1"), task="worker:0")
+    assert refused(lambda: spec.launch(environ)) == [
+        (
+            "TF_CONFIG.cluster.worker: says [a:1, c:1], and cluster.worker says [a:1, b:1]. "
+            "Make them the same, or unset TF_CONFIG. (environment)"
+        ),
+        (
+            "TF_CONFIG.cluster.ps: says [d:1], and cluster.ps says none. "
+            "Make them the same, or unset TF_CONFIG. (environment)"
+        ),
+        (
+            "TF_CONFIG.task: says worker:1, and cluster.task says worker:0. "
+            "Make them the same, or unset TF_CONFIG. (environment)"
+        ),
+    ]
+
+
+def test_tf_config_is_not_read_where_launchers_are_ignored():
+    environ = tf_config({"worker": ["a:1", "c:1"]}, {"type": "worker", "index": 1}) | {"TRAINKIT_LAUNCHER": "none"}
+    assert Spec(worker=("a:1", "b:1"), task="worker:0").launch(environ).rank == 0
+
+
+def test_a_missing_task_lists_those_there_are():
+    assert refused(lambda: Spec(worker=("a:1", "b:1")).launch({})) == [
+        "cluster.task: is missing: which task this process is. Give cluster.task=ROLE:INDEX, of worker:0, worker:1."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({}, "cluster: names no task. It needs a worker at least: worker=[HOST:PORT,...]."),
+        (
+            {"ps": ("a:1",)},
+            "cluster: has neither chief nor worker: nobody would train. Add worker=[HOST:PORT,...].",
+        ),
+        (
+            {"worker": ("a:1", "A:1")},
+            "cluster.worker=A:1: is the address of worker:0 too. Every task needs its own.",
+        ),
+        (
+            {"chief": ("a:1", "b:1")},
+            "cluster.chief=[a:1, b:1]: a cluster has one chief, and here are 2. List the others under worker.",
+        ),
+        (
+            {"chief": "a:1", "evaluator": ("b:1", "c:1")},
+            "cluster.evaluator=[b:1, c:1]: a cluster has one evaluator, and here are 2.",
+        ),
+        ({"worker": ("a:70000",)}, "cluster.worker=a:70000: its port must be a number from 1 to 65535."),
+        (
+            {"worker": ("127.0.0.1:1", "b:1")},
+            ("cluster: 127.0.0.1:1 is whatever machine reads it: "
+            "worker:0 needs a name that the other hosts can reach."),
+        ),
+        ({"worker": ("a:1", "b:1"), "task": "worker"}, "cluster.task=worker: must be ROLE:INDEX, as in worker:0."),
+        ({"worker": ("a:1", "b:1"), "task": "worker:"}, "cluster.task=worker:: must be ROLE:INDEX, as in worker:0."),
+        ({"worker": ("a:1",), "task": "worker:-1"}, "cluster.task=worker:-1: must be ROLE:INDEX, as in worker:0."),
+        (
+            {"worker": ("a:1", "b:1"), "task": "worker:2"},
+            "cluster.task=worker:2: the cluster has 2 workers, worker:0 to worker:1.",
+        ),
+        (
+            {"worker": ("a:1", "b:1"), "task": "wroker:1"},
+            "cluster.task=wroker:1: no such role. Did you mean worker? There are: chief, worker, ps, evaluator.",
+        ),
+        (
+            {"worker": ("a:1", "b:1"), "task": "chief:0"},
+            ("cluster.task=chief:0: the cluster has no chief. Without one, worker:0 is what a chief is. "
+            "Its tasks: worker:0, worker:1."),
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_cluster_is_refused_in_these_words(keys, problem):
+    assert refused(lambda: Spec(**keys)) == [problem]
+
+
+def test_all_problems_of_a_cluster_are_told_at_once():
+    problems = refused(lambda: Spec(chief=("a:1", "b:1"), worker=("a:1", "c"), ps=("d:0",), task="ps:1"))
+    assert [problem.partition(": ")[0] for problem in problems] == [
+        "cluster.chief=[a:1, b:1]", "cluster.worker=a:1", "cluster.worker=c", "cluster.ps=d:0", "cluster.task=ps:1",
+    ]  # fmt: skip

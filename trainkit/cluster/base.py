@@ -1,0 +1,27 @@
+"""What a choice of the group `cluster` is: a way to learn which processes take part in a run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from trainkit.cluster.launch import Launch
+
+__all__ = ["Cluster"]
+
+
+class Cluster(ABC):
+    """Which machines take part. A choice is a frozen, keyword-only dataclass; its keys are placement."""
+
+    @abstractmethod
+    def launch(self, environ: Mapping[str, str]) -> Launch | None:
+        """The launch that this process belongs to; None: it is the only one, and starts what the run needs.
+
+        A pure function of the config and the environment.
+
+        Args:
+            environ: `os.environ`, or what stands for it in a test.
+
+        Raises:
+            ConfigError: what is wrong with the cluster or the variables, all at once.
+        """

@@ -1,0 +1,144 @@
+"""The tasks of a cluster by role and address, held against the rules of a cluster."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from trainkit.cluster.address import Address, is_loopback
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+
+__all__ = ["ROLES", "launch_of", "member_problems", "parse_task", "tasks_of"]
+
+ROLES: Final = ("chief", "worker", "ps", "evaluator")
+"""Roles in the order of their ranks. Without a chief, worker 0 has rank 0 and is what a chief is: TensorFlow's rule."""
+_SINGLE: Final = ("chief", "evaluator")
+
+Members = Mapping[str, Sequence[str]]
+"""Role -> HOST:PORT of its tasks by index."""
+
+
+def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator[Problem]:
+    """Everything that is wrong with the addresses.
+
+    Args:
+        members: the addresses as they were written.
+        key: what a role's key is below: `cluster`, `TF_CONFIG.cluster`.
+        origin: where they were set; empty where the config knows.
+    """
+    seen: dict[Address, str] = {}
+    for role, texts in members.items():
+        inner = f"{key}.{role}"
+        if role not in ROLES:
+            yield Problem(key=inner, rule=_unknown_role(role), origin=origin)
+            continue
+        if role in _SINGLE and len(texts) > 1:
+            other = " List the others under worker." if role == "chief" else ""
+            rule = f"a cluster has one {role}, and here are {len(texts)}.{other}"
+            yield Problem(key=inner, value=_listed(texts), rule=rule, origin=origin)
+        for index, text in enumerate(texts):
+            try:
+                address = Address.parse(text).canonical
+            except ValueError as error:
+                yield Problem(key=inner, value=text, rule=str(error), origin=origin)
+                continue
+            if address in seen:
+                rule = f"is the address of {seen[address]} too. Every task needs its own."
+                yield Problem(key=inner, value=text, rule=rule, origin=origin)
+            seen.setdefault(address, f"{role}:{index}")
+    yield from _about_the_whole(members, seen, key, origin)
+
+
+def _about_the_whole(members: Members, seen: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
+    if not any(members.values()):
+        rule = "names no task. It needs a worker at least: worker=[HOST:PORT,...]."
+        yield Problem(key=key, rule=rule, origin=origin)
+    elif not members.get("chief") and not members.get("worker") and all(role in ROLES for role in members):
+        rule = "has neither chief nor worker: nobody would train. Add worker=[HOST:PORT,...]."
+        yield Problem(key=key, rule=rule, origin=origin)
+    local = [address for address in seen if is_loopback(address.host)]
+    if local and len(local) < len(seen):
+        rule = f"{local[0]} is whatever machine reads it: {seen[local[0]]} needs a name that the other hosts can reach."
+        yield Problem(key=key, rule=rule, origin=origin)
+
+
+def parse_task(text: str) -> tuple[str, int]:
+    """Read `worker:1`.
+
+    Raises:
+        ValueError: it is no ROLE:INDEX; the message is the rule it breaks.
+
+    Example:
+        >>> parse_task("ps:0")
+        ('ps', 0)
+    """
+    found = re.fullmatch(r"([A-Za-z_]+):([0-9]+)", text)
+    if found is None:
+        raise ValueError("must be ROLE:INDEX, as in worker:0.")
+    if found[1] not in ROLES:
+        raise ValueError(_unknown_role(found[1]))
+    return found[1], int(found[2])
+
+
+def task_problem(members: Members, role: str, index: int) -> str | None:
+    """What is wrong with a task of this cluster, as the rule that it breaks."""
+    count = len(members.get(role, ()))
+    if index < count:
+        return None
+    if count == 0:
+        stand_in = " Without one, worker:0 is what a chief is." if role == "chief" and members.get("worker") else ""
+        return f"the cluster has no {role}.{stand_in} Its tasks: {_tasks_listed(members)}."
+    last = "" if count == 1 else f" to {role}:{count - 1}"
+    return f"the cluster has {count} {role}{'' if count == 1 else 's'}, {role}:0{last}."
+
+
+def tasks_of(members: Members) -> tuple[tuple[Task, ...], tuple[Address, ...]]:
+    """The tasks by rank, and where each one is.
+
+    Example:
+        >>> tasks, _ = tasks_of({"worker": ["a:1", "b:1"], "chief": ["c:1"]})
+        >>> [str(task) for task in tasks]
+        ['chief:0', 'worker:0', 'worker:1']
+    """
+    placed = [(role, index, text) for role in ROLES for index, text in enumerate(members.get(role, ()))]
+    tasks = tuple(Task(role=role, index=index, rank=rank) for rank, (role, index, _) in enumerate(placed))
+    return tasks, tuple(Address.parse(text) for _, _, text in placed)
+
+
+def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> Launch:
+    """The launch that a cluster without problems describes, for one of its tasks.
+
+    The ranks meet at the address of rank 0. Tasks with the same host, as written, share it.
+    """
+    tasks, addresses = tasks_of(members)
+    rank = next(item.rank for item in tasks if (item.role, item.index) == task)
+    hosts = [address.canonical.host for address in addresses]
+    return Launch(
+        kind=kind,
+        tasks=tasks,
+        rank=rank,
+        local_rank=hosts[:rank].count(hosts[rank]),
+        num_local=hosts.count(hosts[rank]),
+        num_hosts=len(set(hosts)),
+        store=addresses[0],
+        hosts_store=rank == 0,
+        addresses=tuple(map(str, addresses)),
+    )
+
+
+def _unknown_role(role: str) -> str:
+    near = closest(role, ROLES)
+    hint = f"Did you mean {near}? " if near else ""
+    return f"no such role. {hint}There are: {', '.join(ROLES)}."
+
+
+def _tasks_listed(members: Members) -> str:
+    return ", ".join(f"{role}:{index}" for role in ROLES for index in range(len(members.get(role, ()))))
+
+
+def _listed(values: Sequence[Any]) -> str:
+    return f"[{', '.join(map(str, values))}]"

@@ -1,0 +1,94 @@
+"""A cluster written out in the config: the address of every task, by role."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from trainkit.cluster.base import Cluster
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.members import ROLES, launch_of, member_problems, parse_task, task_problem
+from trainkit.cluster.tf_config import TfConfig, read_tf_config
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+
+__all__ = ["Spec"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Cluster):
+    """Every task of the run by role and address. TF_CONFIG may say the same, or which task this process is.
+
+    Example:
+        >>> spec = Spec(worker=("10.0.0.1:2222", "10.0.0.2:2222"), task="worker:1")
+        >>> spec.launch({}).line()
+        'launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at 10.0.0.1:2222'
+    """
+
+    chief: Annotated[str | tuple[str, ...] | None, placement] = None
+    """HOST:PORT of the task that leads and trains; without one, worker 0 does."""
+    worker: Annotated[tuple[str, ...], placement] = ()
+    """HOST:PORT of every task that trains; several may share a host."""
+    ps: Annotated[tuple[str, ...], placement] = ()
+    """HOST:PORT of every parameter server."""
+    evaluator: Annotated[tuple[str, ...], placement] = ()
+    """HOST:PORT of the task that evaluates beside the training."""
+    task: Annotated[str | None, placement] = None
+    """The task that this process is, ROLE:INDEX; null where TF_CONFIG says it."""
+
+    def __post_init__(self) -> None:
+        problems = [*member_problems(self.members, key="cluster"), *self._task_problems()]
+        if problems:
+            raise ConfigError(problems)
+
+    @property
+    def members(self) -> dict[str, tuple[str, ...]]:
+        """Role -> addresses, for the roles that have some."""
+        values = {role: getattr(self, role) for role in ROLES}
+        listed = {role: (value,) if isinstance(value, str) else tuple(value or ()) for role, value in values.items()}
+        return {role: texts for role, texts in listed.items() if texts}
+
+    def launch(self, environ: Mapping[str, str]) -> Launch | None:
+        """The launch of this cluster, for this process; None where it has one task.
+
+        Raises:
+            ConfigError: it is not said which task this process is, or TF_CONFIG says otherwise.
+        """
+        said = None if environ.get("TRAINKIT_LAUNCHER") == "none" else read_tf_config(environ)
+        problems = [] if said is None else list(self._differences(said))
+        task = said.task if said is not None and self.task is None else self.task and parse_task(self.task)
+        if not task and not problems and sum(map(len, self.members.values())) > 1:
+            names = ", ".join(f"{role}:{index}" for role, texts in self.members.items() for index in range(len(texts)))
+            rule = f"is missing: which task this process is. Give cluster.task=ROLE:INDEX, of {names}."
+            problems.append(Problem(key="cluster.task", rule=rule))
+        if problems:
+            raise ConfigError(problems)
+        return launch_of(self.members, task, kind="cluster=spec") if task else None
+
+    def _task_problems(self) -> Iterator[Problem]:
+        if self.task is None:
+            return
+        try:
+            role, index = parse_task(self.task)
+            rule = task_problem(self.members, role, index) if self.members else None
+        except ValueError as error:
+            rule = str(error)
+        if rule is not None:
+            yield Problem(key="cluster.task", value=self.task, rule=rule)
+
+    def _differences(self, said: TfConfig) -> Iterator[Problem]:
+        """What the variable says otherwise."""
+        remedy = f"Make them the same, or unset {said.variable}."
+        for role in ROLES:
+            ours, theirs = self.members.get(role, ()), said.members.get(role, ())
+            if ours != theirs:
+                rule = f"says {_shown(theirs)}, and cluster.{role} says {_shown(ours)}. {remedy}"
+                yield Problem(key=f"{said.variable}.cluster.{role}", rule=rule, origin="environment")
+        if self.task is not None and said.task != parse_task(self.task):
+            rule = f"says {said.task[0]}:{said.task[1]}, and cluster.task says {self.task}. {remedy}"
+            yield Problem(key=f"{said.variable}.task", rule=rule, origin="environment")
+
+
+def _shown(texts: tuple[str, ...]) -> str:
+    return f"[{', '.join(texts)}]" if texts else "none"

@@ -1,0 +1,131 @@
+"""TF_CONFIG, and Vertex AI's CLUSTER_SPEC: a cluster and the task of this process, as JSON in one variable."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from trainkit.cluster.members import ROLES, member_problems, task_problem
+from trainkit.errors import MISSING, ConfigError, Problem
+
+__all__ = ["TfConfig", "read_tf_config"]
+
+_POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
+"""Vertex AI's names of the roles in CLUSTER_SPEC; in TF_CONFIG it says the roles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TfConfig:
+    """What the variable says, free of problems."""
+
+    variable: str
+    """TF_CONFIG, or CLUSTER_SPEC."""
+    members: Mapping[str, tuple[str, ...]]
+    """Role -> HOST:PORT of its tasks by index."""
+    task: tuple[str, int]
+    """Role and index of this process."""
+
+
+def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
+    """Read TF_CONFIG, or without it CLUSTER_SPEC; None where neither is set.
+
+    Raises:
+        ConfigError: everything that is wrong with it.
+
+    Example:
+        >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
+        >>> read_tf_config({"TF_CONFIG": text}).task
+        ('worker', 1)
+
+    Source: https://www.tensorflow.org/guide/distributed_training#TF_CONFIG,
+    https://cloud.google.com/vertex-ai/docs/training/distributed-training
+    """
+    variable = next((name for name in ("TF_CONFIG", "CLUSTER_SPEC") if environ.get(name)), None)
+    if variable is None:
+        return None
+    content = _content(variable, environ[variable])
+    if variable == "CLUSTER_SPEC":
+        content = _with_roles(content)
+    problems = list(_shape_problems(variable, content))
+    members = {} if problems else {role: _texts(value) for role, value in content["cluster"].items()}
+    if not problems:
+        problems += member_problems(members, key=f"{variable}.cluster", origin="environment")
+    problems += _task_problems(variable, content.get("task", MISSING), members)
+    if problems:
+        raise ConfigError(problems)
+    task = (content["task"]["type"], int(content["task"]["index"]))
+    return TfConfig(variable=variable, members={role: texts for role, texts in members.items() if texts}, task=task)
+
+
+def _content(variable: str, text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError([Problem(key=variable, rule=f"is no JSON: {error}.", origin="environment")]) from error
+    if not isinstance(content, dict):
+        rule = "must be a JSON object with cluster and task."
+        raise ConfigError([Problem(key=variable, rule=rule, origin="environment")])
+    return content
+
+
+def _with_roles(content: dict[str, Any]) -> dict[str, Any]:
+    """Vertex AI's names replaced by the roles they stand for."""
+    cluster, task = content.get("cluster"), content.get("task")
+    if isinstance(cluster, dict):
+        cluster = {_POOLS.get(name, name): value for name, value in cluster.items()}
+    if isinstance(task, dict) and isinstance(task.get("type"), str):
+        task = {**task, "type": _POOLS.get(task["type"], task["type"])}
+    return {**content, "cluster": cluster, "task": task}
+
+
+def _shape_problems(variable: str, content: Mapping[str, Any]) -> Iterator[Problem]:
+    cluster = content.get("cluster")
+    if not isinstance(cluster, dict):
+        rule = (
+            'is missing: {"worker": ["HOST:PORT", ...]}.'
+            if cluster is None
+            else "must be an object: role to addresses."
+        )
+        yield Problem(key=f"{variable}.cluster", rule=rule, origin="environment")
+        return
+    for role, value in cluster.items():
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(x, str) for x in value)):
+            rule = "must be a list of HOST:PORT."
+            yield Problem(key=f"{variable}.cluster.{role}", rule=rule, origin="environment")
+
+
+def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+    key = f"{variable}.task"
+    if not isinstance(task, dict):
+        rule = 'is missing: which task this process is, {"type": "worker", "index": 0}.'
+        yield Problem(key=key, rule=rule, origin="environment")
+        return
+    role, index = task.get("type"), task.get("index")
+    known = isinstance(role, str) and role in ROLES
+    if not known:
+        rule = "is missing" if role is None else "no such role"
+        yield Problem(
+            key=f"{key}.type", value=MISSING if role is None else role,
+            rule=f"{rule}. There are: {', '.join(ROLES)}.", origin="environment",
+        )  # fmt: skip
+    number = _index(index)
+    if number is None:
+        rule = "is missing: a whole number, 0 or more." if index is None else "must be a whole number, 0 or more."
+        yield Problem(key=f"{key}.index", value=MISSING if index is None else index, rule=rule, origin="environment")
+    elif known and members:
+        rule_of_task = task_problem(members, str(role), number)
+        if rule_of_task:
+            yield Problem(key=key, value=f"{role}:{number}", rule=rule_of_task, origin="environment")
+
+
+def _index(value: Any) -> int | None:
+    """An index as a number; TensorFlow takes one written as text too."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def _texts(value: Any) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
