@@ -1,0 +1,119 @@
+"""Which launch a process belongs to, by its environment alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.launchers.mpi import mpich, open_mpi
+from trainkit.cluster.launchers.slurm import slurm
+from trainkit.cluster.launchers.torch import by_hand, pet, torchrun
+from trainkit.cluster.members import launch_of
+from trainkit.cluster.spec import Spec
+from trainkit.cluster.tf_config import read_tf_config
+from trainkit.config.values import closest
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["LAUNCHERS", "VARIABLE", "detect"]
+
+VARIABLE: Final = "TRAINKIT_LAUNCHER"
+"""The environment variable that says which launcher to believe, or `none`."""
+
+
+def _tf_config(environ: Mapping[str, str]) -> Launch | None:
+    said = read_tf_config(environ)
+    return None if said is None else launch_of(said.members, said.task, kind=said.variable)
+
+
+LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], Launch | None]]] = {
+    "torchrun": torchrun,
+    "environment": by_hand,
+    "tf_config": _tf_config,
+    "openmpi": open_mpi,
+    "mpich": mpich,
+    "slurm": slurm,
+    "pet": pet,
+}
+"""Launcher -> what finds it in an environment, the innermost first.
+
+torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; what a person set by hand stands inside of
+what started the shell.
+"""
+_MARKS: Final = {
+    "torchrun": "TORCHELASTIC_RUN_ID", "environment": "RANK and WORLD_SIZE", "tf_config": "TF_CONFIG",
+    "openmpi": "OMPI_COMM_WORLD_SIZE", "mpich": "PMI_SIZE", "slurm": "SLURM_STEP_ID", "pet": "PET_NNODES",
+}  # fmt: skip
+
+
+def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> Launch | None:
+    """The launch that a process belongs to; a pure function.
+
+    Args:
+        environ: `os.environ`, or what stands for it in a test.
+        spec: the cluster that the config spells out; it is believed before anything in the environment.
+        launcher: the launcher to believe, `none` for none, or `auto`: what `TRAINKIT_LAUNCHER` says, else whichever is
+            found.
+
+    Returns:
+        None where this process is the only one: nothing was found, or a group of one. torchrun with restarts left is a
+        launch of one all the same: it may have had more members, and get them back.
+
+    Raises:
+        ConfigError: variables that are missing, no numbers, or at odds with one another; all of one launcher's.
+
+    Example:
+        >>> hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+        >>> detect(hand).kind, detect(hand).rank
+        ('RANK and WORLD_SIZE', 1)
+        >>> detect({}) is detect(hand | {"TRAINKIT_LAUNCHER": "none"}) is None
+        True
+    """
+    if spec is not None:
+        _refuse_beside_spec(environ)
+        return spec.launch(environ)
+    asked = launcher if launcher != "auto" else environ.get(VARIABLE, "") or "auto"
+    if asked == "none":
+        return None
+    if asked != "auto":
+        return _forced(asked, environ)
+    for name in LAUNCHERS:
+        if name == "environment" and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+            continue
+        launch = LAUNCHERS[name](environ)
+        if launch is not None:
+            return _shared(launch, environ)
+    if environ.get("WORLD_SIZE") == "1":
+        return None
+    half = by_hand(environ)  # one of the two that nothing else explains: it says what is missing
+    return None if half is None else _shared(half, environ)
+
+
+def _shared(launch: Launch, environ: Mapping[str, str]) -> Launch | None:
+    """The launch, unless this process is all there is of it."""
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") if launch.kind == "torchrun" else "0"
+    if launch.num_ranks == 1 and restarts == "0":
+        return None
+    return replace(launch, ignore=f"{VARIABLE}=none")
+
+
+def _forced(name: str, environ: Mapping[str, str]) -> Launch | None:
+    origin = "environment" if environ.get(VARIABLE) == name else ""
+    key = VARIABLE if origin else "cluster.launcher"
+    if name not in LAUNCHERS:
+        near = closest(name, [*LAUNCHERS, "auto", "none"])
+        hint = f"Did you mean {near}? " if near else ""
+        rule = f"no such launcher. {hint}There are: {', '.join(LAUNCHERS)}, auto and none."
+        raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
+    launch = LAUNCHERS[name](environ)
+    if launch is None:
+        rule = f"this process was not started by it, or is the only one: see {_MARKS[name]}."
+        raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
+    return _shared(launch, environ)
+
+
+def _refuse_beside_spec(environ: Mapping[str, str]) -> None:
+    if environ.get(VARIABLE, "") not in ("", "auto", "none"):
+        rule = "has no effect: cluster=spec says who takes part. Unset it, or use cluster=local."
+        raise ConfigError([Problem(key=VARIABLE, value=environ[VARIABLE], rule=rule, origin="environment")])
