@@ -71,6 +71,8 @@ class Case:
     seed: int = 3
     resume_at: int | None = None
     """Save after so many steps and continue from there in a new placement."""
+    start: dict[str, Tensor] | None = None
+    """A checkpoint's tensors to start from, at step 0."""
 
     def make_model(self) -> nn.Module:
         """The model at step 0."""
@@ -166,7 +168,7 @@ class _Rank:
     def train(self) -> Trained:
         """All steps, with a new placement in between where the case asks for one."""
         ends = [self.case.num_steps] if self.case.resume_at is None else [self.case.resume_at, self.case.num_steps]
-        state: dict[str, Tensor] = {}
+        state = self.case.start or {}
         for part, end in enumerate(ends):
             placed = self._place(part)
             if state:

@@ -1,15 +1,25 @@
 """Local SGD against replicas trained apart by hand, and against one device where every step is averaged."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.support import apart, reference, zoo
 from tests.support.pool import Place, Pool
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.engine.manifest import scan
+from trainkit.errors import ConfigError
+from trainkit.strategies.averaging import Outer
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.local_sgd import LocalSgd
 
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5, with unequal numbers of targets
 CLASSES = Case(task="classes", global_size=16, micro_size=4)
@@ -104,3 +114,82 @@ def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) ->
         unequal = [name for name, tensor in whole.items() if not torch.equal(tensor, rank.state[name])]
         assert (rank.state.keys() - whole.keys(), unequal) == (set(), [])
     assert "optimizer/outer_momentum/0.weight" in whole
+
+
+@pytest.mark.parametrize(("before", "after"), [("one_device", "local_sgd"), ("local_sgd", "one_device")])
+def test_a_checkpoint_of_either_kind_loads_in_the_other(before: str, after: str) -> None:
+    settings = {"local_sgd": {"replicas": 1, "average_every": 2, "outer": {"lr": 0.7}}, "one_device": {}}
+    case = replace(CLASSES, optimizer="adamw", num_steps=4)
+    saved = run_rank(None, replace(case, strategy=before, settings=settings[before])).state
+    strategy = replace(case, strategy=after, settings=settings[after], num_steps=0, start=saved)
+    found = run_rank(None, strategy).state
+    assert [name for name, tensor in saved.items() if name in found and not torch.equal(found[name], tensor)] == []
+
+
+# one replica and an outer optimizer: windows and averages without a second process
+ALONE = (
+    "model=net", "data=points", "batch.global_size=16", "batch.micro_size=5", "optimizer=adamw", "steps=10",
+    "strategy=local_sgd", "strategy.replicas=1", "strategy.average_every=4", "strategy.outer.lr=0.7",
+)  # fmt: skip
+
+
+def test_a_run_is_evaluated_and_saved_at_averages_and_at_its_end(tmp_path: Path) -> None:
+    every = ("eval.every_epochs=null", "eval.every_steps=5", "checkpoint.every_steps=3", "checkpoint.keep_last=9")
+    run(tmp_path / "run", *ALONE, *every, "checkpoint.keep_best=0")
+    rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert [row["step"] for row in rows if "val/loss" in row] == [8, 10]
+    assert sorted(one.step for one in scan(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
+
+
+def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exactly(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", *ALONE)
+    first = run(tmp_path / "parts", *ALONE, "stop_at_step=5")
+    assert (first["status"], first["steps"]) == ("stopped", 8)
+    second = run(tmp_path / "parts", *ALONE, "resume=auto")
+    assert (second["steps"], second["weights_sha256"]) == (10, whole["weights_sha256"])
+
+
+def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
+    run(tmp_path / "run", *ALONE, "stop_at_step=4")
+    with pytest.raises(ConfigError) as raised:
+        run(tmp_path / "other", *ALONE, "strategy.replicas=2", f"resume={tmp_path / 'run'}")
+    assert str(raised.value.problems[0]) == (
+        f"strategy.replicas=2: the run to resume, {tmp_path / 'run'}, has 1. Give it the same value. (command line)"
+    )
+
+
+def said(strategy: LocalSgd, **facts: Any) -> list[str]:
+    return [str(problem) for problem in strategy.problems(Facts(**facts))]
+
+
+def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
+    assert said(LocalSgd(), numerics=Numerics(reproducible=True), precision="fp16_mixed") == [
+        "numerics.reproducible=true: local_sgd depends on the number of replicas. Use strategy=mirrored, or false.",
+        "precision=fp16_mixed: has one loss scale, and replicas overflow apart. Use precision=bf16_mixed.",
+    ]
+
+
+def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:
+    expected = "has no effect without strategy.outer.lr: the average itself is taken."
+    assert said(LocalSgd(outer=Outer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
+    assert said(LocalSgd(outer=Outer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
+
+
+def test_a_launch_of_another_number_of_processes_is_refused() -> None:
+    tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(4))
+    launch = Launch(
+        kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=2, store=("10.0.0.1", 29400)
+    )
+    assert said(LocalSgd(replicas=4), launch=launch) == []
+    assert said(LocalSgd(replicas=2), launch=launch) == [
+        "strategy.replicas=2: but torchrun started 4, and their number changes the result. Use 4."
+    ]
+
+
+def test_the_plan_says_that_it_is_another_training() -> None:
+    strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=Outer(lr=0.7))
+    (line,) = strategy.notes()
+    assert line == (
+        "local_sgd: 4 replicas step alone and average every 50 steps, after 100 steps as in mirrored, then an outer "
+        "step at rate 0.7: another training than that of one device."
+    )

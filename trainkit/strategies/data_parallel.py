@@ -57,6 +57,10 @@ class DataParallel(Synchronous):
             return [Problem(key="strategy.replicas", value=count, rule=rule)]
         return found
 
+    def replicas_here(self, launch: Launch | None) -> int | Literal["auto"]:  # noqa: ARG002 - `replicas` is a host's
+        """The replicas that the config asks for on this host."""
+        return self.replicas
+
     def _host_problems(self, facts: Facts) -> list[Problem]:
         if self.devices is None and facts.num_gpus and self.num_replicas(facts) > facts.num_gpus:
             rule = f"more than the {facts.num_gpus} GPUs of this host. Use {facts.num_gpus} or fewer."
@@ -72,7 +76,7 @@ class DataParallel(Synchronous):
         ]
         local = launch.num_local * self._ranks_a_process(facts, launch)
         started = f"{launch.kind} started {_counted(launch.num_local, 'process', 'es')} on this host"
-        if self.replicas not in ("auto", local) and not launch.takes_devices:
+        if self.replicas_here(launch) not in ("auto", local) and not launch.takes_devices:
             rule = f"{started}, a replica each. Leave it out, or give {local}."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         if self.devices is not None and len(self.devices) != local:
@@ -92,7 +96,7 @@ class DataParallel(Synchronous):
         if twice:
             rule = f"names {', '.join(twice)} twice. NCCL takes one replica a GPU."
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
-        if self.replicas != "auto" and self.replicas != len(self.devices):
+        if self.replicas_here(facts.launch) not in ("auto", len(self.devices)):
             rule = f"but strategy.devices names {len(self.devices)}. Leave one of the two out."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         if not self.devices:
@@ -128,8 +132,9 @@ class DataParallel(Synchronous):
             return 1
         if self.devices is not None and launch.num_local == 1:
             return len(self.devices)
-        if self.replicas != "auto":
-            return self.replicas
+        asked = self.replicas_here(launch)
+        if asked != "auto":
+            return asked
         return max(facts.num_gpus, 1) if launch.num_local == 1 else 1
 
     def _devices(self, facts: Facts, places: range) -> list[str]:

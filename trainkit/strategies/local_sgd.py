@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import Launch
 from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths
@@ -90,29 +91,44 @@ class LocalSgd(DataParallel):
 
     def problems(self, facts: Facts) -> list[Problem]:
         """What concerns every data-parallel strategy, and what replicas that differ cannot keep."""
-        problems = super().problems(facts)
+        problems = self._count_problems(facts.launch) or super().problems(facts)
         if facts.numerics.reproducible:
-            rule = "local_sgd ends in other numbers on another number of replicas. Use strategy=mirrored, or false."
+            rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if facts.precision == "fp16_mixed":
-            rule = "scales the loss of all replicas alike, and local_sgd's overflow apart. Use precision=bf16_mixed."
+            rule = "has one loss scale, and replicas overflow apart. Use precision=bf16_mixed."
             problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
-        if facts.launch is not None and facts.launch.num_ranks != self.replicas:
-            count = facts.launch.num_ranks
-            rule = f"but {facts.launch.kind} started {count}, and their number changes the result. Use {count}."
-            problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         if self.outer.lr is None and self.outer != _AVERAGE_ALONE:
             rule = "has no effect without strategy.outer.lr: the average itself is taken."
             key, value = ("momentum", self.outer.momentum) if self.outer.nesterov else ("nesterov", False)
             problems.append(Problem(key=f"strategy.outer.{key}", value=value, rule=rule))
         return problems
 
+    def _count_problems(self, launch: Launch | None) -> list[Problem]:
+        if launch is None or self.replicas == launch.num_ranks:
+            return []
+        if launch.takes_devices and self.replicas % launch.num_ranks == 0:
+            return []
+        count = launch.num_ranks
+        use = f"a multiple of {count}" if launch.takes_devices else count
+        rule = f"but {launch.kind} started {count}, and their number changes the result. Use {use}."
+        return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
+
+    def replicas_here(self, launch: Launch | None) -> int:
+        """The share of this host: `replicas` counts those of all hosts, since their number changes the result."""
+        return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
+
     def notes(self) -> tuple[str, ...]:
         """What is averaged when, and that it is another training."""
         first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
         outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
-        said = f"local_sgd: {self.replicas} replicas step alone and average every {steps}{first}{outer}"
+        many = (
+            "1 replica steps alone and averages"
+            if self.replicas == 1
+            else f"{self.replicas} replicas step alone and average"
+        )
+        said = f"local_sgd: {many} every {steps}{first}{outer}"
         return (f"{said}: another training than that of one device.",)
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002 - the same on any number
