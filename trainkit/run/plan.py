@@ -43,7 +43,8 @@ class RunPlan:
     @property
     def last_step(self) -> int:
         """Updates after which this start of the run ends."""
-        return min(self.num_steps, self.cfg.stop_at_step or self.num_steps)
+        asked = self.cfg.stop_at_step
+        return self.num_steps if asked is None else min(self.num_steps, self.parts.strategy.settles_at(asked))
 
     def summary(self, num_params: int) -> dict[str, str]:
         """Effective values for a person, label -> text."""

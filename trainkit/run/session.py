@@ -26,7 +26,7 @@ from trainkit.engine.state import State
 from trainkit.errors import TrainingError
 from trainkit.run.building import build_model, make_optimizer
 from trainkit.run.plan import RunPlan
-from trainkit.strategies.base import Placed, Training, Update
+from trainkit.strategies.base import Placed, Strategy, Training, Update
 
 __all__ = ["Session"]
 
@@ -204,7 +204,7 @@ class Session:
             if cfg.numerics.check_replicas_every is not None:
                 found.append(Occasion(act=self._check_replicas, next_after=_every(cfg.numerics.check_replicas_every)))
             found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
-        return found
+        return [found[0], *(_settling(one, self.parts.strategy) for one in found[1:])]
 
     def flush(self) -> None:
         """Make a row of the steps since the last one and show it to the callbacks; collective."""
@@ -294,6 +294,7 @@ class Session:
     def _finish(self) -> dict[str, Any]:
         state = self.run.state
         self.flush()
+        self.parts.strategy.settle(self.placed)
         asked = self.run.stop_reason in ("stopped", "preempted")
         cfg = self.cfg.eval
         watched = cfg.every_steps is not None or cfg.every_epochs is not None
@@ -345,6 +346,12 @@ def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
         count = sum(name.partition("#")[0] == kind for name in found)
         found[f"{kind}#{count}" if count else kind] = callback
     return found
+
+
+def _settling(occasion: Occasion, strategy: Strategy) -> Occasion:
+    """The occasion, after the next step at which replicas are alike."""
+    plain = occasion.next_after
+    return Occasion(act=occasion.act, next_after=lambda step: strategy.settles_at(plain(step)))
 
 
 def _every(steps: int) -> Callable[[int], int]:
