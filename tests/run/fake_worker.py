@@ -49,12 +49,16 @@ def run(resolved, identity, folder, stop):
         pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
     (folder.live / f"pids_{rank}").write_text(" ".join(map(str, pids)))
     shown = {"attempt": identity.attempt, "prefix": identity.prefix, "omp": os.environ["OMP_NUM_THREADS"]}
+    with (folder.path / f"index_{identity.task.index}").open("a") as file:  # what became of a task, by attempt
+        file.write(f"attempt {identity.attempt}: rank {rank} of {identity.num_ranks}\n")
     sys.stdout.write(f"rank {rank} says {json.dumps(shown)}\n")
     sys.stdout.flush()
     heart = Heartbeat(folder.heartbeat_of(rank))
     found = scan(folder.checkpoints)
     for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
         if stop.requested:
+            if stop.requested == "resized" and rank == 0:
+                save(folder, step)
             break
         for phase in ("data", "forward", "update"):
             heart.beat(step, phase)

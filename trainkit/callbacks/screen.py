@@ -32,8 +32,8 @@ class Closing(Callback):
     prints: ClassVar[bool] = True
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Print the end."""
-        if run.is_owner:
+        """Print the end; not where the run only changes its size and goes on at once."""
+        if run.is_owner and result.get("status") != "resized":
             print_closing(result, Path(_short(run.folder)))
 
 

@@ -44,7 +44,7 @@ def without_effect_here(composition: Composition) -> list[Problem]:
         if composition.origin(key).level is Level.command_line or key == "precision":
             problems.append(composition.problem(key, rule, value=_value(composition, key)))
     told = [f"supervisor.{name}" for name in composition.values.get("supervisor", {})]
-    told.append("numerics.check_replicas_every")
+    told += ["numerics.check_replicas_every", "elastic.min_replicas"]
     given = [key for key in told if composition.origin(key).level is Level.command_line]
     if given and _processes(composition.values) == 1:
         rule = "has no effect: this strategy runs in one process."
@@ -71,6 +71,10 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
     if values["resume"] not in (None, "auto") and values["init_from"] is not None:
         yield "init_from", "has no effect beside resume: the checkpoint brings its weights."
+    if values["elastic"]["min_replicas"] is None:
+        yield "elastic.retry_s", "has no effect without elastic.min_replicas: no replica is given up."
+    elif values["supervisor"]["max_restarts"] == 0:
+        yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
     if not multirun:
         yield "sweep.name", "has no effect without -m."
     if values["precision"].get("value") != "fp16_mixed":

@@ -22,6 +22,7 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Clip",
+    "Elastic",
     "Eval",
     "Loader",
     "LrScaling",
@@ -126,6 +127,8 @@ class Checkpoint:
     """Save each so many steps; the end and Ctrl-C always save."""
     every_epochs: Annotated[float | None, cosmetic, above(0)] = None
     """Save each so many epochs."""
+    every_s: Annotated[float | None, cosmetic, above(0)] = 600.0
+    """Save when so many seconds have passed since the last save; null leaves time out."""
     keep_last: Annotated[int, cosmetic, at_least(1)] = 2
     """Newest checkpoints kept."""
     keep_best: Annotated[int, cosmetic, at_least(0)] = 1
@@ -158,6 +161,16 @@ class Supervisor:
     """Times that a run is started again from its last whole checkpoint without getting further."""
     hang_timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds without progress after which a rank counts as hanging."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elastic:
+    """Going on with fewer replicas where some are lost, and with all again once they return."""
+
+    min_replicas: Annotated[int | None, placement, at_least(1)] = None
+    """Fewest replicas that go on without those that are lost; null waits for every one, however often it fails."""
+    retry_s: Annotated[float, placement, above(0)] = 60.0
+    """Seconds until a lost replica is tried again; twice as long after each further loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +221,8 @@ class RunConfig:
     """Evaluation on the validation split."""
     supervisor: Supervisor = field(default_factory=Supervisor)
     """What is done about ranks that fail."""
+    elastic: Elastic = field(default_factory=Elastic)
+    """Going on with fewer replicas where some are lost."""
     sweep: Sweep = field(default_factory=Sweep)
     """Many runs of one command."""
     log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10

@@ -107,6 +107,9 @@ class Journal:
             row["grad_norm"] = float(norm)
         if self._placed.loss_scale.moves:
             row["loss_scale"] = self._placed.loss_scale.scale
+        if self._run.cfg.elastic.min_replicas is not None:
+            row["replicas"] = self._placed.num_ranks
+        row.update(self._placed.figures)
         if state.skipped:
             row["skipped_steps"] = state.skipped
         self._seconds, self._samples, self._wait = seconds, samples, waited

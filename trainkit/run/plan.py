@@ -89,6 +89,7 @@ def make_plan(cfg: RunConfig, *, num_gpus: int | None = None, launch: Launch | N
     parts = build_parts(cfg)
     facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value, launch=launch)
     problems = parts.strategy.problems(facts)
+    problems += _elastic_problems(cfg, parts, facts) if not problems else []
     if problems:
         raise ConfigError(problems)
     replicas = parts.strategy.num_replicas(facts)
@@ -117,6 +118,22 @@ def make_plan(cfg: RunConfig, *, num_gpus: int | None = None, launch: Launch | N
         rate=_rate(cfg, parts, batch, num_steps),
         micro_follows=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
     )
+
+
+def _elastic_problems(cfg: RunConfig, parts: Parts, facts: Facts) -> list[Problem]:
+    fewest = cfg.elastic.min_replicas
+    count = len(parts.strategy.tasks(facts))
+    if fewest is None or count == 1:  # that one process makes no use of it was told by the check
+        return []
+    if facts.launch is not None:
+        rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
+    elif not parts.strategy.elastic:
+        rule = "has no effect: this strategy goes on with all its processes or not at all."
+    elif fewest > count:
+        rule = f"more than the {count} replicas of this run. Use {count} or fewer."
+    else:
+        return []
+    return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
 
 
 def _sizes(cfg: RunConfig, replicas: int) -> BatchSizes:

@@ -82,6 +82,8 @@ def train(
                 plan.tasks,
                 folder=folder,
                 max_restarts=cfg.supervisor.max_restarts,
+                min_replicas=cfg.elastic.min_replicas,
+                retry_s=cfg.elastic.retry_s,
                 hang_timeout_s=cfg.supervisor.hang_timeout_s,
                 pass_fds=(lock,),
                 secrets=secrets,
@@ -161,7 +163,7 @@ def _open(plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag) 
         callbacks=build_callbacks(plan.cfg),
         fingerprint=fingerprint(plan.cfg),
         requested=lambda: stop.requested,
-        notes=tuple(_read(folder.environment).get("notes", ())),
+        notes=(*_read(folder.environment).get("notes", ()), *_missing(plan, identity)),
     )
     try:
         _watch_phases(session, identity, folder)
@@ -172,9 +174,15 @@ def _open(plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag) 
     return session
 
 
+def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
+    """Says that replicas are lost, where some are."""
+    planned, present = len(plan.tasks), identity.num_ranks
+    return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
+
+
 def _watch_phases(session: Session, identity: Identity, folder: RunFolder) -> None:
     """Tell the supervisor and planted failures what this rank is doing; nobody listens to a rank that is alone."""
-    if identity.num_ranks == 1 and not failpoints.armed():
+    if identity.store is None and not failpoints.armed():
         return
     heartbeat = Heartbeat(folder.heartbeat_of(identity.task.rank))
 

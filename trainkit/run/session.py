@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainkit.engine.state import State
 from trainkit.errors import TrainingError
 from trainkit.run.building import build_model, make_optimizer
 from trainkit.run.plan import RunPlan
+from trainkit.run.stopping import REASONS
 from trainkit.strategies.base import Placed, Strategy, Training, Update
 
 __all__ = ["Session"]
@@ -76,8 +78,9 @@ class Session:
         self.figures: dict[str, float] = {}
         self._evaluated_at: int | None = None
         self._saved_at: int | None = None
+        self._saved_when = time.monotonic()
         self._training = self._make_training()
-        self._agreement = Agreement(self.placed.collective, requested)
+        self._agreement = Agreement(self.placed.collective, requested, self._save_due)
         retention = Retention(
             keep_last=self.cfg.checkpoint.keep_last,
             keep_best=self.cfg.checkpoint.keep_best,
@@ -200,10 +203,9 @@ class Session:
             Occasion(act=self.save, next_after=next_after)
             for next_after in _periods(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         ]
-        if self.placed.num_ranks > 1:
-            if cfg.numerics.check_replicas_every is not None:
-                found.append(Occasion(act=self._check_replicas, next_after=_every(cfg.numerics.check_replicas_every)))
-            found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
+        if self.placed.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
+            found.append(Occasion(act=self._check_replicas, next_after=_every(cfg.numerics.check_replicas_every)))
+        found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
         return [found[0], *(_settling(one, self.parts.strategy) for one in found[1:])]
 
     def flush(self) -> None:
@@ -251,7 +253,7 @@ class Session:
         if self._saved_at == state.step:
             return
         self.flush()
-        self._saved_at = state.step
+        self._saved_at, self._saved_when = state.step, time.monotonic()
         self._enter("save")
         if not self.run.is_owner:
             return
@@ -286,16 +288,22 @@ class Session:
         if drifted is not None:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
 
+    def _save_due(self) -> bool:
+        every_s = self.cfg.checkpoint.every_s
+        return every_s is not None and time.monotonic() - self._saved_when >= every_s
+
     def _agree(self) -> None:
-        reason = self._agreement.ask()
-        if reason is not None:
-            self.run.request_stop(reason)
+        answer = self._agreement.ask()
+        if answer.save:
+            self.save()
+        if answer.stop is not None:
+            self.run.request_stop(answer.stop)
 
     def _finish(self) -> dict[str, Any]:
         state = self.run.state
         self.flush()
         self.parts.strategy.settle(self.placed)
-        asked = self.run.stop_reason in ("stopped", "preempted")
+        asked = self.run.stop_reason in REASONS
         cfg = self.cfg.eval
         watched = cfg.every_steps is not None or cfg.every_epochs is not None
         if not asked and (watched or state.step == self.plan.num_steps):
@@ -327,12 +335,8 @@ class Session:
 
     def _status(self) -> tuple[str, str]:
         reason, state = self.run.stop_reason, self.run.state
-        if reason == "stopped":
-            return "stopped", "Ctrl-C"
-        if reason == "preempted":
-            return "preempted", "asked to end by a signal"
         if reason is not None:
-            return "finished", reason
+            return (reason, REASONS[reason]) if reason in REASONS else ("finished", reason)
         if state.step < self.plan.num_steps:
             return "stopped", f"stop_at_step={self.cfg.stop_at_step}"
         return "finished", "all steps done"

@@ -2,6 +2,7 @@
 
     Ctrl-C (SIGINT)             "stopped"      exit code 130; a second one ends at once
     SIGTERM, SIGUSR1 (SLURM)    "preempted"    exit code 143
+    SIGHUP of the supervisor    "resized"      exit code 0: it goes on at once with another number of replicas
 
 Nothing here imports torch: a worker installs the flag before its slow imports, so that no signal is lost to them.
 """
@@ -15,12 +16,19 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
-__all__ = ["EXIT_CODES", "Reason", "StopFlag", "stop_signals"]
+__all__ = ["EXIT_CODES", "REASONS", "Reason", "StopFlag", "stop_signals", "worker_signals"]
 
-Reason = Literal["stopped", "preempted"]
+Reason = Literal["stopped", "preempted", "resized"]
 
-EXIT_CODES: Final[Mapping[str, int]] = {"finished": 0, "stopped": 130, "preempted": 143}
+EXIT_CODES: Final[Mapping[str, int]] = {"finished": 0, "stopped": 130, "preempted": 143, "resized": 0}
 """Status of a result -> exit code of the process; every other status is a failure, 1."""
+
+REASONS: Final[Mapping[str, str]] = {
+    "stopped": "Ctrl-C",
+    "preempted": "asked to end by a signal",
+    "resized": "goes on with another number of replicas",
+}
+"""Why a run stopped -> what its result says of it."""
 
 
 def stop_signals() -> dict[signal.Signals, Reason]:
@@ -31,11 +39,18 @@ def stop_signals() -> dict[signal.Signals, Reason]:
     return signals
 
 
+def worker_signals() -> dict[signal.Signals, Reason]:
+    """Those of a worker with a supervisor, which may also ask it to make room for a larger group."""
+    if hasattr(signal, "SIGHUP"):
+        return {**stop_signals(), signal.SIGHUP: "resized"}
+    return stop_signals()
+
+
 class StopFlag:
     """Catches stop signals while its block runs, and remembers why to stop.
 
-    Only the first reason counts. Outside the main thread no handler can be installed: the flag then stays down
-    unless `request` is called.
+    Only the first reason counts, but that a stop overrides a change of size. Outside the main thread no handler can be
+    installed: the flag then stays down unless `request` is called.
 
     Example:
         >>> with StopFlag() as stop:
@@ -44,9 +59,15 @@ class StopFlag:
         preempted
     """
 
-    def __init__(self, on_request: Callable[[Reason], None] | None = None) -> None:
+    def __init__(
+        self,
+        on_request: Callable[[Reason], None] | None = None,
+        *,
+        signals: Mapping[signal.Signals, Reason] | None = None,
+    ) -> None:
         self._requested: Reason | None = None
         self._on_request = on_request
+        self._signals = stop_signals() if signals is None else signals
         self._interrupts = 0
         self._pid = os.getpid()
         self._previous: dict[signal.Signals, Any] = {}
@@ -57,15 +78,15 @@ class StopFlag:
         return self._requested
 
     def request(self, reason: Reason) -> None:
-        """Ask for a stop; later reasons do not replace the first."""
-        if self._requested is None:
+        """Ask for a stop; later reasons do not replace the first, unless that was a change of size."""
+        if self._requested is None or (self._requested == "resized" and reason != "resized"):
             self._requested = reason
             if self._on_request is not None:
                 self._on_request(reason)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in stop_signals():
+            for number in self._signals:
                 self._previous[number] = signal.signal(number, self._handle)
             if hasattr(signal, "pthread_sigmask"):
                 # The supervisor starts workers with these blocked; one that came before the handlers arrives now.
@@ -88,7 +109,7 @@ class StopFlag:
             self._interrupts += 1
             if self._interrupts > 1:
                 raise KeyboardInterrupt
-        self.request(stop_signals()[signal.Signals(number)])
+        self.request(self._signals[signal.Signals(number)])
 
     def _handle_in_child(self, number: int) -> None:
         """A forked process inherits the handler, not the job.

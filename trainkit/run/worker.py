@@ -26,13 +26,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from trainkit.cluster.identity import Identity
+from trainkit.engine import failpoints
 from trainkit.run import lifeline
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import write_last_words
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.secrets import restored
-from trainkit.run.stopping import EXIT_CODES, StopFlag
+from trainkit.run.stopping import EXIT_CODES, StopFlag, stop_signals, worker_signals
 
 if TYPE_CHECKING:
     from typing import Any
@@ -46,7 +47,8 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: the path of `resolved.yaml`, in the run folder.
     """
-    with StopFlag() as stop:  # first of all: from here on no signal is lost
+    signals = worker_signals() if lifeline.VARIABLE in os.environ else stop_signals()
+    with StopFlag(signals=signals) as stop:  # first of all: from here on no signal is lost
         supervised = lifeline.hold(os.environ)
         if len(arguments) != 1:
             print("usage: python -m trainkit.run.worker RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
@@ -57,6 +59,7 @@ def main(arguments: list[str]) -> int:
         try:
             identity = Identity.from_environ(os.environ)
             rank = identity.task.rank
+            failpoints.reached("start", 0)
             with _stacks_on_demand(folder, rank), _store_of_hand_started(identity, supervised=supervised):
                 result = _run(resolved, identity, folder, stop)
         except KeyboardInterrupt:

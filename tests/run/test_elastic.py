@@ -1,0 +1,95 @@
+"""A run that loses replicas, goes on without them, and takes them back."""
+
+import pytest
+
+from tests.run.faking import assert_no_process_is_left, run_fakes
+from trainkit.errors import CrashLoopError
+from trainkit.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def set_up(settings, fail=""):
+        monkeypatch.setenv("FAKE", settings)
+        monkeypatch.setenv("TRAINKIT_FAIL", fail)
+
+    return set_up
+
+
+def story(folder, index):
+    """What a task was in each attempt that it took part in."""
+    return (folder.path / f"index_{index}").read_text().splitlines()
+
+
+def broken(index, marker=None):
+    """Killed in step 3 of the first attempt, and at every later start, for ever or as long as a file exists."""
+    lasting = "" if marker is None else f",while={marker}"
+    starts = "".join(f";index={index},phase=start,attempt={number}{lasting},action=kill" for number in range(1, 9))
+    return f"index={index},step=3,phase=forward,attempt=0,action=kill{starts}"
+
+
+def test_a_run_goes_on_with_those_left(folder, fake):
+    fake("steps=6 save=2 pause=0.02", fail=broken(1))
+    said = []
+    result = run_fakes(folder, 3, min_replicas=2, say=said.append)
+    assert result == {"status": "finished", "attempt": 2}
+    assert len(said) == 2
+    assert said[1] == (
+        "rank 1 was ended by SIGKILL while starting. The system may have run out of memory. "
+        "worker:1 (cpu) is lost: goes on with 2 of 3 replicas, and tries it again in 60 s. "
+        "Restarting from the checkpoint of step 2."
+    )
+    assert story(folder, 2)[-1] == "attempt 2: rank 1 of 2"
+
+
+def test_the_owner_of_the_folder_may_be_the_one_that_is_lost(folder, fake):
+    fake("steps=6 save=2 pause=0.02", fail=broken(0))
+    assert run_fakes(folder, 2, min_replicas=1, say=print) == {"status": "finished", "attempt": 2}
+    assert story(folder, 1) == [*(f"attempt {number}: rank 1 of 2" for number in (0, 1)), "attempt 2: rank 0 of 1"]
+
+
+def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(folder, fake):
+    fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1, 3)))
+    result = run_fakes(folder, 4, min_replicas=1, max_restarts=1, say=print)
+    assert result["status"] == "finished"
+    assert story(folder, 2)[-1].endswith("rank 0 of 1")
+
+
+def test_below_the_minimum_the_run_is_given_up(folder, fake):
+    fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1)))
+    with pytest.raises(CrashLoopError) as caught:
+        run_fakes(folder, 3, min_replicas=2, max_restarts=2, say=print)
+    assert str(caught.value) == (
+        "gave up after 2 restarts that got no further than the checkpoint of step 2, with elastic.min_replicas=2 left: "
+        f"{str(caught.value).partition('left: ')[2]}"
+    )
+    assert_no_process_is_left(folder)
+
+
+def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_path):
+    (tmp_path / "gone").touch()
+    fake("steps=120 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
+    said = []
+
+    def say(line):
+        said.append(line)
+        if "is lost" in line:
+            (tmp_path / "gone").unlink()
+
+    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, hang_timeout_s=1.0, say=say)
+    assert result == {"status": "finished", "attempt": 3}
+    assert said[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
+    assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
+
+
+def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake):
+    fake("steps=150 save=2 pause=0.01", fail=broken(1))
+    said = []
+    result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, hang_timeout_s=1.0, say=said.append)
+    assert result["status"] == "finished"
+    assert [line.partition("again in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]

@@ -1,0 +1,67 @@
+import pytest
+
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.config.check import check
+from trainkit.config.compose import compose
+from trainkit.errors import ConfigError
+from trainkit.run.plan import make_plan
+from trainkit.strategies.mirrored import Mirrored
+
+MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
+
+
+def plan(*overrides, launch):
+    composed = compose(overrides)
+    check(composed)
+    return make_plan(composed.cfg, num_gpus=0, launch=launch)
+
+
+def refused(*overrides, launch=None):
+    with pytest.raises(ConfigError) as caught:
+        plan(*overrides, launch=launch)
+    return [str(problem) for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            (*MIRRORED, "elastic.min_replicas=3"),
+            "elastic.min_replicas=3: more than the 2 replicas of this run. Use 2 or fewer.",
+        ),
+        (
+            ("recipe=null", "elastic.min_replicas=1"),
+            "elastic.min_replicas=1: has no effect: this strategy runs in one process. (command line)",
+        ),
+        (
+            (*MIRRORED, "elastic.retry_s=5"),
+            "elastic.retry_s=5: has no effect without elastic.min_replicas: no replica is given up. (command line)",
+        ),
+        (
+            (*MIRRORED, "elastic.min_replicas=1", "supervisor.max_restarts=0"),
+            "elastic.min_replicas=1: has no effect with supervisor.max_restarts=0: nothing restarts. (command line)",
+        ),
+        ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1. (command line)"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused(overrides, told):
+    assert refused(*overrides) == [told]
+
+
+def test_in_a_launch_the_launcher_has_the_say():
+    tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
+    launch = Launch(
+        kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
+    )
+    overrides = ("recipe=null", "strategy=multi_worker_mirrored", "elastic.min_replicas=1")
+    assert refused(*overrides, launch=launch) == [
+        "elastic.min_replicas=1: has no effect under torchrun, which starts processes again itself: tell it how many."
+    ]
+
+
+def test_a_strategy_whose_ranks_hold_what_others_lack_is_not_elastic(monkeypatch):
+    monkeypatch.setattr(Mirrored, "elastic", False)
+    assert refused(*MIRRORED, "elastic.min_replicas=1") == [
+        "elastic.min_replicas=1: has no effect: this strategy goes on with all its processes or not at all."
+    ]
