@@ -36,11 +36,26 @@ def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     assert out[1].startswith("  first after step 1: param/layers.0.weight, relative error ")
 
 
-def tensors(*values: float) -> list[dict[str, torch.Tensor]]:
-    return [{"param/w": torch.tensor([value, 1.0], dtype=torch.float64)} for value in values]
+def test_local_sgd_is_said_to_be_another_training_unless_every_step_is_averaged(
+    cwd: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    alike = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=1")
+    assert prove(*alike) == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[0] == f"{' '.join(alike)}, 2 replicas, 4 steps in fp64: equal to rounding"
+    assert out[1] == "  this strategy is another training than that of one device, and says so"
+    assert prove("strategy=local_sgd", "strategy.average_every=3") == 1
+    out = capfd.readouterr().out.splitlines()
+    assert out[0] == "strategy=local_sgd strategy.average_every=3, 2 replicas, 6 steps in fp64: DIFFERENT"
+    assert out[1].endswith("and says so, compared after steps 3, 6")
+    assert out[2].startswith("  first after step 3: param/layers.0.")
 
 
-def verdict(found: list[dict[str, torch.Tensor]], **more: object) -> tuple[str, int | None]:
+def tensors(*values: float) -> dict[int, dict[str, torch.Tensor]]:
+    return {step: {"param/w": torch.tensor([value, 1.0], dtype=torch.float64)} for step, value in enumerate(values, 1)}
+
+
+def verdict(found: dict[int, dict[str, torch.Tensor]], **more: object) -> tuple[str, int | None]:
     (one,) = compare(tensors(1.0, 1.0), found, **more)
     return one.verdict, one.first_step
 

@@ -58,6 +58,10 @@ class Proof:
     """The strategy as the user named it."""
     replicas: int
     comparisons: tuple[Comparison, ...]
+    steps: tuple[int, ...] = ()
+    """The updates after which they were compared: those after which its replicas are alike."""
+    changes_maths: bool = False
+    """Whether the strategy says of itself that it is another training."""
 
     @property
     def verdict(self) -> Verdict:
@@ -96,7 +100,11 @@ def prove(
     plans = [(label, make_plan(_for_proof(cfg, steps))) for label, cfg in candidates]
     most = max((plan for _, plan in plans), key=lambda plan: plan.num_replicas)
     sizes = replace(most.cfg.batch, accumulation=None)
-    reference = replace(plans[0][1].cfg, batch=sizes, strategy={"_target_": _ONE_DEVICE, "device": "auto"})
+    # One whose replicas train apart ends later, where they are alike.
+    last = max(plan.last_step for _, plan in plans)
+    reference = replace(
+        plans[0][1].cfg, batch=sizes, stop_at_step=last, strategy={"_target_": _ONE_DEVICE, "device": "auto"}
+    )
     with tempfile.TemporaryDirectory(prefix="trainkit-prove-") as folder:
         precision, expected = _reference(reference, Path(folder), say)
         reference = _with_precision(reference, precision)
@@ -106,38 +114,46 @@ def prove(
             say(f"{label} on {plan.num_replicas} replica{'' if plan.num_replicas == 1 else 's'}")
             cfg = _with_precision(replace(plan.cfg, batch=sizes), precision)
             found = _steps_of(cfg, Path(folder) / str(place))
-            allowed = 1e-8 * sum(plan.rate(step) for step in range(steps))
+            allowed = 1e-8 * sum(plan.rate(step) for step in range(plan.last_step))
             comparisons = tuple(compare(expected, found, no_gradient=without, allowed=allowed))
-            proofs.append(Proof(label=label, replicas=plan.num_replicas, comparisons=comparisons))
+            proofs.append(
+                Proof(
+                    label=label,
+                    replicas=plan.num_replicas,
+                    comparisons=comparisons,
+                    steps=tuple(found),
+                    changes_maths=plan.parts.strategy.changes_maths,
+                )
+            )
     return precision, proofs
 
 
 def compare(
-    expected: Sequence[Mapping[str, Tensor]],
-    found: Sequence[Mapping[str, Tensor]],
+    expected: Mapping[int, Mapping[str, Tensor]],
+    found: Mapping[int, Mapping[str, Tensor]],
     *,
     no_gradient: frozenset[str] = frozenset(),
     allowed: float = 0.0,
 ) -> Iterator[Comparison]:
-    """Compare tensors by name after every step.
+    """Compare tensors by name after every step that the candidate has.
 
     Args:
-        expected: the reference: name -> tensor after step 1, 2, ...
+        expected: the reference: updates -> name -> tensor.
         found: the same of the candidate.
         no_gradient: names whose true gradient is zero.
         allowed: the absolute difference those, and the buffers of a model that has some, may have.
 
     Example:
         >>> one, other = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
-        >>> [(item.verdict, item.first_step) for item in compare([one, one], [one, other])]
+        >>> [(item.verdict, item.first_step) for item in compare({1: one, 2: one}, {1: one, 2: other})]
         [('different', 2)]
     """
     # Batch statistics behind a parameter without gradient follow its rounding.
     loose = bool(no_gradient)
-    for name in expected[0]:
+    for name in next(iter(expected.values())):
         error, unequal, beyond = 0.0, None, None
-        for number, (left, right) in enumerate(zip(expected, found, strict=True), start=1):
-            one, other = left[name], right[name]
+        for number, right in found.items():
+            one, other = expected[number][name], right[name]
             if torch.equal(one, other):
                 continue
             unequal = unequal or number
@@ -182,7 +198,7 @@ def _for_proof(cfg: RunConfig, steps: int) -> RunConfig:
         log_every_steps=1,
         eval=replace(cfg.eval, every_steps=None, every_epochs=None),
         checkpoint=replace(
-            cfg.checkpoint, every_steps=1, every_epochs=None, keep_last=steps + 1, keep_best=0, background=False
+            cfg.checkpoint, every_steps=1, every_epochs=None, keep_last=1 << 30, keep_best=0, background=False
         ),
     )
 
@@ -191,7 +207,7 @@ def _with_precision(cfg: RunConfig, value: str) -> RunConfig:
     return replace(cfg, precision={"_target_": _PRECISION, "value": value})
 
 
-def _reference(cfg: RunConfig, folder: Path, say: Callable[[str], None]) -> tuple[str, list[dict[str, Tensor]]]:
+def _reference(cfg: RunConfig, folder: Path, say: Callable[[str], None]) -> tuple[str, dict[int, dict[str, Tensor]]]:
     try:
         say("reference: one_device in fp64")
         return "fp64", _steps_of(_with_precision(cfg, "fp64"), folder / "reference_fp64")
@@ -202,10 +218,11 @@ def _reference(cfg: RunConfig, folder: Path, say: Callable[[str], None]) -> tupl
         return "fp32", _steps_of(_with_precision(cfg, "fp32"), folder / "reference_fp32")
 
 
-def _steps_of(cfg: RunConfig, folder: Path) -> list[dict[str, Tensor]]:
-    """Train, and read the weights after every step from its checkpoints."""
+def _steps_of(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]]:
+    """Train, and read the weights after every step that has a checkpoint."""
     train(cfg, run_dir=folder)
-    return [_weights(load(one.folder).tensors) for one in sorted(scan(folder / "checkpoints"), key=lambda c: c.step)]
+    found = sorted(scan(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
+    return {one.step: _weights(load(one.folder).tensors) for one in found}
 
 
 def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -32,7 +32,7 @@ def run(call: Call) -> int:
 
     candidates = [(_label(point), point.cfg) for point in points]
     precision, proofs = prove(candidates, steps=steps, say=_say)
-    lines = [line for proof in proofs for line in _report(proof, steps, precision, every="all" in call.flags)]
+    lines = [line for proof in proofs for line in _report(proof, precision, every="all" in call.flags)]
     sys.stdout.write("\n".join(lines) + "\n")
     return int(any(proof.verdict == "different" for proof in proofs))
 
@@ -54,10 +54,13 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _report(proof: Proof, steps: int, precision: str, *, every: bool) -> Iterator[str]:
+def _report(proof: Proof, precision: str, *, every: bool) -> Iterator[str]:
     replicas = f"{proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
     worst = max(proof.comparisons, key=lambda one: one.error)
-    yield f"{proof.label}, {replicas}, {steps} steps in {precision}: {_WORDS[proof.verdict]}"
+    yield f"{proof.label}, {replicas}, {max(proof.steps)} steps in {precision}: {_WORDS[proof.verdict]}"
+    if proof.changes_maths:
+        where = "" if len(proof.steps) == max(proof.steps) else f", compared after steps {_listed(proof.steps)}"
+        yield f"  this strategy is another training than that of one device, and says so{where}"
     if proof.verdict == "different":
         first = proof.first
         assert first is not None
@@ -73,6 +76,10 @@ def _report(proof: Proof, steps: int, precision: str, *, every: bool) -> Iterato
     for one in shown:
         since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"
         yield f"    {one.name:<{width}}  {_WORDS[one.verdict]}{since}"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
 
 
 def _counts(comparisons: Sequence[Comparison]) -> Iterator[str]:
