@@ -242,6 +242,7 @@ def test_half_of_mpis_variables_are_refused_by_name():
 def test_a_container_with_pet_variables_and_no_torchrun_is_a_launch():
     launch = detect(PET)
     assert (launch.kind, facts(launch), launch.store) == ("PET_NNODES", (1, 2, 0, 1, 2), ("job-node-0-0.job", 29500))
+    assert (launch.takes_devices, detect(PET | {"PET_NPROC_PER_NODE": "auto"}).takes_devices) == (False, True)
     assert detect(PET | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "3"}).store == ("job-node-0-0.job", 3)
 
 

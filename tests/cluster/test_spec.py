@@ -21,7 +21,7 @@ def test_ranks_follow_the_roles_and_the_chief_is_first():
 
 def test_tasks_of_one_host_share_it():
     launch = Spec(**FOUR, task="worker:1").launch({})
-    assert (launch.local_rank, launch.num_local, launch.num_hosts) == (1, 2, 3)
+    assert (launch.local_rank, launch.num_local, launch.num_hosts, launch.takes_devices) == (1, 2, 3, True)
 
 
 def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store():

@@ -112,7 +112,8 @@ def tasks_of(members: Members) -> tuple[tuple[Task, ...], tuple[Address, ...]]:
 def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> Launch:
     """The launch that a cluster without problems describes, for one of its tasks.
 
-    The ranks meet at the address of rank 0. Tasks with the same host, as written, share it.
+    The ranks meet at the address of rank 0. Tasks with the same host, as written, share it; a task that has a host to
+    itself takes all its devices, as TensorFlow's do.
     """
     tasks, addresses = tasks_of(members)
     rank = next(item.rank for item in tasks if (item.role, item.index) == task)
@@ -125,6 +126,7 @@ def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> Launch:
         num_local=hosts.count(hosts[rank]),
         num_hosts=len(set(hosts)),
         store=addresses[0],
+        takes_devices=True,
         hosts_store=rank == 0,
         addresses=tuple(map(str, addresses)),
     )

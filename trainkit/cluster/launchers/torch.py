@@ -75,8 +75,8 @@ def by_hand(environ: Mapping[str, str]) -> Launch | None:
 def pet(environ: Mapping[str, str]) -> Launch | None:
     """PET_*, by which Kubernetes operators configure torchrun, in a container that does not start torchrun.
 
-    A node is one process then. What only torchrun's agents can do is refused: several processes a node, and a number
-    of nodes that may change.
+    A node is one process then, and takes its devices unless PET_NPROC_PER_NODE=1. What only its agents can do is
+    refused: several processes a node, and a number of nodes that may change.
     """
     if not environ.get("PET_NNODES"):
         return None
@@ -105,5 +105,6 @@ def pet(environ: Mapping[str, str]) -> Launch | None:
         num_local=1,
         num_hosts=size,
         store=store,
+        takes_devices=environ.get("PET_NPROC_PER_NODE") != "1",
         hosts_store=rank == 0,
     )
