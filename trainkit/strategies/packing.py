@@ -18,6 +18,7 @@ class Packing:
         shapes: the shapes of the tensors, in order.
         dtype: dtype of the vector.
         device: where it lives.
+        num_grads: how many of the tensors are gradients, which come first; None: all.
 
     Example:
         >>> packing = Packing([torch.Size([2]), torch.Size([])], torch.float32, torch.device("cpu"))
@@ -25,11 +26,19 @@ class Packing:
         [1.0, 1.0, 0.0]
     """
 
-    def __init__(self, shapes: Sequence[torch.Size], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        num_grads: int | None = None,
+    ) -> None:
         self.shapes = list(shapes)
         self.sizes = [shape.numel() for shape in shapes]
         self.offsets = [0, *accumulate(self.sizes)]
         self.dtype, self.device = dtype, device
+        self.num_grads = len(self.shapes) if num_grads is None else num_grads
 
     @property
     def numel(self) -> int:
@@ -43,11 +52,7 @@ class Packing:
     def pack(self, tensors: Sequence[Tensor | None], into: Tensor | None = None) -> Tensor:
         """Copy tensors into a vector; None leaves zeros."""
         flat = self.empty() if into is None else into
-        views = self.views(flat)
-        pairs = [(view, tensor) for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
-        if into is not None and len(pairs) < len(views):
-            flat.zero_()
-        torch._foreach_copy_([view for view, _ in pairs], [tensor for _, tensor in pairs])
+        self.fill(self.views(flat), tensors)
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -57,3 +62,19 @@ class Packing:
             flat.narrow(0, start, size).view(shape)
             for start, size, shape in zip(starts, self.sizes, self.shapes, strict=True)
         ]
+
+    @staticmethod
+    def fill(views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
+        """Copy tensors into the views of a vector; None gives zeros.
+
+        Args:
+            views: what `views` made, or a stretch of it.
+            tensors: one a view.
+        """
+        absent = [view for view, tensor in zip(views, tensors, strict=True) if tensor is None]
+        if absent:
+            torch._foreach_zero_(absent)
+            views = [view for view, tensor in zip(views, tensors, strict=True) if tensor is not None]
+            tensors = [tensor for tensor in tensors if tensor is not None]
+        if tensors:
+            torch._foreach_copy_(views, tensors)  # type: ignore[arg-type]

@@ -1,27 +1,127 @@
-"""The backend's own all-reduce (NCCL, gloo) of one flat vector: the fastest order, whichever it is."""
+"""The backend's own all-reduce (NCCL, gloo): the fastest order, whichever it is, while backward still runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.errors import TrainingError
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.reducers.buckets import Bucket, cut_into_buckets
+from trainkit.strategies.reducers.compression import Compressor
 
 __all__ = ["BackendReducer"]
 
 
 class BackendReducer:
-    """Sums over the default process group, always with SUM: an average taken back costs bits."""
+    """Sums over the default process group, always with SUM: an average taken back costs bits.
+
+    Gradients lie in one vector, cut into buckets. In the last backward pass of a step a bucket is exchanged as soon as
+    it is full and those before it are on their way: the same order on every rank. A rank without a shard sends zeros.
+
+    Args:
+        bucket_mb: MiB from which a bucket is full; 0: all at once, after backward.
+        compressor: exchanges gradients in fewer bytes, and less exactly.
+    """
 
     lanes = None
 
+    def __init__(self, *, bucket_mb: float = 25.0, compressor: Compressor | None = None) -> None:
+        self._bucket_bytes = int(bucket_mb * 2**20)
+        self.compressor = compressor
+        self._packing: Packing | None = None
+        self._buckets: tuple[Bucket, ...] = ()
+        self._hooks: list[Any] = []
+        self._missing: list[set[int]] = []
+        self._waits: list[Callable[[], Any]] = []
+        self._armed: Sequence[Tensor] | None = None
+
     def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """The sums over all ranks. A rank without shards adds zeros."""
-        flat = packing.empty()
-        for _, sums in partials:
-            packing.pack(sums, into=flat)
-        dist.all_reduce(flat, op=dist.ReduceOp.SUM)
-        return packing.views(flat)
+        """The sums over all ranks."""
+        if self._packing is not packing:
+            self._lay_out(packing)
+        self._waits.clear()
+        sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
+        for _, sums in partials:  # noqa: B007 - at most one; backward runs in here, and launches buckets
+            pass
+        self._armed = None
+        for bucket in self._buckets[len(self._waits) :]:
+            packing.fill(self._views[bucket.first : bucket.last], sums[bucket.first : bucket.last])
+            self._launch(bucket)
+        for wait in self._waits:
+            wait()
+        return self._views
+
+    def _lay_out(self, packing: Packing) -> None:
+        self._packing, self._flat = packing, packing.empty()
+        self._views = packing.views(self._flat)
+        bucket_bytes = self._bucket_bytes
+        if self.compressor is not None and not self.compressor.takes_buckets:
+            bucket_bytes = 0
+        self._buckets = cut_into_buckets(
+            packing,
+            bucket_bytes=bucket_bytes,
+            part_tail=self.compressor is not None,
+        )
+        self._bucket_of = [0] * packing.num_grads
+        for number, bucket in enumerate(self._buckets):
+            if not bucket.is_tail:
+                self._bucket_of[bucket.first : bucket.last] = [number] * (bucket.last - bucket.first)
+
+    def arm(self, params: Sequence[Tensor]) -> None:
+        """Exchange buckets during the backward pass that comes now."""
+        if sum(not bucket.is_tail for bucket in self._buckets) < 2:
+            return  # the only bucket is full when backward is over
+        if not self._hooks:
+            self._hooks = [
+                param.register_post_accumulate_grad_hook(partial(self._arrived, place))  # type: ignore[no-untyped-call]
+                for place, param in enumerate(params)
+            ]
+        self._missing = [set(range(bucket.first, bucket.last)) for bucket in self._buckets if not bucket.is_tail]
+        self._armed = params
+
+    def _arrived(self, place: int, _: Tensor) -> None:
+        """A gradient of the last backward pass is final."""
+        if self._armed is None:
+            return  # an earlier shard
+        missing = self._missing[self._bucket_of[place]]
+        if place not in missing:
+            raise TrainingError(
+                "a parameter got its gradient in two parts of one backward pass, as reentrant activation checkpointing "
+                "does. Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0."
+            )
+        missing.discard(place)
+        while len(self._waits) < len(self._missing) and not self._missing[len(self._waits)]:
+            self._launch_full(self._buckets[len(self._waits)])
+
+    @torch.no_grad()
+    def _launch_full(self, bucket: Bucket) -> None:
+        assert self._armed is not None
+        assert self._packing is not None
+        grads = [param.grad for param in self._armed[bucket.first : bucket.last]]
+        self._packing.fill(self._views[bucket.first : bucket.last], grads)
+        self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        assert self._packing is not None
+        offsets = self._packing.offsets
+        part = self._flat[offsets[bucket.first] : offsets[bucket.last]]
+        if self.compressor is None or bucket.is_tail:
+            work = dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
+            assert work is not None
+            self._waits.append(work.wait)
+        else:
+            grads = self._views[bucket.first : bucket.last]
+            self._waits.append(self.compressor.sum(part, grads, index=len(self._waits)))
+
+    def close(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()

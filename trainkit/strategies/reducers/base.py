@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from trainkit.strategies.packing import Packing
 
-__all__ = ["Partials", "Reducer"]
+__all__ = ["Closing", "Overlapping", "Partials", "Reducer"]
 
 Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
 """(lane, the sums over that lane's shards), computed as they are asked for."""
@@ -31,5 +31,30 @@ class Reducer(Protocol):
                 one item.
             num_shards: shards of the step, over all ranks.
             packing: shapes and dtype of what each item holds.
+
+        Returns:
+            A tensor a shape of the packing; valid until the next call.
         """
+        ...
+
+
+@runtime_checkable
+class Overlapping(Protocol):
+    """A reducer that may begin while the last backward pass still runs."""
+
+    def arm(self, params: Sequence[Tensor]) -> None:
+        """The backward pass that comes now is this rank's last of the step: every gradient it leaves is final.
+
+        Args:
+            params: the parameters whose gradients are exchanged, in the order of the packing.
+        """
+        ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A reducer that holds more than tensors."""
+
+    def close(self) -> None:
+        """Let go of it; not collective."""
         ...

@@ -1,0 +1,107 @@
+"""Chooses among reducers by timing them on this model's gradients, before the first step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainkit.objectives.base import Collective
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers.base import Closing, Overlapping, Partials, Reducer
+
+__all__ = ["AutoReducer"]
+
+_ROUNDS: Final = 5
+"""Timed exchanges a candidate, after one that makes its memory and connections."""
+
+
+class AutoReducer:
+    """The fastest of several reducers, once `choose` has timed them; until then the first.
+
+    Args:
+        candidates: name -> what makes the reducer, collectively; in one order on every rank.
+        collective: the ranks.
+    """
+
+    lanes = None
+
+    def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:
+        self._candidates, self._collective = dict(candidates), collective
+        self._current: Reducer | None = None
+        self.chosen: str | None = None
+        """The name of the one in use; None until `choose`."""
+        self.recalled: str | None = None
+        """The choice of the run that is continued, which stands where that reducer works here."""
+
+    def choose(self, packing: Packing) -> str:
+        """Take the fastest; collective.
+
+        Args:
+            packing: what a step exchanges.
+
+        Returns:
+            A line that says what was chosen and why.
+        """
+        if self.recalled is not None and self.recalled in self._candidates:
+            self._take(self.recalled)
+            return f"strategy.reduce=auto: {self.recalled}, as this run has chosen before."
+        times_s = {name: self._time(make(), packing) for name, make in self._candidates.items()}
+        fastest = min(times_s, key=lambda name: times_s[name])
+        self._take(fastest)
+        size = packing.numel * packing.dtype.itemsize / 2**20
+        others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times_s.items())
+        return f"strategy.reduce=auto: {fastest}. Summing {size:.3g} MiB takes {others}."
+
+    def _take(self, name: str) -> None:
+        self.close()
+        self.chosen, self._current = name, self._candidates[name]()
+
+    def _time(self, reducer: Reducer, packing: Packing) -> float:
+        """Seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree."""
+        seconds = []
+        for _ in range(_ROUNDS + 1):
+            self._collective.gather(torch.zeros(1))  # begin together
+            begun = time.perf_counter()
+            reducer.reduce(_zeros(packing), num_shards=self._collective.num_ranks, packing=packing)
+            if packing.device.type == "cuda":
+                torch.cuda.synchronize(packing.device)
+            seconds.append(time.perf_counter() - begun)
+        _close(reducer)
+        slowest = torch.cat(self._collective.gather(torch.tensor([median(seconds[1:])], dtype=torch.float64)))
+        return float(slowest.max())
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:
+        """The sums over all ranks, by the reducer in use."""
+        return self._reducer.reduce(partials, num_shards=num_shards, packing=packing)
+
+    def arm(self, params: Sequence[Tensor]) -> None:
+        """Pass it on to a reducer that overlaps with backward."""
+        reducer: object = self._reducer
+        if isinstance(reducer, Overlapping):
+            reducer.arm(params)
+
+    @property
+    def _reducer(self) -> Reducer:
+        if self._current is None:
+            self._current = next(iter(self._candidates.values()))()
+        return self._current
+
+    def close(self) -> None:
+        """Close the reducer in use."""
+        _close(self._current)
+        self._current = None
+
+
+def _close(reducer: object) -> None:
+    if isinstance(reducer, Closing):
+        reducer.close()
+
+
+def _zeros(packing: Packing) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+    flat = packing.empty()
+    yield 0, packing.views(flat)

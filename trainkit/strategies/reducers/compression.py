@@ -1,0 +1,100 @@
+"""Gradients in fewer bytes: torch's own hooks for DistributedDataParallel, called with buckets of ours.
+
+They average; sums are wanted here, so a bucket is multiplied by the number of ranks first. For bf16 and fp16 that
+cancels their division exactly where the number is a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+__all__ = ["Compression", "Compressor"]
+
+Compression = Literal["none", "bf16", "fp16", "powersgd"]
+"""How gradients are sent."""
+
+
+class Compressor:
+    """Sums buckets of gradients over the default group, in fewer bytes.
+
+    Args:
+        kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two thin matrices in the place of one, and
+            adds what was lost to the next step's gradient.
+        powersgd_rank: width of those matrices.
+        powersgd_after: steps before that, whose gradients are sent whole; 2 or more.
+
+    Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
+    """
+
+    def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
+        self.takes_buckets = kind != "powersgd"
+        """Whether buckets may overlap. PowerSGD's hook begins exchanges in callbacks, in an order of their own: two
+        buckets at once would meet different ones on other ranks."""
+        self._state: Any = None
+        hook: Any = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}.get(kind)
+        if kind == "powersgd":
+            hook = powerSGD_hook
+            self._state = PowerSGDState(
+                process_group=None,
+                matrix_approximation_rank=powersgd_rank,
+                start_powerSGD_iter=powersgd_after,
+                orthogonalization_epsilon=1e-8,  # a layer whose gradient is zero would become NaN
+            )
+        self._hook = hook
+
+    def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], Any]:
+        """Begin to sum a bucket in place; collective.
+
+        Args:
+            part: the bucket, (numel,).
+            grads: the gradients inside it.
+            index: its place among the buckets.
+
+        Returns:
+            What waits for the sum.
+        """
+        part.mul_(dist.get_world_size())
+        future = self._hook(self._state, _Bucket(part, grads, index))
+
+        def wait() -> None:
+            summed = future.wait()
+            if summed.data_ptr() != part.data_ptr():
+                part.copy_(summed)
+
+        return wait
+
+    @property
+    def steps(self) -> int:
+        """Steps that PowerSGD has seen."""
+        return int(self._state.iter) if self._state is not None else 0
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        if self._state is not None:
+            self._state.iter = value
+
+
+class _Bucket:
+    """What a hook asks of torch's GradBucket, which cannot be made from Python."""
+
+    def __init__(self, part: Tensor, grads: Sequence[Tensor], index: int) -> None:
+        self._part, self._index = part, index
+        self._grads = [grad if grad.dim() else grad.view(1) for grad in grads if grad.numel()]
+
+    def buffer(self) -> Tensor:
+        return self._part
+
+    def gradients(self) -> list[Tensor]:
+        return self._grads
+
+    def index(self) -> int:
+        return self._index
+
+    def is_last(self) -> bool:
+        return True  # asked by PowerSGD alone, whose bucket is the only one

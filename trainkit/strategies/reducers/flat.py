@@ -1,0 +1,64 @@
+"""Reducers that exchange one flat vector: they pack, a transport sums, they unpack."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers.base import Partials
+
+__all__ = ["FlatReducer", "Transport"]
+
+
+class Transport(Protocol):
+    """Sums one vector over the ranks."""
+
+    def vector(self, packing: Packing) -> Tensor:
+        """What to write this rank's part into, (numel,); its contents are those of the step before."""
+        ...
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """The sum of every rank's vector, the same bits on all; valid until the next `vector`; collective."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds; not collective."""
+        ...
+
+
+class FlatReducer:
+    """Packs what a step exchanges into a transport's vector, and unpacks the sum.
+
+    Args:
+        transport: sums the vector.
+    """
+
+    lanes = None
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
+        """The sums over all ranks. A rank without shards adds zeros."""
+        flat = self._transport.vector(packing)
+        sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
+        for _, sums in partials:  # noqa: B007 - without lanes there is one at most
+            pass
+        packing.fill(self._views_of(flat, packing), sums)
+        return self._views_of(self._transport.sum(flat), packing)
+
+    def _views_of(self, flat: Tensor, packing: Packing) -> list[Tensor]:
+        """The tensors inside a vector; transports use the same vectors again, so they are made once."""
+        known = self._views.get(flat.data_ptr())
+        if known is None or known[0] is not flat:
+            known = self._views[flat.data_ptr()] = (flat, packing.views(flat))
+        return known[1]
+
+    def close(self) -> None:
+        """Let go of memory and groups; not collective."""
+        self._views.clear()
+        self._transport.close()

@@ -1,0 +1,75 @@
+"""Which host a process is on, and whether a process still lives; from /proc, on Linux."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["ProcessMark", "host_mark"]
+
+_DEAD: Final = frozenset("ZXx")
+"""States of /proc/PID/stat: a zombie has ended, and waits for its parent to notice."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMark:
+    """A process that cannot be taken for a later one with the same number."""
+
+    pid: int
+    started: int
+    """Clock ticks after boot at which it was started."""
+
+    @classmethod
+    def own(cls) -> ProcessMark:
+        """That of this process."""
+        found = _stat(os.getpid())
+        return cls(os.getpid(), found[1] if found else 0)
+
+    @property
+    def lives(self) -> bool:
+        """Whether it has not ended.
+
+        Example:
+            >>> ProcessMark.own().lives
+            True
+        """
+        found = _stat(self.pid)
+        return found is not None and found[0] not in _DEAD and found[1] == self.started
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """State and start time of a process; None where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return fields[0], int(fields[19])
+
+
+def host_mark() -> int:
+    """A number that two processes share if and only if they can share memory and loopback, 63 bits.
+
+    Two containers, or two network namespaces, of one machine count as two hosts.
+    """
+    parts = [socket.gethostname(), _content("/proc/sys/kernel/random/boot_id")]
+    parts += [_namespace(kind) for kind in ("pid", "net")]
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:8], "little") >> 1
+
+
+def _content(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
+    except OSError:
+        return ""

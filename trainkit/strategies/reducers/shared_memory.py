@@ -1,0 +1,65 @@
+"""A sum over shared memory: for CPU processes of one host, at the speed of a copy.
+
+Every rank packs its gradients into its own slot; each adds up one slice of all slots, in the order of the ranks; each
+copies the whole result. Two barriers a step: all slots are full, all slices are summed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainkit.objectives.base import Collective
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers.segment import Segment
+
+__all__ = ["SharedMemoryTransport"]
+
+
+class SharedMemoryTransport:
+    """Sums over the ranks of one host through memory that all have mapped.
+
+    Args:
+        collective: the ranks; used once, to hand round the memory.
+        timeout_s: seconds to wait for another rank in an exchange.
+    """
+
+    def __init__(self, collective: Collective, *, timeout_s: float) -> None:
+        self._collective, self._timeout_s = collective, timeout_s
+        self._segment: Segment | None = None
+
+    def vector(self, packing: Packing) -> Tensor:
+        """The slot of this rank; collective at the first call, which makes the memory."""
+        if self._segment is None:
+            self._segment = Segment(self._collective, numel=packing.numel, dtype=packing.dtype)
+            self._own = torch.empty(packing.numel, dtype=packing.dtype)
+            size = -(-packing.numel // self._collective.num_ranks)
+            start = min(self._collective.rank * size, packing.numel)
+            length = min(size, packing.numel - start)
+            self._parts = [slot.narrow(0, start, length) for slot in self._segment.slots]
+            self._total = self._segment.total.narrow(0, start, length)
+        return self._segment.slots[self._collective.rank]
+
+    def sum(self, flat: Tensor) -> Tensor:  # noqa: ARG002 - `flat` is the slot
+        """The sum over all ranks, in memory of this rank's own; collective.
+
+        Raises:
+            TrainingError: a rank has ended or does not come; names it.
+        """
+        segment = self._segment
+        assert segment is not None
+        segment.meet(self._timeout_s)  # all slots are full
+        torch.add(self._parts[0], self._parts[1], out=self._total)
+        for part in self._parts[2:]:
+            self._total.add_(part)
+        segment.meet(self._timeout_s)  # all slices are summed; from here on no slot is read
+        # The next exchange overwrites the total only after its first meeting, when all have copied this one. It is
+        # copied because clipping and unscaling write into gradients.
+        return self._own.copy_(segment.total)
+
+    def close(self) -> None:
+        """Tell the others that this rank is gone, and let go of the memory."""
+        if self._segment is not None:
+            self._segment.close()
+            del self._parts, self._total
+            self._segment = None
