@@ -151,6 +151,8 @@ class Placed:
     """The numbers the training is made of."""
     lanes: int | None = None
     """Lanes of the order of summation; None where it is free."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """What the strategy has measured of the latest step, for the next row of metrics."""
     on_phase: Callable[[str, int], None] | None = None
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
 

@@ -20,6 +20,7 @@ from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Training, Weighing
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
+from trainkit.strategies.sparse import find_sparse, gather_sparse, sparse_figures
 
 __all__ = ["Divisor", "StepWork"]
 
@@ -66,6 +67,7 @@ class StepWork:
         self.divisor = _divisor_of(training.weighing, self.batch_size)
         self.loss_sum: Tensor | None = None
         self.weight: Tensor | float = 0.0
+        self._sparse: dict[int, Tensor | None] = {}
 
     def run(self) -> Sequence[Tensor | None]:
         """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
@@ -73,7 +75,8 @@ class StepWork:
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         num_shards = self.training.plan.num_shards(self.ticket.step)
-        return self.replica.reducer.reduce(self._partials(), num_shards=num_shards, packing=packing)
+        sums = self.replica.reducer.reduce(self._partials(), num_shards=num_shards, packing=packing)
+        return sums if self.replica.exchanged is None else self._with_left_out(sums, self.replica.exchanged)
 
     def _partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
         """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
@@ -110,6 +113,8 @@ class StepWork:
         if replica.buffers.names:
             replica.buffers.end_forward(self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size)
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        if replica.overlapping is not None and shard == self.ticket.shards[-1]:
+            replica.overlapping.arm(replica.reduced)
         # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
         _engine_run_backward(
             (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
@@ -145,14 +150,37 @@ class StepWork:
     def _take(self, weight: Tensor | float) -> list[Tensor | None]:
         replica = self.replica
         taken = replica.take_grads()
+        if replica.sparse is None:
+            replica.sparse = find_sparse(taken)
         if replica.some_unused:
             self._refuse_late(taken)
+        if replica.sparse and replica.lanes is not None:  # their order of summation is that of dense vectors
+            taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
+        if replica.exchanged is not None:
+            self._sparse = {place: taken[place] for place in replica.sparse}
+            taken = [taken[place] for place in replica.exchanged]
         if replica.buffers.names:
             taken.extend(replica.buffers.take())
         if self.divisor.counted:
             dtype = replica.precision.master_dtype
             taken.append(torch.as_tensor(weight, dtype=dtype, device=replica.device).reshape(1))
         return taken
+
+    def _with_left_out(self, sums: Sequence[Tensor | None], exchanged: list[int]) -> list[Tensor | None]:
+        """All gradients in their places: those that the reducer summed, sparse ones, None for the unused."""
+        replica = self.replica
+        found: list[Tensor | None] = [None] * len(replica.params)
+        for place, total in zip(exchanged, sums, strict=False):
+            found[place] = total
+        if replica.sparse and replica.lanes is None:
+            masters, totals, sent = list(replica.masters.values()), {}, 0
+            for place, dims in replica.sparse.items():
+                own = self._sparse.get(place)
+                totals[place], size = gather_sparse(own, masters[place], sparse_dim=dims, collective=replica.collective)
+                sent += size
+            replica.figures.update(sparse_figures(totals, sent, replica.num_ranks))
+            found = [totals.get(place, total) for place, total in enumerate(found)]
+        return [*found, *sums[len(exchanged) :]]
 
     def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:
         used = self.replica.used
@@ -172,23 +200,49 @@ class StepWork:
         replica = self.replica
         names, buffers = list(replica.params), replica.buffers
         exchanges = replica.num_ranks > 1 or replica.lanes is not None
-        flags = [0.0 if exchanges else 1.0] * len(names) + [0.0] * len(buffers.names)
+        flags = [0 if exchanges else 1] * len(names)
+        dims = [0] * len(names)
+        changed = [0.0] * len(buffers.names)
         if self.ticket.shards and (exchanges or buffers.names):
             with buffers.watch() as changed:
                 loss = self._forward(self.ticket.shards[0], self.batches[0])
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
             buffers.reset()
             if exchanges:
-                flags = [float(param.grad is not None) for param in replica.params.values()]
-            flags[len(names) :] = changed
+                grads = [param.grad for param in replica.params.values()]
+                flags = [int(grad is not None) for grad in grads]
+                dims = [find_sparse(grads).get(place, 0) for place in range(len(grads))]
             for param in replica.params.values():
                 param.grad = None
-        total = replica.collective.sum(torch.tensor(flags)).tolist()
-        replica.used = [flag > 0 for flag in total[: len(names)]]
-        replica.some_unused = not all(replica.used)
-        buffers.settle(total[len(names) :])
-        shapes = [param.shape for param in replica.params.values()] + buffers.shapes()
+        rows = replica.collective.gather(torch.tensor([*flags, *dims, *map(int, changed)]))
+        found: list[int] = torch.stack(rows).amax(0).tolist()  # a rank without a shard has seen nothing
+        count = len(names)
+        if exchanges:
+            self._settle_exchange(found[:count], found[count : 2 * count])
+        buffers.settle(found[2 * count :])
+        shapes = [param.shape for param in replica.reduced] + buffers.shapes()
         if self.divisor.counted:
             shapes.append(torch.Size([1]))
-        replica.packing = Packing(shapes, replica.precision.master_dtype, replica.device)
+        device, dtype = replica.device, replica.precision.master_dtype
+        replica.packing = Packing(shapes, dtype, device, num_grads=len(replica.reduced))
         return replica.packing
+
+    def _settle_exchange(self, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
+        """Keep what all ranks have seen of the gradients: which there are, which are sparse, which the reducer sums."""
+        replica = self.replica
+        replica.used = [bool(flag) for flag in used]
+        replica.some_unused = not all(replica.used)
+        if replica.some_unused and replica.refuses_unused:
+            raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
+        replica.sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
+        apart = replica.sparse if replica.lanes is None and replica.num_ranks > 1 else {}
+        if replica.some_unused or apart:
+            replica.exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
+
+
+def _unused(names: list[str]) -> str:
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return (
+        f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
+        "strategy.allow_unused=true, which leaves it out of the exchange."
+    )

@@ -50,6 +50,8 @@ class Stepper:
             group["lr"] = base_lr * lr_factor
         for param, grad in zip(self._params, grads, strict=True):
             param.grad = grad
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            self._unfuse()
         self.optimizer.step()
         for param in self._params:
             param.grad = None
@@ -58,6 +60,12 @@ class Stepper:
     def forget(self) -> None:
         """Look for the kernels anew: the optimizer's state was replaced."""
         self._kernels = None
+
+    def _unfuse(self) -> None:
+        """Fused kernels take no sparse gradients; where a group has one, torch's plain loop does."""
+        for group in self.optimizer.param_groups:
+            if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
+                group["fused"] = False
 
     def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
         """Now that the optimizer has made its state, see whether its kernels can be called directly."""
@@ -148,7 +156,8 @@ def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
     for name, param in params.items():
         for slot, value in optimizer.state.get(param, {}).items():
             if value is not None:
-                found[f"optimizer/{slot}/{name}"] = torch.as_tensor(value)
+                kept = torch.as_tensor(value)
+                found[f"optimizer/{slot}/{name}"] = kept.to_dense() if kept.is_sparse else kept
     return found
 
 

@@ -16,7 +16,7 @@ from trainkit.strategies.base import Numerics, Placed
 from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_optimizer_state
 from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers import Reducer
+from trainkit.strategies.reducers import Overlapping, Reducer
 
 __all__ = ["Replica", "masters_apart", "replica_state", "restore_replica"]
 
@@ -45,6 +45,12 @@ class Replica(Placed):
     """Which parameters get a gradient, as the first step has shown."""
     some_unused: bool = False
     """Whether there is one that gets none."""
+    refuses_unused: bool = False
+    """Whether that is an error."""
+    sparse: dict[int, int] | None = None
+    """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
+    exchanged: list[int] | None = None
+    """Places of the gradients that the reducer sums; None: all."""
     seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
     """Where backward began last: (factor, dtype) and its () tensor, which most steps share."""
     sums: list[Tensor | None] | None = None
@@ -54,6 +60,16 @@ class Replica(Placed):
     def masters_apart(self) -> bool:
         """Whether the optimizer updates copies of the parameters."""
         return self.masters is not self.params
+
+    @cached_property
+    def overlapping(self) -> Overlapping | None:
+        """The reducer, where it may begin during backward; not for masters, which get their gradients after it."""
+        return self.reducer if isinstance(self.reducer, Overlapping) and not self.masters_apart else None
+
+    @cached_property
+    def reduced(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the reducer sums."""
+        return self.trained if self.exchanged is None else [self.trained[place] for place in self.exchanged]
 
     @cached_property
     def trained(self) -> list[nn.Parameter]:

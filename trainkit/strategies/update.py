@@ -10,6 +10,7 @@ from torch import Tensor
 from trainkit.strategies.base import Status, Update
 from trainkit.strategies.forward_backward import Divisor
 from trainkit.strategies.replica import Replica
+from trainkit.strategies.sparse import with_values
 
 __all__ = ["apply_update"]
 
@@ -33,9 +34,9 @@ def apply_update(
     """
     count = len(replica.params)
     grads = sums[:count]
-    if replica.some_unused:
-        grads = [grad if used else None for grad, used in zip(grads, replica.used, strict=True)]
     present = [grad for grad in grads if grad is not None]
+    if replica.sparse:
+        grads, present = with_values(grads)
     if divisor.counted:
         _normalise(present, sums[-1], divisor.value)
     scale = replica.loss_scale
