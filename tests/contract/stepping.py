@@ -173,6 +173,7 @@ class _Rank:
             placed = self._place(part)
             if state:
                 self.strategy.load_state(placed, state)
+            self.strategy.prepare(placed)
             self._steps(placed, end)
             state = {key: tensor.detach().clone() for key, tensor in self.strategy.state(placed).items()}
             losses, scale = self._losses(placed), placed.loss_scale.scale

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import Facts
-from trainkit.strategies.data_parallel import DataParallel
+from trainkit.strategies.reducing import Reducing
 
 __all__ = ["Mirrored"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirrored(DataParallel):
+class Mirrored(Reducing):
     """Train a copy of the model on every device of this host, in step.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit.strategies.data_parallel import DataParallel
+from trainkit.strategies.reducing import Reducing
 
 __all__ = ["MultiWorkerMirrored"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiWorkerMirrored(DataParallel):
+class MultiWorkerMirrored(Reducing):
     """Train a copy of the model on every device of every host, in step: mirrored, over machines.
 
     It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Where nothing started it, it

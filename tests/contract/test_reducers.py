@@ -1,0 +1,52 @@
+"""Every way to sum gradients over ranks, against the oracle; what each exchanges, and what happens when a rank dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.contract.stepping import Case, oracle, run_rank, train
+from tests.support import reference
+from tests.support.pool import Place, Pool
+from trainkit.errors import TrainingError
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import FlatReducer
+from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.reducing import Reduce
+
+REDUCERS = get_args(Reduce)
+# 29 sequences in batches of 8 and 5, with unequal numbers of targets: the counted weight is exchanged too
+TOKENS = Case(strategy="mirrored", task="tokens", global_size=8)
+# 37 points in batches of 16 and 5, in shards of 6 and 5: batch statistics are exchanged too, by ranks without a shard
+CLASSES = Case(strategy="mirrored", task="classes", global_size=16, micro_size=6, model={"norm": True})
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("reduce", REDUCERS)
+def test_every_reducer_takes_the_steps_of_the_reference(reduce: str, replicas: int, pool: Pool) -> None:
+    once, thrice = (replace(TOKENS, micro_size=-(-8 // (replicas * shards))) for shards in (1, 3))
+    for base in (once, thrice, CLASSES):
+        case = replace(base, settings={"replicas": replicas, "reduce": reduce})
+        expected, ranks = oracle(case), train(pool, case)
+        for rank in ranks:
+            assert reference.differences(rank.weights, expected) == []
+            assert all(torch.equal(tensor, ranks[0].state[key]) for key, tensor in rank.state.items())
+
+
+@pytest.mark.parametrize("bucket_mb", [0, 1e-6, 3e-4])
+def test_buckets_of_any_size_take_the_steps_of_the_reference(bucket_mb: float, pool: Pool) -> None:
+    settings = {"replicas": 3, "bucket_mb": bucket_mb}
+    for base in (replace(TOKENS, micro_size=1), CLASSES):
+        case = replace(base, settings=settings, max_norm=0.05)
+        for rank in train(pool, case):
+            assert reference.differences(rank.weights, oracle(case)) == []
