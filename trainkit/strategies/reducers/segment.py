@@ -6,6 +6,7 @@ import mmap
 import os
 import threading
 import time
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -131,7 +132,7 @@ def _hand_round(collective: Collective, size: int) -> tuple[list[ProcessMark], i
     could = torch.cat(
         collective.gather(torch.tensor([int(descriptor >= 0)]))
     ).tolist()  # rank 0 keeps it open till here
-    if all(could):
+    if all(could) and not away:
         return [ProcessMark(found[1], found[2]) for found in rows], descriptor
     if descriptor >= 0:
         os.close(descriptor)
@@ -148,16 +149,21 @@ def _open(path: str) -> int:
 
 def _make(size: int) -> int:
     """A descriptor of new memory, all of it there; below 0 where there is not enough."""
-    try:
-        descriptor = os.memfd_create("trainkit", os.MFD_CLOEXEC)
-    except OSError:
-        return -1
+    if size > _available_bytes():
+        return -1  # a memfd has no limit of its own: asking for too much would end in the system's killing somebody
+    descriptor = os.memfd_create("trainkit", os.MFD_CLOEXEC)
     try:
         os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)
         return -1
     return descriptor
+
+
+def _available_bytes() -> int:
+    """What new allocations may take without swapping, as Linux estimates it."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
 
 
 def _why(away: list[int], shut: list[int], size: int, *, made: int) -> str:

@@ -1,0 +1,144 @@
+"""The memory that ranks share: who may, how they meet in it, and what a rank that waits in vain says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.pool import Place, Pool
+from trainkit.errors import TrainingError
+from trainkit.run.last_words import write_last_words
+from trainkit.strategies.collective import GroupCollective
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers.processes import ProcessMark
+from trainkit.strategies.reducers.segment import Segment
+from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Peer:
+    """Rank 0 of two, whose other rank is the process given: it answers a gather as that process would."""
+
+    other: ProcessMark
+    host: int | None = None
+    opened: int = 1
+    rank: int = 0
+    num_ranks: int = 2
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        if tensor.dim() == 1:
+            return [tensor, torch.tensor([self.opened])]
+        row = tensor.clone()
+        row[0, 1], row[0, 2] = self.other.pid, self.other.started
+        if self.host is not None:
+            row[0, 0] = self.host
+        return [tensor, row]
+
+
+@pytest.fixture
+def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], ProcessMark]]:
+    process = subprocess.Popen(["sleep", "60"])
+    started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    yield process, ProcessMark(process.pid, int(started))
+    process.kill()
+    process.wait()
+
+
+def waiting(peer: Peer, timeout_s: float) -> TrainingError:
+    segment = Segment(peer, numel=8, dtype=torch.float32)
+    with pytest.raises(TrainingError) as caught:
+        segment.meet(timeout_s)
+    return caught.value
+
+
+def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(sleeper, tmp_path) -> None:
+    process, mark = sleeper
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
+    error = waiting(Peer(mark), timeout_s=60)
+    assert str(error) == "rank 1 ended while rank 0 waited for its gradients."
+    words = write_last_words(tmp_path / "words.json", 0, error)
+    assert words.aftermath
+    assert not words.final
+
+
+def test_a_later_process_with_its_number_is_not_taken_for_it(sleeper) -> None:
+    _, mark = sleeper
+    error = waiting(Peer(ProcessMark(mark.pid, mark.started - 1)), timeout_s=60)
+    assert str(error).startswith("rank 1 ended")
+
+
+def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(sleeper, tmp_path) -> None:
+    error = waiting(Peer(sleeper[1]), timeout_s=0.01)
+    assert str(error) == "rank 1 brought no gradients in 0.01 s (strategy.timeout_s), says rank 0."
+    assert write_last_words(tmp_path / "words.json", 0, error).aftermath
+
+
+@pytest.mark.parametrize(
+    ("peer", "numel", "text"),
+    [
+        (Peer(ProcessMark.own(), host=7), 8, "rank 1 is not on the host of rank 0, whose memory it would share."),
+        (Peer(ProcessMark.own(), opened=0), 8, "rank 1 may not open the memory that rank 0 would share."),
+        (Peer(ProcessMark.own()), 1 << 50, "there are no 12884901888 MiB of memory to share gradients in."),
+    ],
+)
+def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, numel: int, text: str) -> None:
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(TrainingError) as caught:
+        Segment(peer, numel=numel, dtype=torch.float32)
+    assert str(caught.value).startswith(text)
+    assert str(caught.value).endswith("Use strategy.reduce=backend.")
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+
+
+def sums_of_many_steps(place: Place) -> list[float]:
+    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
+    transport, packing = SharedMemoryTransport(collective, timeout_s=30), Packing([torch.Size([5])], torch.float64, CPU)
+    found = []
+    for step in range(300):
+        transport.vector(packing).fill_(10.0**place.rank * step)
+        total = transport.sum(packing.empty())
+        found.append(float(total[-1]))
+        total.zero_()  # what an update does to gradients must reach no other rank
+    transport.close()
+    return found
+
+
+def test_no_rank_overtakes_another_in_many_steps(pool: Pool) -> None:
+    for found in pool.run("tests.strategies.test_shared_memory.sums_of_many_steps", num_ranks=3, group=True):
+        assert found == [111.0 * step for step in range(300)]
+
+
+def let_go_early(place: Place) -> str:
+    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    segment = Segment(collective, numel=8, dtype=torch.float32)
+    if place.rank == 1:
+        segment.close()
+        return ""
+    with pytest.raises(TrainingError) as caught:
+        segment.meet(60)
+    return str(caught.value)
+
+
+def test_a_rank_that_failed_and_lives_on_tells_the_others_that_it_comes_no_more(pool: Pool) -> None:
+    said = pool.run("tests.strategies.test_shared_memory.let_go_early", num_ranks=2, group=True)
+    assert said[0] == "rank 1 ended while rank 0 waited for its gradients."
+
+
+def test_shared_memory_has_no_name_anywhere(pool: Pool) -> None:
+    before = sorted(Path("/dev/shm").iterdir())
+    segment = Segment(Peer(ProcessMark.own()), numel=8, dtype=torch.float32)
+    assert sorted(Path("/dev/shm").iterdir()) == before
+    segment.close()
