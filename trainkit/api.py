@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trainkit.cluster.base import Cluster
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.local import Local
 from trainkit.config.composition import Composition
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError
@@ -71,9 +75,30 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         run_dir = composition.run_dir
     folder = None if run_dir is None else Path(run_dir)
     try:
-        return runner.train(composition.cfg, run_dir=folder, notes=composition.notes, job=_hydra_job(composition))
+        return runner.train(
+            composition.cfg,
+            run_dir=folder,
+            notes=composition.notes,
+            job=_hydra_job(composition),
+            launch=launch_of(composition.cfg),
+        )
     except ConfigError as error:
         raise composition.located(error) from error
+
+
+def launch_of(cfg: RunConfig) -> Launch | None:
+    """The launch that this process belongs to, by the config's cluster and the environment.
+
+    Returns:
+        None where this process is the only one, and starts what the run needs.
+
+    Raises:
+        ConfigError: what is wrong with the cluster, or with the launcher's variables.
+    """
+    from trainkit.config.build import build  # noqa: PLC0415 - imports the target
+
+    cluster: Cluster = build(cfg.cluster) if cfg.cluster else Local()
+    return cluster.launch(os.environ)
 
 
 def _hydra_job(composition: Composition) -> Callable[[Path, Callable[[], Any]], Any]:

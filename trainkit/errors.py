@@ -11,6 +11,7 @@ TrainkitError                1   anything below
 │   └── LossScaleError       1   the loss scale fell to its floor and gradients still overflow
 ├── HangError                5   a rank that stopped making progress
 ├── CrashLoopError           6   restarts that do not get further
+├── PeerError                    of a rank: another one failed; the exit code is that of its error
 ├── StoppedError           130   Ctrl-C; resumable
 └── TerminatedError        143   SIGTERM; resumable
 """
@@ -31,6 +32,7 @@ __all__ = [
     "LossScaleError",
     "MissingExtraError",
     "NonFiniteError",
+    "PeerError",
     "Problem",
     "StoppedError",
     "TerminatedError",
@@ -153,6 +155,14 @@ class CrashLoopError(TrainkitError):
     """Restart after restart failed without getting further."""
 
     exit_code = 6
+
+
+class PeerError(TrainkitError):
+    """Another rank of the run failed, and this one ends with it; the rank that failed, or rank 0, tells it in full."""
+
+    def __init__(self, message: str, *, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code  # type: ignore[misc]  # that of the other's error, of which this is the echo
 
 
 class StoppedError(TrainkitError):

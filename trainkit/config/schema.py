@@ -161,6 +161,8 @@ class Supervisor:
     """Times that a run is started again from its last whole checkpoint without getting further."""
     hang_timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds without progress after which a rank counts as hanging."""
+    join_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    """Seconds that a process of a launch waits for the others to come."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.run.folder import RunFolder, write_atomically, write_json_atomically
 from trainkit.run.secrets import redacted, redacted_argument
 
-__all__ = ["git_state", "packages", "worker_environ", "write_environment", "write_resolved"]
+__all__ = ["git_state", "num_cores", "packages", "worker_environ", "write_environment", "write_resolved"]
 
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
 _GIT_TIMEOUT_S: Final = 2.0
@@ -116,7 +116,7 @@ def _devices() -> dict[str, Any]:
 
     count = torch.cuda.device_count()
     return {
-        "cores": _num_cores(),
+        "cores": num_cores(),
         "cuda": torch.version.cuda,
         "gpus": count,
     }
@@ -130,7 +130,7 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
         '3'
     """
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, _num_cores() // identity.num_ranks)),
+        "OMP_NUM_THREADS": str(max(1, num_cores() // identity.num_ranks)),
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
     if identity.task.rank > 0:
@@ -140,5 +140,6 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
     return {**defaults, **environ, **identity.to_environ()}
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -15,7 +15,7 @@ from trainkit import errors
 from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError
 from trainkit.run.folder import write_json_atomically
 
-__all__ = ["LastWords", "read_last_words", "write_last_words"]
+__all__ = ["LastWords", "last_words", "read_last_words", "words_from", "write_last_words"]
 
 _LOST_PEER: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out waiting|remote process exited"
@@ -44,21 +44,42 @@ class LastWords:
     problems: tuple[Mapping[str, Any], ...] = field(default=())
     """Of a ConfigError: its problems."""
 
-    def error(self) -> TrainkitError:
-        """The exception again, in this process: one of ours as it was, of any other class nothing but its message."""
+    def error(self, where: str = "") -> TrainkitError:
+        """The exception again, in this process: one of ours as it was, of any other class nothing but its message.
+
+        Args:
+            where: the process that met it, where that is another than this one; put beside the place of each problem.
+        """
         known = (getattr(errors, name) for name in self.kinds if name in errors.__all__)
         kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
         if kind is not None and issubclass(kind, ConfigError):
-            return ConfigError(Problem(**problem) for problem in self.problems)
-        return kind(self.message) if kind is not None else TrainkitError(self.message)
+            told = [
+                {**problem, "origin": ", ".join(filter(None, (problem["origin"], where)))} for problem in self.problems
+            ]
+            return ConfigError(Problem(**problem) for problem in told)
+        message = f"{where}: {self.message}" if where else self.message
+        return kind(message) if kind is not None else TrainkitError(message)
+
+    @property
+    def brief(self) -> str:
+        """The failure in a line."""
+        lines = self.message.splitlines() or [self.kinds[0]]
+        return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
 def write_last_words(path: Path, rank: int, error: BaseException) -> LastWords:
     """Write down an error; returns what was written."""
+    words = last_words(rank, error)
+    write_json_atomically(path, asdict(words))
+    return words
+
+
+def last_words(rank: int, error: BaseException) -> LastWords:
+    """What there is to tell of an error."""
     aftermath = any(_is_lost_peer(cause) for cause in _chain(error))
     ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()
-    words = LastWords(
+    return LastWords(
         rank=rank,
         moment=time.time(),
         kinds=tuple(kind.__name__ for kind in type(error).__mro__),
@@ -69,17 +90,19 @@ def write_last_words(path: Path, rank: int, error: BaseException) -> LastWords:
         final=ours and not aftermath,
         problems=tuple(_shown(problem) for problem in problems),
     )
-    write_json_atomically(path, asdict(words))
-    return words
 
 
 def read_last_words(path: Path) -> LastWords | None:
     """What a rank wrote; None where it wrote nothing."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return LastWords(**{**content, "kinds": tuple(content["kinds"]), "problems": tuple(content["problems"])})
+        return words_from(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
         return None
+
+
+def words_from(content: Mapping[str, Any]) -> LastWords:
+    """Last words out of the JSON they became."""
+    return LastWords(**{**content, "kinds": tuple(content["kinds"]), "problems": tuple(content["problems"])})
 
 
 def _shown(problem: Problem) -> dict[str, Any]:

@@ -6,7 +6,12 @@ import socket
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-__all__ = ["HostedStore", "Rendezvous"]
+from trainkit.cluster.address import Address, is_loopback
+from trainkit.cluster.launch import Launch
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.network import own_address
+
+__all__ = ["HostedStore", "Rendezvous", "store_of_launch"]
 
 
 class Rendezvous(Protocol):
@@ -21,14 +26,15 @@ class Rendezvous(Protocol):
 
 
 class HostedStore:
-    """A `TCPStore` in this process that listens on the loopback interface only.
+    """A `TCPStore` in this process that listens on one address only, by default on the loopback interface.
 
     TCPStore itself listens on every interface, even for 127.0.0.1, and asks nobody who they are: it is handed a socket
     that is bound already.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
-        self._socket = socket.create_server(address, backlog=128)
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=128)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self._store: Any = None
 
@@ -51,3 +57,24 @@ class HostedStore:
         self._store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=self._socket.detach(), use_libuv=True
         )
+
+
+def store_of_launch(launch: Launch) -> HostedStore:
+    """The store that rank 0 of a launch opens where the launcher opens none: at the launch's address and no other.
+
+    A name of this host that it resolves to its loopback interface (Debian gives 127.0.1.1) would leave the other hosts
+    outside: then it is the address of the interface that leads out.
+
+    Raises:
+        ConfigError: the address is no address of this host, or in use.
+    """
+    host, port = launch.store
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
+        found = str(address[0])
+        if launch.num_hosts > 1 and is_loopback(found) and not is_loopback(host):
+            found = own_address() or found
+        return HostedStore((found, port))
+    except OSError as error:
+        rule = f"rank 0 cannot listen there: {error.strerror or error}."
+        raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error

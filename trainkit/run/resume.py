@@ -11,7 +11,7 @@ from trainkit.engine.manifest import scan
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.folder import RunFolder
 
-__all__ = ["Start", "find_start"]
+__all__ = ["Start", "adopt", "find_start"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,26 +50,26 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
     if not (run / "resolved.yaml").is_file() or not (scan(checkpoints) or (path / "manifest.json").is_file()):
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
-    adopted = _adopt(cfg, load_resolved(run / "resolved.yaml"))
+    adopted = adopt(cfg, load_resolved(run / "resolved.yaml"))
     _refuse_other_training(adopted, run)
     return Start(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
     if run_dir is not None and scan(run_dir / "checkpoints"):
-        adopted = _adopt(cfg, load_resolved(run_dir / "resolved.yaml"))
+        adopted = adopt(cfg, load_resolved(run_dir / "resolved.yaml"))
         _refuse_other_training(adopted, run_dir)
         return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: continues {run_dir}")
     if run_dir is not None and (run_dir / "resolved.yaml").is_file():
         earlier = load_resolved(run_dir / "resolved.yaml")
-        adopted = _adopt(cfg, earlier)
+        adopted = adopt(cfg, earlier)
         if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
             return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
     candidates = sorted(root.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in candidates:
         folder = RunFolder(file.parent)
-        adopted = _adopt(cfg, load_resolved(file))
+        adopted = adopt(cfg, load_resolved(file))
         if _unfinished(folder) and fingerprint(adopted) == fingerprint(load_resolved(file)):
             return Start(cfg=adopted, folder=folder, note=f"resume=auto: continues {folder.path}")
     return Start(cfg=cfg, note=f"resume=auto: no unfinished run of this training in {root}, so a fresh start")
@@ -80,7 +80,7 @@ def _unfinished(folder: RunFolder) -> bool:
     return bool(scan(folder.checkpoints)) and (result is None or result.get("status") != "finished")
 
 
-def _adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
+def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
     """Give keys left auto what the earlier run resolved them to: a resume on another placement keeps them."""
     batch = cfg.batch
     if batch.micro_size is None and batch.accumulation is None:

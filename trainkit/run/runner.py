@@ -9,7 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.semantics import fingerprint
 from trainkit.engine import failpoints
@@ -23,15 +26,18 @@ from trainkit.run.heartbeat import Heartbeat
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.plan import RunPlan, make_plan
-from trainkit.run.resume import find_start
+from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
 
-__all__ = ["run_task", "train"]
+__all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
 
 
 Result = dict[str, Any] | None
 """What result.json holds, on the owner."""
+
+Job = Callable[[Path, Callable[[], Result]], Result]
+"""Calls a training in its folder: the frame that Hydra puts around a job."""
 
 
 def train(
@@ -39,7 +45,8 @@ def train(
     *,
     run_dir: Path | None = None,
     notes: Sequence[str] = (),
-    job: Callable[[Path, Callable[[], Result]], Result] | None = None,
+    job: Job | None = None,
+    launch: Launch | None = None,
 ) -> dict[str, Any]:
     """Train, in this process or in as many as the strategy needs.
 
@@ -48,27 +55,25 @@ def train(
         run_dir: the run folder; None: a new one below `outputs/<name>`.
         notes: what the summary shall say besides.
         job: calls the training, once there is a folder for it: the frame that Hydra puts around a job.
+        launch: the processes that something else started for this run, of which this is one.
 
     Returns:
-        What result.json holds, and `folder`.
+        What result.json holds, and `folder`; on a rank above 0 of a launch, its status and reason.
 
     Raises:
         ConfigError: what is wrong with this combination; nothing was written.
         TrainkitError: the training failed; result.json says so, and the last checkpoint stays.
     """
+    if launch is not None:
+        from trainkit.run.joining import train_launched  # noqa: PLC0415 - most runs are started by nobody else
+
+        return train_launched(cfg, launch, run_dir=run_dir, notes=notes, job=job)
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
     found = model_notes(plan, abstract_model(plan))
-    if start.folder is not None:
-        folder = start.folder
-    else:
-        folder = RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
+    folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock:
-        folder.begin()
-        resolved = plan.cfg if start.checkpoints is None else _with_resume(plan.cfg, start.checkpoints)
-        secrets = write_resolved(folder, resolved)
-        shown = [*notes, *found, *([start.note] if start.note else [])]
-        write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
+        resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
 
         def run() -> Result:
             if len(plan.tasks) == 1:
@@ -93,6 +98,32 @@ def train(
     return {**(result or {}), "folder": str(folder.path)}
 
 
+def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
+    """A folder that no run has had."""
+    return RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
+
+
+def begin_folder(
+    folder: RunFolder, plan: RunPlan, start: Start, *, notes: Sequence[str]
+) -> tuple[RunConfig, dict[str, str]]:
+    """Write into a run folder, whose lock is held, what the run begins with.
+
+    Returns:
+        The config to run, and the secrets that no file holds.
+    """
+    folder.begin()
+    resolved = resumed_from(plan.cfg, start.checkpoints)
+    secrets = write_resolved(folder, resolved)
+    shown = [*notes, *([start.note] if start.note else [])]
+    write_environment(folder, cfg=plan.cfg, fingerprint=fingerprint(plan.cfg), notes=shown)
+    return resolved, secrets
+
+
+def resumed_from(cfg: RunConfig, checkpoints: Path | None) -> RunConfig:
+    """The config with the checkpoint that it starts from, where that is another run's."""
+    return cfg if checkpoints is None else replace(cfg, resume=str(checkpoints))
+
+
 def run_task(
     cfg: RunConfig,
     identity: Identity,
@@ -100,6 +131,7 @@ def run_task(
     *,
     stop: StopFlag,
     plan: RunPlan | None = None,
+    confirm: Callable[[], None] | None = None,
 ) -> dict[str, Any] | None:
     """Do one task of a run in this process.
 
@@ -109,6 +141,7 @@ def run_task(
         folder: the run folder; the rank 0 task owns it.
         stop: asks this process to stop.
         plan: the plan of `cfg`, where it was made already.
+        confirm: raises where the folder is another group's by now; asked before anything is kept in it.
 
     Returns:
         What result.json holds, on the owner; None on other ranks.
@@ -120,7 +153,7 @@ def run_task(
     begun = time.perf_counter()
     with reproducible_process(enabled=cfg.numerics.reproducible):
         try:
-            session = _open(plan or make_plan(cfg), identity, folder, stop)
+            session = _open(plan or make_plan(cfg), identity, folder, stop, confirm)
         except BaseException as error:
             if is_owner:
                 folder.write_result(_failed(error, folder))
@@ -139,6 +172,7 @@ def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: Bas
     """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C."""
     session.close()
     if session.run.is_owner:
+        session.confirm()
         folder.write_result(result)
     if not isinstance(error, KeyboardInterrupt):
         for callback in session.callbacks:
@@ -155,7 +189,9 @@ def _failed(error: BaseException, folder: RunFolder) -> dict[str, Any]:
     }
 
 
-def _open(plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag) -> Session:
+def _open(
+    plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag, confirm: Callable[[], None] | None
+) -> Session:
     session = Session(
         plan,
         identity=identity,
@@ -164,6 +200,7 @@ def _open(plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag) 
         fingerprint=fingerprint(plan.cfg),
         requested=lambda: stop.requested,
         notes=(*_read(folder.environment).get("notes", ()), *_missing(plan, identity)),
+        confirm=confirm,
     )
     try:
         _watch_phases(session, identity, folder)
@@ -203,6 +240,17 @@ def _begin_where_it_stood(session: Session, folder: RunFolder) -> None:
         session.restore(_load(Path(str(cfg.resume)), session))
     elif cfg.init_from is not None:
         session.start_from(_load(Path(cfg.init_from).expanduser(), session))
+    _refuse_other_steps(session)
+
+
+def _refuse_other_steps(session: Session) -> None:
+    """A rank that sees other checkpoints than the others would train something else, or wait for ever; collective."""
+    if session.placed.num_ranks > 1:
+        found = session.placed.collective.gather(torch.tensor([session.run.state.step]))
+        steps = [int(step.item()) for step in found]
+        if len(set(steps)) > 1:
+            seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
+            raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
 
 
 def _load(path: Path, session: Session) -> Loaded:
@@ -225,7 +273,3 @@ def _places(folder: RunFolder) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found
-
-
-def _with_resume(cfg: RunConfig, checkpoints: Path) -> RunConfig:
-    return replace(cfg, resume=str(checkpoints))

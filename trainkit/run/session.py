@@ -44,6 +44,7 @@ class Session:
         fingerprint: the hash of the maths keys.
         requested: why this process was asked to stop, or None.
         notes: what the summary shall say besides the effective values.
+        confirm: raises where the folder is another group's by now; asked before anything is kept in it.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class Session:
         fingerprint: str,
         requested: Callable[[], str | None],
         notes: tuple[str, ...] = (),
+        confirm: Callable[[], None] | None = None,
     ) -> None:
+        self.confirm = confirm or (lambda: None)
         self.plan, self.cfg, self.parts = plan, plan.cfg, plan.parts
         self.callbacks, self.fingerprint = callbacks, fingerprint
         self._requested = requested
@@ -87,7 +90,7 @@ class Session:
             mode="max" if self.watched.mode == "max" else "min",
         )
         self._saver = BackgroundSaver(
-            folder / "checkpoints", retention=retention, background=self.cfg.checkpoint.background
+            folder / "checkpoints", retention=retention, background=self.cfg.checkpoint.background, confirm=confirm
         )
 
     def _run(self, folder: Path) -> Run:

@@ -14,7 +14,6 @@ Exit codes: those of the exception (`trainkit.errors`); 130 and 143 for a run th
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import faulthandler
 import json
@@ -23,11 +22,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from trainkit.cluster.identity import Identity
 from trainkit.engine import failpoints
 from trainkit.run import lifeline
+from trainkit.run.ending import end_process
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import write_last_words
 from trainkit.run.rendezvous import HostedStore
@@ -108,17 +108,5 @@ def _store_of_hand_started(identity: Identity, *, supervised: bool) -> Iterator[
         yield
 
 
-def _end(code: int) -> NoReturn:
-    """End the process without taking torch apart.
-
-    At interpreter shutdown torch destroys threads of its own that still run ("terminate called without an active
-    exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had done all its work would count as crashed.
-    """
-    atexit._run_exitfuncs()  # noqa: SLF001 - what registered itself there is owed its call
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _end(main(sys.argv[1:]))
+    end_process(main(sys.argv[1:]))

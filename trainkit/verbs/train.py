@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Final
 
+from trainkit.cluster.detect import VARIABLE, detect
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.call import Call, Flag
 
@@ -44,6 +46,7 @@ def _sweep(call: Call) -> int:
     """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
 
+    _refuse_launch()
     sweeper = [line for line in call.overrides if line.lstrip("+").startswith("hydra/sweeper=")]
     if not sweeper or sweeper[-1].endswith("=basic"):
         points = call.compose_points()
@@ -56,6 +59,17 @@ def _sweep(call: Call) -> int:
         check=_check_point,
     )
     return _exit_code(outcome)
+
+
+def _refuse_launch() -> None:
+    """Every process of a launch would run the whole sweep."""
+    launch = detect(os.environ)
+    if launch is not None and launch.num_ranks > 1:
+        rule = (
+            f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would run every point. "
+            f"Start the sweep by itself ({VARIABLE}=none), or each point under the launcher."
+        )
+        raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
 
 
 def _distinct(call: Call, count: int) -> None:

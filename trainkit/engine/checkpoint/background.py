@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,16 @@ class BackgroundSaver:
     An error of the thread is raised by the next call, whichever it is.
     """
 
-    def __init__(self, root: Path, *, retention: Retention | None = None, background: bool = True) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        retention: Retention | None = None,
+        background: bool = True,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
         self._root = root
+        self._confirm = confirm
         self._retention = retention
         self._background = background
         self._buffers: dict[str, Tensor] = {}
@@ -53,6 +61,7 @@ class BackgroundSaver:
         """
         self.wait()
         arguments: dict[str, Any] = {"step": step, "meta": meta, "metric": metric, "retention": self._retention}
+        arguments["confirm"] = self._confirm
         if not self._background:
             self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
             return

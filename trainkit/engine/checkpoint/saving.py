@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +47,7 @@ def save(
     aliases: Mapping[str, str] | None = None,
     metric: float | None = None,
     retention: Retention | None = None,
+    confirm: Callable[[], None] | None = None,
 ) -> Checkpoint:
     """Write a checkpoint from one process, then prune the older ones.
 
@@ -58,6 +59,7 @@ def save(
         aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are found unasked.
         metric: what best is judged by, where known.
         retention: what to keep; None keeps everything.
+        confirm: asked before the checkpoint gets its name; raises where the folder is another's by now.
 
     Raises:
         CheckpointError: it could not be written, a full disk above all; nothing of it is left.
@@ -67,7 +69,7 @@ def save(
         unique, tied = untied(tensors)
         part = write_part(draft, unique)
         tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
-        checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric)
+        checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=confirm)
     except OSError as error:
         raise _unwritten(root, step, error) from error
     finally:
@@ -125,6 +127,7 @@ def commit(
     meta: Mapping[str, Any],
     aliases: Mapping[str, str],
     metric: float | None = None,
+    confirm: Callable[[], None] | None = None,
 ) -> Checkpoint:
     """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists."""
     final = draft.parent / folder_name(step)
@@ -147,6 +150,8 @@ def commit(
     reached("save", step)
     write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
     _sync_folder(draft)
+    if confirm is not None:
+        confirm()
     _move_into_place(draft, final)
     return checkpoint
 

@@ -1,0 +1,22 @@
+"""The end of a process that was one of several ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from typing import NoReturn
+
+__all__ = ["end_process"]
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process without taking torch apart.
+
+    At interpreter shutdown torch destroys threads of its own that still run ("terminate called without an active
+    exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had done all its work would count as crashed.
+    """
+    atexit._run_exitfuncs()  # noqa: SLF001 - what registered itself there is owed its call
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

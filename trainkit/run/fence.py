@@ -1,0 +1,97 @@
+"""Two groups of processes never write into one run folder, also where they cannot see each other's lock.
+
+The lock (`trainkit.run.lock`) is what keeps a second group out; it relies on `flock`, which local disks, NFS and most
+cluster file systems carry from host to host. Where one does not, or a host that was cut off comes back, the fence is
+what remains: the group that comes last leaves a token in the folder, and a group looks whether the token is its own
+before it gives a checkpoint its name or writes the result. Between the look and the rename pass microseconds, which no
+file system can rule out; what would be written then is a checkpoint of the same training, under a name of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.run.folder import RunFolder, write_json_atomically
+
+__all__ = ["Fence"]
+
+_NAME: Final = ".fence"
+_PATIENCE_S: Final = 5.0
+"""How long a folder may take to appear on another host: caches of network file systems live for seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fence:
+    """The mark of one group in a run folder.
+
+    Example:
+        >>> import tempfile
+        >>> folder = RunFolder(Path(tempfile.mkdtemp()))
+        >>> first, second = Fence.put_up(folder), Fence.put_up(folder)
+        >>> second.check()
+        >>> first.check()
+        Traceback (most recent call last):
+        trainkit.errors.TrainingError: ...
+    """
+
+    path: Path
+    token: str
+
+    @classmethod
+    def put_up(cls, folder: RunFolder) -> Self:
+        """Mark the folder as this group's; whoever had it before is fenced off."""
+        fence = cls(path=folder.path / _NAME, token=uuid.uuid4().hex)
+        write_json_atomically(
+            fence.path, {"token": fence.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+        )
+        return fence
+
+    @classmethod
+    def seen(cls, folder: RunFolder, token: str, *, patience_s: float = _PATIENCE_S) -> Self:
+        """The fence that rank 0 put up, as another process sees it.
+
+        Raises:
+            ConfigError: it sees none, or another one: the folder is not on a file system that both share.
+        """
+        fence = cls(path=folder.path / _NAME, token=token)
+        deadline = time.monotonic() + patience_s
+        while fence.holder.get("token") != token:
+            if time.monotonic() >= deadline:
+                rule = (
+                    f"rank 0 made it, and {socket.gethostname()} does not see it. All processes write into one run "
+                    "folder: start them in a folder of a file system that the hosts share, or name one with "
+                    "hydra.run.dir."
+                )
+                raise ConfigError([Problem(key="run folder", value=str(folder.path), rule=rule)])
+            time.sleep(0.1)
+        return fence
+
+    @property
+    def holder(self) -> dict[str, object]:
+        """Who put up the fence that stands there now."""
+        try:
+            found = json.loads(self.path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def check(self) -> None:
+        """Make sure that the folder is still this group's.
+
+        Raises:
+            TrainingError: another group has taken it over; says which.
+        """
+        holder = self.holder
+        if holder.get("token") != self.token:
+            who = f"process {holder['pid']} on {holder['host']}" if "pid" in holder else "somebody"
+            raise TrainingError(
+                f"{self.path.parent} was taken over by {who}. This group ends and writes no more to it."
+            )

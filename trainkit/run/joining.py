@@ -1,0 +1,257 @@
+"""Training in a launch: the processes that something else started meet, agree, and train in one run folder.
+
+every process    composes and checks its own config
+all meet         at the store of the launch; who is missing is named
+all compare      the hash of their configs: one that differs is refused, and nothing is written
+rank 0           finds where to begin; all plan it
+rank 0           makes, locks and marks the one run folder; all look whether they see it
+all train        rank 0 at the terminal, the others into logs/rank_N.log
+all end          with one exit code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import Launch
+from trainkit.config.origins import dotted, leaves
+from trainkit.config.schema import RunConfig
+from trainkit.engine import failpoints
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.environment import num_cores
+from trainkit.run.fence import Fence
+from trainkit.run.folder import RunFolder
+from trainkit.run.launched import remember_folder, start_of_launch
+from trainkit.run.meeting import Meeting
+from trainkit.run.memory import abstract_model
+from trainkit.run.model_facts import model_notes
+from trainkit.run.network import socket_environ
+from trainkit.run.parting import end_together
+from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.resume import Start
+from trainkit.run.runner import Job, Result, begin_folder, new_folder, resumed_from, run_task
+from trainkit.run.secrets import redacted
+from trainkit.run.stopping import StopFlag
+
+__all__ = ["train_launched"]
+
+_OWN_KEYS: Final = (("cluster", "task"),)
+"""Keys that tell the processes of a launch apart."""
+_LOCK_PATIENCE_S: Final = 10.0
+"""How long the group before this one may take to die, where its launcher has started another in its place."""
+
+
+def train_launched(
+    cfg: RunConfig, launch: Launch, *, run_dir: Path | None, notes: Sequence[str], job: Job | None
+) -> dict[str, Any]:
+    """Train as one process of a launch; arguments and result as of `trainkit.run.runner.train`.
+
+    Raises:
+        ConfigError: what is wrong with this combination, or processes that were started differently.
+        HangError: a process did not come.
+        PeerError: another process failed.
+    """
+    _prepare_process(launch)
+    if launch.rank == 0:
+        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+    with Meeting(launch, timeout_s=cfg.supervisor.join_timeout_s) as meeting, ExitStack() as stack:
+        _refuse_other_configs(meeting, cfg)
+        start = _start(meeting, cfg, run_dir)
+        plan = meeting.each(lambda: make_plan(start.cfg, launch=launch))
+        _refuse_other_plans(meeting, plan)
+        found = model_notes(plan, abstract_model(plan))
+        folder, fence = _folder(meeting, stack, start, plan, run_dir, notes=[*notes, *found])
+        resolved = resumed_from(plan.cfg, start.checkpoints)
+
+        def run() -> Result:
+            identity = _identity(meeting, plan)
+            failpoints.arm({**os.environ, **identity.to_environ()})
+            with StopFlag() as stop:
+                return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check)
+
+        if launch.rank > 0:
+            with _into(folder.log_of(launch.rank)):
+                result = end_together(meeting, folder, run, confirm=fence.check)
+            return {**result, "folder": str(folder.path)}
+
+        def part() -> Result:
+            return end_together(meeting, folder, run, confirm=fence.check)
+
+        done = part() if job is None else job(folder.path, part)
+        return {**(done or {}), "folder": str(folder.path)}
+
+
+def _prepare_process(launch: Launch) -> None:
+    """Network and threads of a process that shares its host with others."""
+    for name, value in socket_environ(launch).items():
+        os.environ.setdefault(name, value)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, num_cores() // launch.num_local))
+
+
+def _refuse_other_configs(meeting: Meeting, cfg: RunConfig) -> None:
+    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
+    values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
+    full = [(dotted(path), value) for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS]
+    digest = hashlib.sha256(json.dumps(sorted(full), default=str).encode()).hexdigest()
+    ours, *others = meeting.gather({"digest": digest, "values": values})
+    problems = [
+        Problem(
+            key=key,
+            value=ours["values"].get(key),
+            rule=f"{meeting.launch.place_of(rank)} has {_shown(other['values'].get(key))}. Start all alike.",
+            origin=meeting.launch.place_of(0),
+        )
+        for rank, other in enumerate(others, start=1)
+        if other["digest"] != ours["digest"]
+        for key in sorted({**ours["values"], **other["values"]})
+        if ours["values"].get(key) != other["values"].get(key)
+    ]
+    if not problems and any(other["digest"] != ours["digest"] for other in others):
+        problems = [Problem(key="config", rule="a secret in it differs between the processes. Start all alike.")]
+
+    def refuse() -> None:
+        if problems:
+            raise ConfigError(problems)
+
+    meeting.first(refuse)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _start(meeting: Meeting, cfg: RunConfig, run_dir: Path | None) -> Start:
+    """Where to begin, found by rank 0: it alone looks at folders, which may look otherwise elsewhere."""
+    found: list[Start] = []
+
+    def find() -> dict[str, Any]:
+        found.append(start_of_launch(cfg, run_dir, meeting))
+        (start,) = found
+        batch = start.cfg.batch
+        places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
+        return {
+            "batch": [batch.global_size, batch.micro_size, batch.accumulation],
+            **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
+        }
+
+    told = meeting.first(find)
+    if found:
+        return found[0]
+    global_size, micro_size, accumulation = told["batch"]
+    batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
+    return Start(
+        cfg=replace(cfg, batch=batch),
+        folder=RunFolder(Path(told["folder"])) if told["folder"] else None,
+        checkpoints=Path(told["checkpoints"]) if told["checkpoints"] else None,
+    )
+
+
+def _refuse_other_plans(meeting: Meeting, plan: RunPlan) -> None:
+    """Hosts whose devices differ would plan different runs."""
+    share = len(plan.tasks) // meeting.launch.num_ranks
+    own = plan.tasks[meeting.launch.rank * share]
+    plans = meeting.gather({"replicas a process": share, "device": own.device.partition(":")[0]})
+
+    def refuse() -> None:
+        problems = [
+            Problem(
+                key=f"strategy, {name}",
+                value=value,
+                rule=f"{meeting.launch.place_of(rank)} has {theirs[name]}. All need the same.",
+                origin=meeting.launch.place_of(0),
+            )
+            for rank, theirs in enumerate(plans)
+            for name, value in plans[0].items()
+            if theirs[name] != value
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    meeting.first(refuse)
+
+
+def _folder(
+    meeting: Meeting, stack: ExitStack, start: Start, plan: RunPlan, run_dir: Path | None, *, notes: Sequence[str]
+) -> tuple[RunFolder, Fence]:
+    """The one run folder: made, locked and marked by rank 0, seen by all."""
+    fences: list[Fence] = []
+
+    def begin() -> dict[str, str]:
+        folder = start.folder or new_folder(plan.cfg, run_dir)
+        stack.enter_context(_lock(folder, patient=start.folder is not None))
+        fences.append(Fence.put_up(folder))
+        begin_folder(folder, plan, start, notes=notes)
+        remember_folder(plan.cfg, folder, meeting)
+        return {"path": str(folder.path.absolute()), "token": fences[0].token}
+
+    told = meeting.first(begin)
+    folder = RunFolder(Path(told["path"]))
+    try:
+        fence = meeting.each(lambda: Fence.seen(folder, told["token"]))
+    except ConfigError:
+        if meeting.launch.rank == 0 and start.folder is None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    return folder, fence
+
+
+@contextlib.contextmanager
+def _lock(folder: RunFolder, *, patient: bool) -> Iterator[int]:
+    deadline = time.monotonic() + (_LOCK_PATIENCE_S if patient else 0.0)
+    with ExitStack() as stack:
+        while True:
+            try:
+                descriptor = stack.enter_context(folder.lock())
+                break
+            except ConfigError:
+                if time.monotonic() >= deadline:
+                    raise
+                time.sleep(0.2)
+        yield descriptor
+
+
+def _identity(meeting: Meeting, plan: RunPlan) -> Identity:
+    return Identity(
+        task=plan.tasks[meeting.launch.rank],
+        num_ranks=len(plan.tasks),
+        store=meeting.address,
+        prefix=f"{meeting.prefix}/group",
+        attempt=meeting.launch.attempt,
+    )
+
+
+@contextlib.contextmanager
+def _into(log: Path) -> Iterator[None]:
+    """Whatever this process and its children print goes into a log: the terminal is rank 0's."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    kept = [os.dup(descriptor) for descriptor in (1, 2)]
+    with log.open("ab") as file:
+        _redirect([file.fileno(), file.fileno()])
+    try:
+        yield
+    finally:
+        _redirect(kept)
+        for descriptor in kept:
+            os.close(descriptor)
+
+
+def _redirect(targets: Sequence[int]) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for descriptor, target in zip((1, 2), targets, strict=True):
+        os.dup2(target, descriptor)

@@ -1,0 +1,83 @@
+"""What a launch continues: the folder it made before its launcher started it again, or what `resume` says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Final
+
+from trainkit.cluster.launch import Launch
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.semantics import fingerprint
+from trainkit.errors import ConfigError
+from trainkit.run.folder import RunFolder, write_json_atomically
+from trainkit.run.meeting import Meeting
+from trainkit.run.resume import Start, adopt, find_start
+
+__all__ = ["remember_folder", "start_of_launch"]
+
+_KEY: Final = "folder"
+_ENDED: Final = ("finished", "stopped")
+"""Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
+
+
+def start_of_launch(cfg: RunConfig, run_dir: Path | None, meeting: Meeting) -> Start:
+    """Work out where the launch begins; for its rank 0.
+
+    A launcher that starts its processes again gives them the command they had, and means them to go on. The folder of
+    the launch is found by the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
+
+    Args:
+        cfg: the checked config.
+        run_dir: the run folder that the user named.
+        meeting: the processes that take part.
+
+    Raises:
+        ConfigError: what `resume` asks for does not exist, or is another training.
+    """
+    launch = meeting.launch
+    for path in (meeting.recall(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
+        start = None if path is None else _continued(cfg, Path(path))
+        if start is not None:
+            return start
+    return find_start(cfg, run_dir)
+
+
+def remember_folder(cfg: RunConfig, folder: RunFolder, meeting: Meeting) -> None:
+    """Keep the folder for the next start of this launch."""
+    path = str(folder.path.absolute())
+    meeting.remember(_KEY, path)
+    if meeting.launch.name:
+        write_json_atomically(_record(cfg, meeting.launch), {"launch": meeting.launch.name, "folder": path})
+
+
+def _continued(cfg: RunConfig, path: Path) -> Start | None:
+    """Going on in a folder, where it holds this training, and it has not ended."""
+    folder = RunFolder(path)
+    result = folder.read_result()
+    if not folder.resolved.is_file() or (result is not None and result.get("status") in _ENDED):
+        return None
+    try:
+        earlier = load_resolved(folder.resolved)
+    except ConfigError:
+        return None
+    adopted = adopt(cfg, earlier)
+    if fingerprint(adopted) != fingerprint(earlier):
+        return None
+    return Start(cfg=adopted, folder=folder, note=f"started again by the launcher: continues {path}")
+
+
+def _record(cfg: RunConfig, launch: Launch) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", launch.name)
+    return Path("outputs") / cfg.name / ".launches" / f"{name}.json"
+
+
+def _recorded(cfg: RunConfig, launch: Launch) -> str | None:
+    if not launch.name:
+        return None
+    try:
+        found = json.loads(_record(cfg, launch).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return str(found["folder"]) if isinstance(found, dict) and "folder" in found else None

@@ -1,0 +1,240 @@
+"""Where the processes of a launch meet before they train: each finds the others, and none goes on alone.
+
+The store is the launcher's, or one that rank 0 opens. A store may outlive its ranks and still hold what dead ones said
+(that of torchrun's agents does), and no variable tells two of its groups apart: agents count restarts each for itself.
+So a group makes a prefix of its own, told by its rank 0 to those who ask by a name that nobody had before:
+
+    rank 1    arrival/1 = "1 of 2, named X"          rank 0    answer/X = PREFIX
+              PREFIX/present/1                                 ... until all are present
+
+Everything else is said below the prefix, in rounds: `first` (rank 0 does something, all learn what came of it) and
+`each` (all do something; where one fails, all fail).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
+
+from trainkit.cluster.launch import Launch
+from trainkit.errors import HangError, PeerError
+from trainkit.run.last_words import LastWords, last_words, words_from
+from trainkit.run.waiting import Patience
+
+__all__ = ["Meeting"]
+
+T = TypeVar("T")
+
+_POLL_S: Final = 0.05
+
+
+class Meeting:
+    """The processes of a launch, while they are together.
+
+    Args:
+        launch: who takes part, and where they meet.
+        timeout_s: how long to wait for another process.
+        say: is told who is missing; by default a line on stderr.
+    """
+
+    def __init__(self, launch: Launch, *, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
+        self.launch = launch
+        self.prefix = ""
+        """What the keys of this group begin with in the store; another one for every group."""
+        self.address = launch.store
+        """Host and port of the store."""
+        self._timeout_s = timeout_s
+        self._say = say
+        self._rounds = 0
+        self._store: Any = None
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Open or find the store, and wait until all are there."""
+        with self._stack:
+            self._store = self._connect()
+            self.prefix = self._lead() if self.launch.rank == 0 else self._follow()
+            self._stack = self._stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._store = None
+        self._stack.close()
+
+    def _connect(self) -> Any:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch takes 1 s
+
+        from trainkit.run.network import reachable  # noqa: PLC0415 - beside it
+        from trainkit.run.rendezvous import store_of_launch  # noqa: PLC0415 - beside it
+
+        host, port = self.launch.store
+        if self.launch.hosts_store:
+            hosted = self._stack.enter_context(store_of_launch(self.launch))
+            hosted.open()
+            host, port = self.address = hosted.address
+        patience = self._patience(lambda: [0])
+        while not reachable(host, port):
+            patience.wait(_POLL_S * 4)
+        return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+    def _lead(self) -> str:
+        """Answer all who arrive until every rank of this group has said that it is there."""
+        prefix = uuid.uuid4().hex
+        present, seen = {0}, 0
+        patience = self._patience(lambda: set(range(self.launch.num_ranks)) - present)
+        while True:
+            for number in range(seen + 1, self._store.add("trainkit/arrivals", 0) + 1):
+                if not self._store.check([f"trainkit/arrival/{number}"]):
+                    break
+                seen = number
+                size, name = self._store.get(f"trainkit/arrival/{number}").decode().split()
+                if int(size) == self.launch.num_ranks:
+                    self._store.set(f"trainkit/answer/{name}", prefix)
+            missing = set(range(self.launch.num_ranks)) - present
+            present |= {rank for rank in missing if self._store.check([f"{prefix}/present/{rank}"])}
+            if len(present) == self.launch.num_ranks:
+                return prefix
+            patience.wait(_POLL_S)
+
+    def _follow(self) -> str:
+        name = uuid.uuid4().hex
+        number = self._store.add("trainkit/arrivals", 1)
+        self._store.set(f"trainkit/arrival/{number}", f"{self.launch.num_ranks} {name}")
+        prefix: str = self._wait_for(f"trainkit/answer/{name}", 0).decode()
+        self._store.set(f"{prefix}/present/{self.launch.rank}", "")
+        return prefix
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Let rank 0 do something and tell the others; collective.
+
+        Args:
+            work: what to do; its result is JSON.
+
+        Returns:
+            What it gave, on every rank.
+
+        Raises:
+            TrainkitError: it failed: on rank 0 as it was raised, on the others as a `PeerError`.
+        """
+        key = self._next_round()
+        if self.launch.rank > 0:
+            told = json.loads(self._wait_for(key, 0))
+            if told["failed"] is not None:
+                raise self.peer_error(words_from(told["failed"]))
+            result: T = told["result"]
+            return result
+        try:
+            result = work()
+        except Exception as error:
+            self._store.set(key, json.dumps({"failed": asdict(last_words(0, error))}))
+            raise
+        self._store.set(key, json.dumps({"failed": None, "result": result}))
+        return result
+
+    def each(self, work: Callable[[], T]) -> T:
+        """Do something on every rank, and go on only if it went well on all; collective.
+
+        Returns:
+            What it gave here.
+
+        Raises:
+            TrainkitError: it failed somewhere. Rank 0 raises the error of the lowest rank that failed as it was raised
+                there, the others a `PeerError`.
+        """
+        key, error, result = self._next_round(), None, None
+        try:
+            result = work()
+        except Exception as failed:  # noqa: BLE001 - raised below, when the others know
+            error = failed
+        words = None if error is None else asdict(last_words(self.launch.rank, error))
+        self._store.set(f"{key}/{self.launch.rank}", json.dumps(words))
+        failures = self.first(lambda: [words for words in self._collect(key) if words is not None])
+        if failures:
+            culprit = words_from(failures[0])
+            if self.launch.rank > 0:
+                raise self.peer_error(culprit) from error
+            raise error if error is not None else culprit.error(self.launch.place_of(culprit.rank))
+        return result  # type: ignore[return-value]  # it did not fail
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank; JSON; collective."""
+        key = self._next_round()
+        self._store.set(f"{key}/{self.launch.rank}", json.dumps(value))
+        return self.first(lambda: self._collect(key))
+
+    def _collect(self, key: str) -> list[Any]:
+        found: dict[int, Any] = {}
+        everyone = range(self.launch.num_ranks)
+        patience = self._patience(lambda: [rank for rank in everyone if rank not in found])
+        while True:
+            for rank in everyone:
+                if rank not in found and self._store.check([f"{key}/{rank}"]):
+                    found[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+            if len(found) == self.launch.num_ranks:
+                return [found[rank] for rank in everyone]
+            patience.wait(_POLL_S)
+
+    def tell(self, key: str, value: Any) -> None:
+        """Leave a word for the others; JSON."""
+        self._store.set(f"{self.prefix}/{key}", json.dumps(value))
+
+    def ask(self, keys: Iterable[str], *, within_s: float) -> dict[str, Any]:
+        """Words that were left for us, as soon as there is one; none where they come too late or the store is gone."""
+        names = {key: f"{self.prefix}/{key}" for key in keys}
+        deadline = time.monotonic() + within_s
+        try:
+            while True:
+                found = {key: json.loads(self._store.get(name)) for key, name in names.items() if self._has(name)}
+                if found or time.monotonic() > deadline:
+                    return found
+                time.sleep(_POLL_S)
+        except RuntimeError:  # the store's DistError: who held it is gone
+            return {}
+
+    def _has(self, name: str) -> bool:
+        return bool(self._store.check([name]))
+
+    def remember(self, key: str, value: str) -> None:
+        """Leave a word for the groups that come after this one; lost where the store ends with this group."""
+        self._store.set(f"trainkit/{key}", value)
+
+    def recall(self, key: str) -> str | None:
+        """What an earlier group of this launch left; None where there was none, or its store is gone."""
+        name = f"trainkit/{key}"
+        return self._store.get(name).decode() if self._has(name) else None
+
+    def peer_error(self, words: LastWords) -> PeerError:
+        """That this rank ends because another failed; the whole story is told by rank 0."""
+        return PeerError(
+            f"rank {self.launch.rank} ends with rank {words.rank}: {words.brief}", exit_code=words.exit_code
+        )
+
+    def _next_round(self) -> str:
+        self._rounds += 1
+        return f"{self.prefix}/round/{self._rounds}"
+
+    def _wait_for(self, key: str, rank: int) -> bytes:
+        """A value that a rank sets; the ranks that rank 0 waits for are named by rank 0."""
+        patience = self._patience(lambda: [rank])
+        try:
+            while not self._store.check([key]):
+                patience.wait(_POLL_S)
+            value: bytes = self._store.get(key)
+        except RuntimeError as error:  # the store's DistError
+            raise HangError(f"{self.launch.place_of(rank)} is gone, and with it the store.") from error
+        return value
+
+    def _patience(self, missing: Callable[[], Iterable[int]]) -> Patience:
+        return Patience(
+            lambda: ", ".join(self.launch.place_of(rank) for rank in sorted(missing())),
+            timeout_s=self._timeout_s,
+            say=self._say,
+        )
