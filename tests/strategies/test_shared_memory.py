@@ -100,7 +100,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
         Segment(peer, numel=numel, dtype=torch.float32)
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith("Use strategy.reduce=backend.")
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # those of earlier tests may go meanwhile
 
 
 def sums_of_many_steps(place: Place) -> list[float]:

@@ -1,0 +1,103 @@
+"""What a step exchanges: how often, how much, and while what."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.contract.stepping import Case, run_rank
+from tests.support import zoo
+from tests.support.pool import Place, Pool
+from trainkit.errors import TrainingError
+from trainkit.strategies.collective import GroupCollective
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import AutoReducer, BackendReducer, FlatReducer, LocalReducer
+from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+
+CPU = torch.device("cpu")
+PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
+
+
+def counted(place: Place, case: Case) -> list[int]:
+    """The elements of every all-reduce of a case."""
+    sizes: list[int] = []
+    whole = dist.all_reduce
+
+    def count(tensor: Tensor, **options: Any) -> Any:
+        sizes.append(tensor.numel())
+        return whole(tensor, **options)
+
+    dist.all_reduce = count
+    try:
+        run_rank(place, case)
+    finally:
+        dist.all_reduce = whole
+    return sizes
+
+
+@pytest.mark.parametrize("micro_size", [8, 2])
+def test_a_step_is_one_exchange_however_many_shards_are_accumulated(micro_size: int, pool: Pool) -> None:
+    case = Case(strategy="mirrored", settings={"replicas": 2}, global_size=16, micro_size=micro_size, num_steps=4)
+    for sizes in pool.run("tests.strategies.test_exchange.counted", case, num_ranks=2):
+        assert sizes == [PARAMETERS] * 4
+
+
+def test_buckets_go_out_in_one_order_and_add_up_to_the_gradients(pool: Pool) -> None:
+    # four parameters of 42, 7, 21 and 3 elements of 8 bytes; buckets of at least 160 bytes, from the last parameter on
+    settings = {"replicas": 2, "bucket_mb": 160 / 2**20}
+    case = Case(strategy="mirrored", settings=settings, global_size=16, micro_size=4, num_steps=3)
+    for sizes in pool.run("tests.strategies.test_exchange.counted", case, num_ranks=2):
+        assert sizes == [24, 49] * 3
+
+
+class _Recorded(nn.Module):
+    """Two layers; notes when the backward pass reaches its first."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.events = events
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        hidden.register_hook(lambda grad: self.events.append("backward of the first layer"))
+        outputs: Tensor = self.second(hidden)
+        return outputs
+
+
+def events_of_two_shards(place: Place) -> list[str]:
+    del place
+    events: list[str] = []
+    model, reducer = _Recorded(events), BackendReducer(bucket_mb=1e-6)
+    params = list(model.parameters())
+    packing = Packing([p.shape for p in params], torch.float32, CPU)
+    launch = reducer._launch
+    reducer._launch = lambda bucket: (events.append(f"exchange from {bucket.first}"), launch(bucket))[1]
+
+    def partials() -> Any:
+        for shard in range(2):
+            if shard == 1:
+                reducer.arm(params)
+            model(torch.ones(2, 4)).sum().backward()
+        yield 0, [p.grad for p in params]
+
+    sums = reducer.reduce(partials(), num_shards=4, packing=packing)
+    assert torch.equal(sums[3], torch.full((4,), 8.0))  # 2 samples, 2 shards, 2 ranks
+    reducer.close()
+    return events
+
+
+def test_a_bucket_is_exchanged_while_backward_still_computes_earlier_layers(pool: Pool) -> None:
+    for events in pool.run("tests.strategies.test_exchange.events_of_two_shards", num_ranks=2, group=True):
+        assert events == [
+            "backward of the first layer",
+            "exchange from 3",
+            "exchange from 2",
+            "backward of the first layer",
+            "exchange from 1",
+            "exchange from 0",
+        ]
