@@ -149,6 +149,12 @@ def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exa
     assert (second["steps"], second["weights_sha256"]) == (10, whole["weights_sha256"])
 
 
+def test_replicas_are_compared_where_they_are_alike(tmp_path: Path) -> None:
+    two = ("strategy.replicas=2", "strategy.local_after=2", "numerics.check_replicas_every=1")
+    result = run(tmp_path, *ALONE, *two)
+    assert (result["status"], result["steps"]) == ("finished", 10)
+
+
 def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
     run(tmp_path / "run", *ALONE, "stop_at_step=4")
     with pytest.raises(ConfigError) as raised:

@@ -23,6 +23,7 @@ from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import Partials
 from trainkit.strategies.replica import Replica
+from trainkit.strategies.replica_check import drifted_parameter
 from trainkit.strategies.update import apply_update
 
 __all__ = ["LocalSgd"]
@@ -178,6 +179,10 @@ class LocalSgd(DataParallel):
         replica: _LocalReplica = placed
         if replica.window.steps:
             replica.window.average(replica)
+
+    def check_replicas(self, placed: Any) -> str | None:
+        """The first parameter whose bits are not the same on all ranks; asked where replicas are alike. Collective."""
+        return drifted_parameter(placed)
 
     def state(self, placed: Any) -> dict[str, Tensor]:
         """What every synchronous strategy keeps, and the outer optimizer's momentum; alike on every rank."""
