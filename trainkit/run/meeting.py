@@ -13,6 +13,7 @@ Everything else is said below the prefix, in rounds: `first` (rank 0 does someth
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -32,6 +33,8 @@ __all__ = ["Meeting"]
 T = TypeVar("T")
 
 _POLL_S: Final = 0.05
+_GOODBYE_S: Final = 5.0
+"""How long the store outlives the work of its rank; one that was killed says no goodbye."""
 
 
 class Meeting:
@@ -66,8 +69,19 @@ class Meeting:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._store = None
-        self._stack.close()
+        with self._stack:
+            if self.prefix and not isinstance(error, KeyboardInterrupt):
+                self._leave()
+            self._store = None
+
+    def _leave(self) -> None:
+        """Say goodbye; whoever has the store keeps it until all have, so that nobody misses the last word."""
+        with contextlib.suppress(RuntimeError):  # the store's DistError: it is gone already
+            left = self._store.add(f"{self.prefix}/left", 1)
+            deadline = time.monotonic() + _GOODBYE_S
+            while self.launch.hosts_store and left < self.launch.num_ranks and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                left = self._store.add(f"{self.prefix}/left", 0)
 
     def _connect(self) -> Any:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch takes 1 s

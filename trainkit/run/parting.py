@@ -55,19 +55,10 @@ def end_together(
         raise
     except Exception as error:
         raise _explained(meeting, folder, error, confirm) from error
-    if meeting.launch.rank == 0:
-        result = result or {}
-        return _dismiss(meeting, result)
-    return _dismissed(meeting)
-
-
-def _dismiss(meeting: Meeting, result: dict[str, Any]) -> dict[str, Any]:
-    """Tell the others how it ended, and keep the store until they have heard it."""
+    if meeting.launch.rank > 0:
+        return _dismissed(meeting)
+    result = result or {}
     meeting.tell("result", {key: result.get(key) for key in ("status", "reason")})
-    waiting = {f"gone/{rank}" for rank in range(1, meeting.launch.num_ranks)}
-    deadline = time.monotonic() + _GRACE_AFTER_LOSS_S
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        waiting -= meeting.ask(waiting, within_s=left).keys()
     return result
 
 
@@ -75,8 +66,6 @@ def _dismissed(meeting: Meeting) -> dict[str, Any]:
     told = meeting.ask(["result", "failed/0"], within_s=_FAREWELL_S)
     if "failed/0" in told:
         raise meeting.peer_error(words_from(told["failed/0"]))
-    with contextlib.suppress(RuntimeError):  # rank 0 may be gone, and the store with it
-        meeting.tell(f"gone/{meeting.launch.rank}", value=True)
     result: dict[str, Any] = told.get("result", {"status": "finished"})
     return result
 

@@ -1,0 +1,78 @@
+"""Processes of a launch, in the pool: each as it would be where a launcher had started it."""
+
+import contextlib
+import io
+import os
+import socket
+from dataclasses import replace
+from unittest import mock
+
+from tests.support.pool import Place
+
+RUN = (
+    "recipe=null", "steps=12", "batch.micro_size=16", "numerics.reproducible=true", "callbacks=[]",
+    "logger=[]", "quiet=true", "strategy=multi_worker_mirrored", "hydra.run.dir=run",
+)  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def variables(place: Place, port: int) -> dict[str, str]:
+    """Those that one sets by hand."""
+    return {
+        "RANK": str(place.rank), "WORLD_SIZE": str(place.num_ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+
+
+def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None):
+    """Train as a process of a launch: what it returned, what it raised as (class, code, text), what it printed."""
+    from trainkit import api
+    from trainkit.errors import TrainkitError
+
+    known = variables(place, port) | (environ or {})
+    told = io.StringIO()
+    with mock.patch.dict(os.environ, known), contextlib.chdir(folder), contextlib.redirect_stderr(told):
+        try:
+            return api.train(api.compose([*RUN, *overrides])), None, told.getvalue()
+        except TrainkitError as error:
+            return None, (type(error).__name__, error.exit_code, str(error)), told.getvalue()
+
+
+def train_with_a_bad_plan(place: Place, folder: str, port: int):
+    """The same, where rank 1 cannot read the data."""
+    from trainkit.errors import DataError
+    from trainkit.run import joining
+
+    def plan(*_, **__):
+        raise DataError("/data/x is absent.")
+
+    with mock.patch.object(joining, "make_plan", plan) if place.rank == 1 else contextlib.nullcontext():
+        return train(place, folder, port)
+
+
+def train_unlike(place: Place, folder: str, port: int, own: list[list[str]]):
+    """The same, each process with arguments of its own."""
+    return train(place, folder, port, *own[place.rank])
+
+
+def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]):
+    """The same, with further variables."""
+    local = {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.num_ranks)}
+    return train(place, folder, port, *overrides, environ=local | environ)
+
+
+def train_alone(place: Place, folder: str, port: int, *overrides: str):
+    """Rank 0 of two, where the other one does not come."""
+    return train(replace(place, num_ranks=2), folder, port, *overrides)
+
+
+def train_impatiently(place: Place, folder: str, port: int, *overrides: str):
+    """The same, where a locked folder is refused at once."""
+    from trainkit.run import joining
+
+    with mock.patch.object(joining, "_LOCK_PATIENCE_S", 0.0):
+        return train(place, folder, port, *overrides)

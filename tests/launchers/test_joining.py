@@ -1,0 +1,104 @@
+"""Processes that something else started: they find each other, agree, share one folder and end together."""
+
+import json
+
+import pytest
+
+from tests.launchers.joining import free_port
+from trainkit.run.folder import RunFolder
+
+HERE = "tests.launchers.joining"
+STARTED_AGAIN = {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.fixture
+def start(pool, tmp_path):
+    """Start a launch; per rank what came back, what was raised and what was said."""
+
+    def go(*overrides, num_ranks=2, function="train", environ=None):
+        args = (str(tmp_path), free_port(), *overrides)
+        if environ is not None:
+            function, args = "train_as", (args[0], args[1], environ, overrides)
+        return pool.run(f"{HERE}.{function}", *args, num_ranks=num_ranks)
+
+    return go
+
+
+def folders(tmp_path):
+    return sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("resolved.yaml"))
+
+
+def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path):
+    (result, _, said), (other, _, quiet) = start()
+    assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, meeting at 127.0.0.1:" + said[-42:]
+    assert (quiet, other["status"], other["folder"]) == ("", "finished", str(tmp_path / "run"))
+    assert folders(tmp_path) == ["run"]
+    assert len(list(tmp_path.rglob(".hydra"))) == 1
+    alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
+    assert result["weights_sha256"] == alone["weights_sha256"]
+
+
+def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, tmp_path):
+    told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
+    lines = [
+        "2 problems in the config",
+        "  log_every_steps=5: worker:1 has 10. Start all alike. (worker:0)",
+        "  seed=1: worker:1 has 2. Start all alike. (worker:0)",
+    ]
+    assert told[0][1] == ("ConfigError", 2, "\n".join(lines))
+    assert told[1][1] == ("PeerError", 2, f"rank 1 ends with rank 0: {lines[1].strip()}")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, tmp_path):
+    _, error, said = start("supervisor.join_timeout_s=0.4", function="train_alone", num_ranks=1)[0]
+    assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) in vain for worker:1.")
+    assert said.splitlines()[1] == "waiting for worker:1"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(start, tmp_path):
+    told = start(function="train_with_a_bad_plan")
+    assert told[0][1] == ("DataError", 3, "worker:1: /data/x is absent.")
+    assert told[1][1] == ("PeerError", 3, "rank 1 ends with rank 1: /data/x is absent.")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path):
+    fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
+    told = start(environ=fail)
+    headline = "rank 1 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
+    kind, code, text = told[0][1]
+    assert (kind, code, text.splitlines()[0]) == ("TrainingError", 1, headline)
+    assert told[1][1] == ("PeerError", 1, f"rank 1 ends: {headline}")
+    assert RunFolder(tmp_path / "run").read_result()["reason"].startswith(headline)
+    assert told[1][2].startswith("Traceback (most recent call last):")  # into its log
+
+
+@pytest.mark.parametrize("again", [2, 3])
+def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_processes(start, tmp_path, again):
+    fail = {"TRAINKIT_FAIL": "rank=1,step=7,phase=reduce,action=raise"}
+    fixed = ("checkpoint.every_steps=4", "batch.micro_size=null")
+    whole = start(*fixed, "hydra.run.dir=whole")[0][0]
+    assert start(*fixed, environ=STARTED_AGAIN | fail)[0][1] is not None
+    result = start(*fixed, num_ranks=again, environ=STARTED_AGAIN)[0][0]
+    assert result["weights_sha256"] == whole["weights_sha256"]
+    assert folders(tmp_path) == ["run", "whole"]
+    notes = json.loads((tmp_path / "run/environment.json").read_text())["notes"]
+    assert f"started again by the launcher: continues {tmp_path / 'run'}" in notes
+
+
+def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path):
+    for _ in range(2):
+        start(environ=STARTED_AGAIN)
+    assert folders(tmp_path) == ["run", "run-2"]
+
+
+def test_a_second_group_cannot_write_into_the_folder_of_the_first(start, tmp_path):
+    start("stop_at_step=4", num_ranks=1)
+    with RunFolder(tmp_path / "run").lock():
+        told = start("resume=auto", function="train_impatiently")
+    kind, code, text = told[0][1]
+    assert (kind, code) == ("ConfigError", 2)
+    assert "run: in use by process" in text
+    assert told[1][1][:2] == ("PeerError", 2)

@@ -1,0 +1,107 @@
+import socket
+
+import pytest
+
+from tests.launchers.launches import launch_of
+from trainkit.errors import ConfigError, HangError, TrainingError
+from trainkit.run.fence import Fence
+from trainkit.run.folder import RunFolder
+from trainkit.run.network import interface_of, own_address, socket_environ
+from trainkit.run.rendezvous import store_of_launch
+from trainkit.run.waiting import Patience
+
+
+class Clock:
+    """Time that passes when somebody sleeps."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
+    said, clock = [], Clock()
+    who = "worker:1 (10.0.0.2:2222)"
+    patience = Patience(lambda: who, timeout_s=60.0, say=said.append, clock=clock, sleep=clock.sleep)
+    with pytest.raises(HangError) as caught:
+        while True:
+            patience.wait(0.5)
+    assert said == [
+        f"waiting for {who}",
+        f"waiting for {who}, 9 s",
+        f"waiting for {who}, 21 s",
+        f"waiting for {who}, 45 s",
+    ]
+    assert str(caught.value) == f"waited 60 s (supervisor.join_timeout_s) in vain for {who}."
+
+
+def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ConfigError) as caught:
+        Fence.seen(folder, "token", patience_s=0.0)
+    assert str(caught.value).splitlines()[1] == (
+        f"  run folder={folder.path}: rank 0 made it, and {socket.gethostname()} does not see it. All processes write "
+        "into one run folder: start them in a folder of a file system that the hosts share, or name one with "
+        "hydra.run.dir."
+    )
+
+
+def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path):
+    folder = RunFolder(tmp_path)
+    first = Fence.put_up(folder)
+    assert Fence.seen(folder, first.token) == first
+    second = Fence.put_up(folder)
+    second.check()
+    with pytest.raises(TrainingError, match=rf"^{tmp_path} was taken over by process \d+ on .+\. This group ends and"):
+        first.check()
+
+
+def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path):
+    import torch
+
+    from trainkit.engine.checkpoint import save, scan
+
+    folder = RunFolder(tmp_path)
+    fence = Fence.put_up(folder)
+    save(folder.checkpoints, step=1, tensors={"param/a": torch.zeros(2)}, meta={}, confirm=fence.check)
+    Fence.put_up(folder)
+    with pytest.raises(TrainingError, match="was taken over by"):
+        save(folder.checkpoints, step=2, tensors={"param/a": torch.zeros(2)}, meta={}, confirm=fence.check)
+    assert [checkpoint.step for checkpoint in scan(folder.checkpoints)] == [1]
+
+
+def test_on_one_host_gloo_stays_on_the_loopback_interface():
+    assert socket_environ(launch_of(2, store=("localhost", 29400))) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_the_interface_of_an_address_is_found():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("198.51.100.7") is None
+    assert own_address("127.0.0.1") == "127.0.0.1"
+
+
+def test_an_address_that_is_taken_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError) as caught:
+            store_of_launch(launch_of(2, store=("127.0.0.1", port)))
+    assert str(caught.value).splitlines()[1] == (
+        f"  store=127.0.0.1:{port}: rank 0 cannot listen there: Address already in use."
+    )
+
+
+def test_a_sweep_in_a_launch_is_refused(monkeypatch, capsys):
+    from trainkit.cli import main
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["-m", "seed=1,2"]) == 2
+    assert capsys.readouterr().err.splitlines()[1] == (
+        "  -m: this is one of 2 processes that RANK and WORLD_SIZE started, and each would run every point. Start the "
+        "sweep by itself (TRAINKIT_LAUNCHER=none), or each point under the launcher. (command line)"
+    )
