@@ -24,13 +24,17 @@ class Clock:
         self.now += seconds
 
 
+def wait_for_ever(patience):
+    while True:
+        patience.wait(0.5)
+
+
 def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
     said, clock = [], Clock()
     who = "worker:1 (10.0.0.2:2222)"
     patience = Patience(lambda: who, timeout_s=60.0, say=said.append, clock=clock, sleep=clock.sleep)
     with pytest.raises(HangError) as caught:
-        while True:
-            patience.wait(0.5)
+        wait_for_ever(patience)
     assert said == [
         f"waiting for {who}",
         f"waiting for {who}, 9 s",

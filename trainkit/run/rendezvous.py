@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -76,5 +77,6 @@ def store_of_launch(launch: Launch) -> HostedStore:
             found = own_address() or found
         return HostedStore((found, port))
     except OSError as error:
-        rule = f"rank 0 cannot listen there: {error.strerror or error}."
+        named = error.errno is not None and error.errno > 0  # those of the resolver are not
+        rule = f"rank 0 cannot listen there: {os.strerror(error.errno) if named else error.strerror or error}."
         raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error
