@@ -77,6 +77,6 @@ def store_of_launch(launch: Launch) -> HostedStore:
             found = own_address() or found
         return HostedStore((found, port))
     except OSError as error:
-        named = error.errno is not None and error.errno > 0  # those of the resolver are not
-        rule = f"rank 0 cannot listen there: {os.strerror(error.errno) if named else error.strerror or error}."
+        number = error.errno or 0  # those of the resolver are negative, and have their own words
+        rule = f"rank 0 cannot listen there: {os.strerror(number) if number > 0 else error.strerror or error}."
         raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error
