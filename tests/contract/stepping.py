@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,14 @@ STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml") if 
 BASE_LR = 0.5
 RATES = (0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.4, 0.2, 0.05)
 """The learning rate of each step, for SGD; AdamW takes a tenth."""
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=BASE_LR, momentum=0.9, fused=True),
+    "adamw": lambda params: torch.optim.AdamW(params, lr=BASE_LR, weight_decay=0.1, fused=True),
+    "plain_sgd": lambda params: torch.optim.SGD(params, lr=BASE_LR, fused=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=BASE_LR),
+    "sparse_adam": lambda params: torch.optim.SparseAdam(params, lr=BASE_LR),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,9 +231,7 @@ class _Rank:
         return Update(lr_factor=self.case.rate(version) / BASE_LR, max_norm=self.case.max_norm)
 
     def _optimizer(self, params: Any) -> torch.optim.Optimizer:
-        if self.case.optimizer == "sgd":
-            return torch.optim.SGD(list(params.values()), lr=BASE_LR, momentum=0.9, fused=True)
-        return torch.optim.AdamW(list(params.values()), lr=BASE_LR, weight_decay=0.1, fused=True)
+        return OPTIMIZERS[self.case.optimizer](list(params.values()))
 
     def _losses(self, placed: Any) -> list[float]:
         rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.seen]

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
-import time
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from tests.contract.stepping import Case, oracle, run_rank, train
+from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
-from tests.support.pool import Place, Pool
-from trainkit.errors import TrainingError
-from trainkit.numerics.batch import Ticket
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers import FlatReducer
-from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from tests.support.pool import Pool
 from trainkit.strategies.reducing import Reduce
 
 REDUCERS = get_args(Reduce)

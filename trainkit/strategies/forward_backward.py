@@ -18,9 +18,10 @@ from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Training, Weighing
+from trainkit.strategies.exchanged import in_all_places, settle_exchange
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
-from trainkit.strategies.sparse import find_sparse, gather_sparse, sparse_figures
+from trainkit.strategies.sparse import find_sparse
 
 __all__ = ["Divisor", "StepWork"]
 
@@ -76,7 +77,7 @@ class StepWork:
             self.replica.buffers.begin_step()
         num_shards = self.training.plan.num_shards(self.ticket.step)
         sums = self.replica.reducer.reduce(self._partials(), num_shards=num_shards, packing=packing)
-        return sums if self.replica.exchanged is None else self._with_left_out(sums, self.replica.exchanged)
+        return sums if self.replica.exchanged is None else in_all_places(self.replica, sums, self._sparse)
 
     def _partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
         """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
@@ -166,22 +167,6 @@ class StepWork:
             taken.append(torch.as_tensor(weight, dtype=dtype, device=replica.device).reshape(1))
         return taken
 
-    def _with_left_out(self, sums: Sequence[Tensor | None], exchanged: list[int]) -> list[Tensor | None]:
-        """All gradients in their places: those that the reducer summed, sparse ones, None for the unused."""
-        replica = self.replica
-        found: list[Tensor | None] = [None] * len(replica.params)
-        for place, total in zip(exchanged, sums, strict=False):
-            found[place] = total
-        if replica.sparse and replica.lanes is None:
-            masters, totals, sent = list(replica.masters.values()), {}, 0
-            for place, dims in replica.sparse.items():
-                own = self._sparse.get(place)
-                totals[place], size = gather_sparse(own, masters[place], sparse_dim=dims, collective=replica.collective)
-                sent += size
-            replica.figures.update(sparse_figures(totals, sent, replica.num_ranks))
-            found = [totals.get(place, total) for place, total in enumerate(found)]
-        return [*found, *sums[len(exchanged) :]]
-
     def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:
         used = self.replica.used
         for name, grad, known in zip(self.replica.params, grads, used, strict=True):
@@ -218,7 +203,7 @@ class StepWork:
         found: list[int] = torch.stack(rows).amax(0).tolist()  # a rank without a shard has seen nothing
         count = len(names)
         if exchanges:
-            self._settle_exchange(found[:count], found[count : 2 * count])
+            settle_exchange(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])
         shapes = [param.shape for param in replica.reduced] + buffers.shapes()
         if self.divisor.counted:
@@ -226,23 +211,3 @@ class StepWork:
         device, dtype = replica.device, replica.precision.master_dtype
         replica.packing = Packing(shapes, dtype, device, num_grads=len(replica.reduced))
         return replica.packing
-
-    def _settle_exchange(self, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
-        """Keep what all ranks have seen of the gradients: which there are, which are sparse, which the reducer sums."""
-        replica = self.replica
-        replica.used = [bool(flag) for flag in used]
-        replica.some_unused = not all(replica.used)
-        if replica.some_unused and replica.refuses_unused:
-            raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
-        replica.sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
-        apart = replica.sparse if replica.lanes is None and replica.num_ranks > 1 else {}
-        if replica.some_unused or apart:
-            replica.exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
-
-
-def _unused(names: list[str]) -> str:
-    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return (
-        f"no gradient in the first step for {shown}. Freeze what is not trained (requires_grad=False), or set "
-        "strategy.allow_unused=true, which leaves it out of the exchange."
-    )

@@ -22,7 +22,11 @@ def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
         >>> find_sparse([torch.ones(2), None, torch.ones(2, 3).to_sparse(1)])
         {2: 1}
     """
-    return {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
+    found = {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
+    checks = torch.sparse.check_sparse_tensor_invariants
+    if found and not checks.is_enabled():  # type: ignore[no-untyped-call]
+        checks.disable()  # type: ignore[no-untyped-call] # said outright: torch and its optimizers warn otherwise
+    return found
 
 
 def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collective: Collective) -> tuple[Tensor, int]:

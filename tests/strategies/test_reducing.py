@@ -1,0 +1,245 @@
+"""What mirrored strategies refuse, choose and check about their exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contract.stepping import Case, train
+from tests.contract.test_sparse import SparseAdamWords
+from tests.support import zoo
+from tests.support.pool import Place, Pool, TaskError
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.collective import GroupCollective
+from trainkit.strategies.mirrored import Mirrored
+from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
+from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.replica_check import bits_hash, drifted_parameter
+
+CPU = torch.device("cpu")
+TWO_HOSTS = Launch(
+    kind="torchrun",
+    tasks=tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2)),
+    rank=0,
+    local_rank=0,
+    num_local=1,
+    num_hosts=2,
+    store=("10.0.0.1", 29400),
+)
+FIXED = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
+OTHERS = "Use backend, hierarchical or auto."
+BACKEND = "Use strategy.reduce=backend."
+IDLE_KEY = "has no effect without strategy.compression=powersgd."
+LASTING = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
+
+
+REFUSED: list[tuple[Any, Any, list[str]]] = [
+    (
+        {"reduce": "ring", "compression": "bf16"},
+        {"numerics": Numerics(reproducible=True)},
+        [f"reduce=ring: {FIXED}", f"compression=bf16: {FIXED}"],
+    ),
+    (
+        {"reduce": "shared_memory"},
+        {"num_gpus": 2},
+        ["reduce=shared_memory: sums in the memory of the host, and the replicas are on GPUs. Use backend."],
+    ),
+    (
+        {"reduce": "shared_memory"},
+        {"launch": TWO_HOSTS},
+        [f"reduce=shared_memory: reaches the processes of one host, and there are 2. {OTHERS}"],
+    ),
+    (
+        {"reduce": "ring", "bucket_mb": 1.0, "compression": "fp16"},
+        {},
+        [
+            "bucket_mb=1.0: has no effect with strategy.reduce=ring: only backend sends buckets.",
+            f"compression=fp16: is done by the backend, and strategy.reduce=ring. {BACKEND}",
+        ],
+    ),
+    (
+        {"powersgd_rank": 2, "powersgd_after": 5},
+        {},
+        [f"powersgd_rank=2: {IDLE_KEY}", f"powersgd_after=5: {IDLE_KEY}"],
+    ),
+    (
+        {"compression": "powersgd"},
+        {"precision": "fp16_mixed", "numerics": Numerics(skip_nonfinite=True)},
+        [
+            f"compression=powersgd: cannot leave out a step that overflows, as precision=fp16_mixed does: {LASTING}",
+            f"compression=powersgd: cannot leave out a step, as numerics.on_nonfinite=skip does: {LASTING}",
+        ],
+    ),
+    ({"reduce": "hierarchical", "bucket_mb": 25.0, "allow_unused": True}, {"launch": TWO_HOSTS}, []),
+]
+
+
+@pytest.mark.parametrize(("settings", "facts", "expected"), REFUSED)
+def test_what_cannot_go_together_is_refused(settings: Any, facts: Any, expected: list[str]) -> None:
+    found = MultiWorkerMirrored(**settings).problems(Facts(**facts))
+    assert [str(problem) for problem in found] == [f"strategy.{text}" for text in expected]
+
+
+@pytest.mark.parametrize("name", ["/gpu:0", "gpu:0", 0, "cuda:0", "/device:GPU:0"])
+def test_a_subset_of_the_devices_is_named_in_either_spelling(name: Any) -> None:
+    strategy = Mirrored(devices=(name, "/gpu:2"))
+    assert strategy.problems(Facts(num_gpus=3)) == []
+    assert [task.device for task in strategy.tasks(Facts(num_gpus=3))] == ["cuda:0", "cuda:2"]
+
+
+class Idle(zoo.Net):
+    """A layer that nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Linear(2, 2)
+        zoo.fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self[2](self[1](self[0](inputs)))
+        return outputs
+
+
+class IdleCase(Case):
+    def make_model(self) -> nn.Module:
+        return Idle()
+
+
+IDLE = IdleCase(strategy="mirrored", settings={"replicas": 2}, global_size=16, micro_size=8, num_steps=3)
+
+
+def test_parameters_without_a_gradient_are_named_with_the_setting_that_allows_them(pool: Pool) -> None:
+    with pytest.raises(TaskError) as caught:
+        train(pool, IDLE)
+    assert (
+        "no gradient in the first step for spare.weight, spare.bias. Freeze what is not trained "
+        "(requires_grad=False), or set strategy.allow_unused=true, which leaves it out of the exchange."
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("reduce", ["backend", "shared_memory"])
+def test_allowed_ones_are_left_as_they_are(reduce: str, pool: Pool) -> None:
+    expected = train(pool, replace(IDLE, strategy="one_device", settings={}))[0].weights
+    settings = {"replicas": 2, "allow_unused": True, "reduce": reduce, "bucket_mb": 1e-6 if reduce == "backend" else 25}
+    for rank in train(pool, replace(IDLE, settings=settings)):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=0)
+
+
+def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
+    case = SparseAdamWords(optimizer="sparse_adam", micro_size=2, reproducible=True)
+    with pytest.raises(Exception, match=r"which torch\.optim\.SparseAdam refuses"):
+        train(pool, case)
+
+
+def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
+    """What the check of a replica says, once some ranks have changed one bit of a parameter."""
+
+    @dataclass
+    class Replica:
+        model: nn.Module
+        collective: GroupCollective
+        masters_apart: bool = False
+
+    model = zoo.Net()
+    if place.rank in wrong:
+        with torch.no_grad():
+            dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
+    return drifted_parameter(Replica(model, collective))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "said"),
+    [
+        ((), "0.weight", None),
+        ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
+        ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
+        ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
+    ],
+)
+def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, said: str | None, pool: Pool) -> None:
+    found = pool.run("tests.strategies.test_reducing.drift", wrong, name, num_ranks=3, group=True)
+    assert found == [said] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
+    one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
+    assert int(bits_hash(one)) != int(bits_hash(other))
+
+
+def grouped(place: Place, hosts: list[int]) -> list[float]:
+    packing = Packing([torch.Size([3])], torch.float64, CPU)
+    reducer = FlatReducer(HierarchicalTransport(hosts, rank=place.rank, timeout_s=30))
+    parts = iter([(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])])
+    found: list[float] = reducer.reduce(parts, num_shards=4, packing=packing)[0].tolist()  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("hosts", [[7, 7, 9, 9], [7, 9, 7, 9], [7, 8, 9, 9], [7, 8, 9, 10]])
+def test_hosts_are_summed_one_by_one_and_then_together(hosts: list[int], pool: Pool) -> None:
+    found = pool.run("tests.strategies.test_reducing.grouped", hosts, num_ranks=4, group=True)
+    assert found == [[1111.0] * 3] * 4
+
+
+class Slow(LocalReducer):
+    """A candidate that takes its time on one rank."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def reduce(self, partials: Any, **options: Any) -> Any:
+        import time
+
+        time.sleep(self.seconds)
+        return super().reduce(partials, **options)
+
+
+def choices(place: Place) -> list[Any]:
+    collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
+    packing = Packing([torch.Size([1 << 18])], torch.float32, CPU)
+    # fast on one rank, slow on the other: the slower rank counts
+    makers = {"first": lambda: Slow(0.03 * place.rank), "second": lambda: Slow(0.005)}
+    fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))
+    resumed.recalled, elsewhere.recalled = "first", "shared_memory"
+    lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
+    return [lines, [reducer.chosen for reducer in (fresh, resumed, elsewhere)]]
+
+
+def test_the_fastest_on_the_slowest_rank_is_chosen_and_kept(pool: Pool) -> None:
+    first, second = pool.run("tests.strategies.test_reducing.choices", num_ranks=2, group=True)
+    assert first == second
+    (fresh, resumed, elsewhere), chosen = first
+    assert fresh.startswith("strategy.reduce=auto: second. Summing 1 MiB takes first 3")
+    assert resumed == "strategy.reduce=auto: first, as this run has chosen before."
+    assert elsewhere.startswith("strategy.reduce=auto: second. Summing")
+    assert chosen == ["second", "first", "second"]
+
+
+def test_the_choice_is_remembered_for_a_checkpoint(pool: Pool) -> None:
+    kept = pool.run("tests.strategies.test_reducing.remembered", num_ranks=2)
+    assert kept[0] == kept[1]
+    assert kept[0][0]["reduce"] in {"backend", "shared_memory", "ring", "to_one_device"}
+    assert kept[0][1] == (f"strategy.reduce=auto: {kept[0][0]['reduce']}, as this run has chosen before.",)
+
+
+def remembered(place: Place) -> Any:
+    from tests.contract.stepping import _Rank
+
+    rank = _Rank(place, Case(strategy="mirrored", settings={"replicas": 2, "reduce": "auto"}))
+    placed = rank._place(0)
+    rank.strategy.prepare(placed)
+    kept = rank.strategy.remember(placed)
+    rank.strategy.recall(placed, kept)
+    again = rank.strategy.prepare(placed)
+    rank.strategy.leave(placed)
+    return kept, again
