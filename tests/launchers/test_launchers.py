@@ -1,0 +1,135 @@
+"""Every launcher, for real: what it starts is one run, with the bits of mirrored on one host."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.joining import free_port
+from tests.launchers.one_node_slurm import slurm
+from tests.launchers.two_hosts import two_hosts
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+FIXED = (
+    "recipe=null", "steps=12", "batch.micro_size=16", "model.dropout=0.2", "numerics.reproducible=true",
+    "callbacks=[]", "logger=[]",
+)  # fmt: skip
+TRAINKIT = ("-m", "trainkit", *FIXED, "strategy=multi_worker_mirrored", "hydra.run.dir=run")
+PYTHON = (sys.executable, *TRAINKIT)
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+
+
+def environ(**more):
+    return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
+
+
+def start(*command, **variables):
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environ(**variables), stdout=pipe, stderr=pipe, text=True)
+
+
+def ended(*processes):
+    """What each one wrote to its standard error; all ended well."""
+    told = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(processes), told
+    return [error for _, error in told]
+
+
+def detected(text):
+    """The line that says what was found, without what differs from run to run."""
+    (line,) = [line for line in text.splitlines() if line.startswith("launch by")]
+    return line.partition(", meeting at")[0]
+
+
+def sha256(folder):
+    return json.loads((Path(folder) / "result.json").read_text())["weights_sha256"]
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """The bits of mirrored on one host."""
+    folder = tmp_path_factory.mktemp("mirrored")
+    command = (sys.executable, "-m", "trainkit", *FIXED, "strategy=mirrored", "strategy.replicas=2", "quiet=true")
+    subprocess.run([*command, f"hydra.run.dir={folder}/run"], env=environ(), check=True, cwd=folder)
+    return sha256(folder / "run")
+
+
+@pytest.fixture
+def one_run(cwd, mirrored):
+    """Hold what is in the current folder to the promise."""
+
+    def check():
+        assert [path.parent.name for path in cwd.rglob("resolved.yaml")] == ["run"]
+        assert len(list(cwd.rglob(".hydra"))) == 1
+        assert sha256("run") == mirrored
+
+    return check
+
+
+def test_torchrun(one_run):
+    (told,) = ended(start(*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *TRAINKIT))
+    assert detected(told) == "launch by torchrun: rank 0 of 2 on one host"
+    one_run()
+
+
+def test_mpirun(one_run):
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun: apt-get install openmpi-bin")
+    command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *PYTHON)
+    (told,) = ended(start(*command))
+    assert detected(told) == "launch by Open MPI: rank 0 of 2 on one host"
+    one_run()
+
+
+def test_srun(one_run):
+    with slurm() as variables:
+        (told,) = ended(start("srun", "--ntasks=2", *PYTHON, **variables))
+    assert detected(told) == "launch by SLURM: rank 0 of 2 on one host"
+    one_run()
+
+
+def tf_config(workers, index):
+    return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
+
+
+def test_tf_config(one_run):
+    workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    told = ended(*(start(*PYTHON, TF_CONFIG=tf_config(workers, index)) for index in range(2)))
+    assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
+    assert "launch by" not in told[1]
+    one_run()
+
+
+def test_a_cluster_spelt_out(one_run):
+    spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{free_port()}','127.0.0.1:{free_port()}']")
+    told = ended(*(start(*PYTHON, *spec, f"cluster.task=worker:{index}") for index in range(2)))
+    assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on one host"
+    one_run()
+
+
+def test_two_hosts(one_run):
+    with two_hosts() as hosts:
+        spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
+        processes = [
+            start(*host.command(*PYTHON, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
+        ]
+        told = ended(*processes)
+    assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on 2 hosts"
+    one_run()
+
+
+def test_torchrun_on_two_hosts(one_run):
+    with two_hosts() as hosts:
+        where = ("--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts[0].address}", "--master-port=29400")
+        processes = [
+            start(*host.command(*TORCHRUN, *where, f"--node-rank={rank}", *TRAINKIT)) for rank, host in enumerate(hosts)
+        ]
+        told = ended(*processes)
+    assert detected(told[0]) == "launch by torchrun: rank 0 of 2 on 2 hosts"
+    one_run()
