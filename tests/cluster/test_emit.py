@@ -1,0 +1,238 @@
+"""What `trainkit emit` prints: held against the engine's schema, and run with the engine stood in for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import yaml
+
+from trainkit.cli import main
+from trainkit.cluster.emit import ENGINES, Job
+
+TWO_HOSTS = ("--hosts", "2", "--gpus-per-host", "4", "strategy=multi_worker_mirrored")
+CONTAINER = ("--image", "ghcr.io/me/trainkit:1", "--shared", "10.0.0.2:/runs")
+FLAGS = {
+    "torchrun": ("--head", "n1"),
+    "slurm": (),
+    "kubernetes": ("--image", "ghcr.io/me/trainkit:1", "--shared", "runs"),
+    "vertex": (*CONTAINER, "--machine", "g2-standard-48", "--accelerator", "NVIDIA_L4"),
+    "skypilot": ("--accelerator", "A100", "--shared", "runs"),
+}
+AWKWARD = ("name=a.b", "callbacks=[progress]", 'data.path="/my data/$(x) $HOME `y`"', "data=text_file")
+
+
+@pytest.fixture
+def emit(capsys, cwd):
+    """Print one in an empty folder: what comes on standard output, and nothing else anywhere."""
+
+    def call(*arguments):
+        assert main(["emit", *arguments]) == 0
+        printed = capsys.readouterr()
+        assert printed.err == ""
+        assert list(cwd.iterdir()) == []
+        return printed.out
+
+    return call
+
+
+@pytest.fixture
+def run(cwd, monkeypatch):
+    """Run a script with commands of the engine stood in for by one that prints its arguments, a line each."""
+
+    def call(script, *arguments, **variables):
+        for name in ("torchrun", "srun", "python"):
+            stand_in = cwd / "bin" / name
+            stand_in.parent.mkdir(exist_ok=True)
+            stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$0" "$@"\n')
+            stand_in.chmod(0o755)
+        path = f"{cwd / 'bin'}:/usr/bin:/bin"
+        command = ["bash", "-c", script, "bash", *arguments]
+        done = subprocess.run(command, env={"PATH": path, **variables}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        command, *words = done.stdout.splitlines()
+        return [command.rpartition("/")[2], *words]
+
+    return call
+
+
+def refused(capsys, *arguments):
+    assert main(["emit", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return [re.sub(r" \([^()]*\)$", "", line.removeprefix("  ")) for line in printed.err.splitlines()[1:]]
+
+
+def test_a_torchrun_script_for_one_host_needs_nothing_else(emit, run):
+    script = emit("torchrun", "--processes-per-host", "2", "strategy=mirrored", "epochs=1")
+    assert run(script) == [
+        "torchrun", "--standalone", "--nproc-per-node=2", "-m", "trainkit", "strategy=mirrored", "epochs=1",
+    ]  # fmt: skip
+
+
+def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run):
+    flags = ("--head", "fd00::1", "--port", "3000", "--restarts", "3", "--min-hosts", "1", "--setup", "export A=1")
+    script = emit("torchrun", *flags, *TWO_HOSTS)
+    assert "\nexport A=1\n" in script
+    assert run(script, "monday") == [
+        "torchrun", "--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=[fd00::1]:3000", "--rdzv-id=monday",
+        "--nproc-per-node=4", "--max-restarts=3", "-m", "trainkit", "strategy=multi_worker_mirrored",
+    ]  # fmt: skip
+
+
+def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit):
+    script = emit("torchrun", "--head", "n1", *TWO_HOSTS)
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "give the launch a NAME, the same on every host" in done.stderr
+
+
+def test_a_batch_script_starts_a_task_a_gpu(emit, run):
+    flags = ("--time", "1-12:00:00", "--partition", "gpu", "--account", "me", "--cpus-per-process", "8")
+    script = emit("slurm", *flags, *TWO_HOSTS)
+    assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name=digits",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=4",
+        "#SBATCH --gpus-per-node=4",
+        "#SBATCH --cpus-per-task=8",
+        "#SBATCH --time=1-12:00:00",
+        "#SBATCH --partition=gpu",
+        "#SBATCH --account=me",
+    ]
+    assert run(script) == [
+        "srun", "--kill-on-bad-exit=1", "--cpus-per-task=8", "python", "-m", "trainkit",
+        "strategy=multi_worker_mirrored",
+    ]  # fmt: skip
+
+
+def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit):
+    pytest.importorskip("kubeflow_trainer_api")
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+
+    text = emit("kubernetes", *FLAGS["kubernetes"], "--namespace", "me", "--time", "01:00:00", *TWO_HOSTS)
+    document = yaml.safe_load(text)
+    assert TrainerV1alpha1TrainJob.from_dict(document).to_dict() == document  # what it does not know it leaves out
+    assert document["metadata"] == {"name": "digits", "namespace": "me"}
+    spec = document["spec"]
+    assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (2, 4)
+    assert spec["trainer"]["resourcesPerNode"] == {"limits": {"nvidia.com/gpu": "4"}}
+    assert spec["activeDeadlineSeconds"] == 3600
+
+
+def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit):
+    pools = yaml.safe_load(
+        emit("vertex", *FLAGS["vertex"], "--time", "01:00:00", "--hosts", "3", *TWO_HOSTS[2:], "batch.global_size=96")
+    )
+    chief, workers = pools["workerPoolSpecs"]
+    assert (chief["replicaCount"], workers["replicaCount"]) == (1, 2)
+    assert chief | {"replicaCount": 2} == workers
+    assert chief["machineSpec"] == {
+        "machineType": "g2-standard-48", "acceleratorType": "NVIDIA_L4", "acceleratorCount": 4,
+    }  # fmt: skip
+    assert chief["nfsMounts"] == [{"server": "10.0.0.2", "path": "/runs", "mountPoint": "shared"}]
+    assert pools["scheduling"] == {"timeout": "3600s"}
+
+
+def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run):
+    task = yaml.safe_load(emit("skypilot", "--setup", "pip install -e .", *FLAGS["skypilot"], *TWO_HOSTS))
+    assert (task["num_nodes"], task["resources"], task["setup"]) == (
+        2,
+        {"accelerators": "A100:4"},
+        "pip install -e .\n",
+    )
+    node = {
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1",
+        "SKYPILOT_TASK_ID": "sky-7",
+    }  # fmt: skip
+    assert run(task["run"], **node) == [
+        "torchrun", "--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=29500", "--rdzv-id=sky-7",
+        "--nproc-per-node=4", "-m", "trainkit", "strategy=multi_worker_mirrored",
+    ]  # fmt: skip
+
+
+def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd):
+    trainer = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"]["trainer"]
+    shell, flag, script, *words = [*trainer["command"], *trainer["args"]]
+    assert (shell, flag) == ("sh", "-c")
+    assert run(script, *words[1:]) == ["torchrun", "-m", "trainkit", "strategy=multi_worker_mirrored"]
+    assert str((cwd / "outputs").readlink()) == "/shared"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arguments_arrive_as_they_were_given(engine, emit, run):
+    text = emit(engine, *FLAGS[engine], *TWO_HOSTS, *AWKWARD)
+    if engine in ("torchrun", "slurm"):
+        arguments = run(text, "name")
+    elif engine == "skypilot":
+        arguments = run(yaml.safe_load(text)["run"], SKYPILOT_NODE_IPS="a", SKYPILOT_NUM_NODES="2",
+                        SKYPILOT_NODE_RANK="0", SKYPILOT_TASK_ID="t")  # fmt: skip
+    elif engine == "kubernetes":
+        arguments = [word.replace("$$(", "$(") for word in yaml.safe_load(text)["spec"]["trainer"]["args"]]
+    else:
+        arguments = yaml.safe_load(text)["workerPoolSpecs"][1]["containerSpec"]["args"]
+    assert arguments[-4:] == list(AWKWARD)
+
+
+def test_own_folders_and_packages_come_along(emit, cwd, capsys):
+    (cwd / "my conf").mkdir()
+    assert main(["emit", "slurm", "--config-dir", "my conf", "--allow-package", "one,two", "epochs=1"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("-m trainkit --config-dir 'my conf' --allow-package one,two epochs=1")
+
+
+def test_names_that_kubernetes_refuses_are_respelt():
+    labels = [Job(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label for name in ("A_b.C", "1x", "x" * 70)]
+    assert labels == ["a-b-c", "run-1x", "x" * 63]
+
+
+def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys):
+    shared = "is missing: vertex needs it for several hosts. --shared PLACE. "
+    shared += "They write into one run folder; or give hydra.run.dir, a folder that they see."
+    assert refused(capsys, "vertex", "--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90") == [
+        "--gpus-per-host=x: must be a whole number, 1 or more.",
+        "--head=n: has no effect on vertex: it belongs to torchrun.",
+        "--time=90: must be [DAYS-]HH:MM:SS, as in 12:00:00.",
+        "--image: is missing: vertex needs it. --image IMAGE.",
+        "--machine: is missing: vertex needs it. --machine TYPE.",
+        "--accelerator: is missing: vertex needs it for GPUs. --accelerator TYPE.",
+        f"--shared: {shared}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ((), "emit: takes one of torchrun, slurm, kubernetes, vertex, skypilot."),
+        (("slrm",), ("emit=slrm: no such engine. Did you mean slurm? "
+         "There are: torchrun, slurm, kubernetes, vertex, skypilot.")),
+        (("slurm", "torchrun"), "emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot."),
+        (("slurm", "--partition", "a b"),
+         "--partition=a b: must be a word: letters, digits and . _ : / @ , + - only."),
+        (("slurm", "--setup", "a\nb"), "--setup=a\nb: must be one line. Put more into a script of your own."),
+        (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"),
+         "--processes-per-host=2: a process takes a GPU, or there are none: give one of the two."),
+        (("vertex", "--image", "i", "--machine", "m", "--processes-per-host", "2"),
+         "--processes-per-host=2: has no effect on vertex: it starts one process a host. Give strategy.replicas."),
+        (("vertex", "--image", "i", "--machine", "m", "--shared", "server:runs"),
+         "--shared=server:runs: must be SERVER:PATH, a path that begins with /."),
+        (("torchrun", "--hosts", "2"), "--head: is missing: torchrun needs it for several hosts. --head HOST."),
+        (("torchrun", "--head", "n1"), "--head=n1: has no effect on one host. Give --hosts."),
+        (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "1"),
+         "--min-hosts=1: needs --restarts: those that are left start again together."),
+        (("torchrun", "--hosts", "2", "--head", "n1", "--min-hosts", "3", "--restarts", "1"),
+         "--min-hosts=3: must be --hosts=2 or less."),
+        (("slurm", "cluster.launcher=none"),
+         "cluster.launcher=none: the engine says who takes part. Leave it out."),
+        (("slurm", "cluster=spec", "cluster.worker=[a:1]"),
+         "cluster=spec: the engine says who takes part. Leave it out."),
+        (("slurm", "--hosts", "2", "strategy=mirrored"),
+         ("strategy=mirrored: is of one host, and SLURM started 2. "
+         "Use strategy=multi_worker_mirrored: the same training over hosts.")),
+        (("slurm", "--hosts", "8", "strategy=multi_worker_mirrored", "batch.global_size=4"),
+         "batch.global_size=4: fewer samples than the 8 shards of a step on 8 replicas. Use 8 or more."),
+    ],
+)  # fmt: skip
+def test_what_could_not_run_is_refused_before_it_is_queued(arguments, problem, capsys):
+    assert "\n".join(refused(capsys, *arguments)) == problem

@@ -1,0 +1,75 @@
+"""What `trainkit emit` prints, given to the real thing: torchrun, and schemas in packages too big for every test."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+SCHEMAS = "TRAINKIT_TEST_SCHEMAS"
+"""Names a Python with skypilot and google-cloud-aiplatform: 700 MB, so in an environment of their own."""
+VERTEX = """
+import sys, yaml
+from google.cloud.aiplatform_v1.types import CustomJobSpec
+from google.protobuf import json_format
+json_format.ParseDict(yaml.safe_load(sys.stdin), CustomJobSpec.pb(CustomJobSpec()))  # refuses what it does not know
+"""
+SKYPILOT = """
+import sys, jsonschema, yaml
+from sky.utils import schemas
+task = yaml.safe_load(sys.stdin)
+jsonschema.validate(task, schemas.get_task_schema())
+jsonschema.validate(task["resources"], schemas.get_resources_schema())
+"""
+FLAGS = ("--hosts", "2", "--gpus-per-host", "2", "--image", "ghcr.io/me/trainkit:1", "strategy=multi_worker_mirrored")
+
+
+def trainkit(*arguments, cwd):
+    command = [sys.executable, "-m", "trainkit", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
+
+
+def result_in(folder):
+    (found,) = folder.glob("outputs/digits/*/result.json")
+    return json.loads(found.read_text())
+
+
+def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd):
+    same = ("epochs=1", "numerics.reproducible=true")
+    (cwd / "a").mkdir()
+    (cwd / "b").mkdir()
+    flags = ("--processes-per-host", "2", "strategy=multi_worker_mirrored")
+    script = trainkit("emit", "torchrun", *flags, *same, cwd=cwd)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=cwd / "a", env=os.environ | {"PATH": path}, capture_output=True, text=True,
+        check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in done.stdout + done.stderr
+    trainkit("strategy=mirrored", "strategy.replicas=2", *same, cwd=cwd / "b")
+    assert result_in(cwd / "a")["weights_sha256"] == result_in(cwd / "b")["weights_sha256"]
+
+
+@pytest.mark.skipif(SCHEMAS not in os.environ, reason=f"{SCHEMAS} names no Python with the engines' packages")
+@pytest.mark.parametrize(
+    ("check", "engine", "flags"),
+    [
+        (VERTEX, "vertex", ("--machine", "g2-standard-24", "--accelerator", "NVIDIA_L4", "--time", "01:00:00")),
+        (SKYPILOT, "skypilot", ("--accelerator", "A100", "--setup", "pip install -e .")),
+    ],
+)
+def test_the_engines_own_schema_takes_the_manifest(check, engine, flags, cwd):
+    shared = ("--shared", "10.0.0.2:/runs")
+    text = trainkit("emit", engine, *flags, *shared, *FLAGS, cwd=cwd)
+    done = subprocess.run(
+        [os.environ[SCHEMAS], "-c", check], input=text, capture_output=True, text=True, check=False, cwd=cwd,
+        env=os.environ | {"HOME": str(cwd)},  # skypilot makes folders there
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
