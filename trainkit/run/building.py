@@ -22,7 +22,7 @@ from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Numerics, Strategy, Weighing
 
-__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer"]
+__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer", "numerics_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +58,17 @@ def build_parts(cfg: RunConfig) -> Parts:
         schedule=build(cfg.schedule),
         objective=build(cfg.objective),
         datasets=build_splits(cfg.data),
-        numerics=Numerics(
-            seed=cfg.seed,
-            reproducible=cfg.numerics.reproducible,
-            lanes=cfg.numerics.lanes,
-            skip_nonfinite=cfg.numerics.on_nonfinite == "skip",
-        ),
+        numerics=numerics_of(cfg),
+    )
+
+
+def numerics_of(cfg: RunConfig) -> Numerics:
+    """The numbers settings as a strategy takes them."""
+    return Numerics(
+        seed=cfg.seed,
+        reproducible=cfg.numerics.reproducible,
+        lanes=cfg.numerics.lanes,
+        skip_nonfinite=cfg.numerics.on_nonfinite == "skip",
     )
 
 
