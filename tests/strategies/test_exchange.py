@@ -12,11 +12,8 @@ from torch import Tensor, nn
 from tests.contract.stepping import Case, run_rank
 from tests.support import zoo
 from tests.support.pool import Place, Pool
-from trainkit.errors import TrainingError
-from trainkit.strategies.collective import GroupCollective
 from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers import AutoReducer, BackendReducer, FlatReducer, LocalReducer
-from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.reducers import BackendReducer
 
 CPU = torch.device("cpu")
 PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())

@@ -34,8 +34,8 @@ class Compressor:
 
     def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
         self.takes_buckets = kind != "powersgd"
-        """Whether buckets may overlap. PowerSGD's hook begins exchanges in callbacks, in an order of their own: two
-        buckets at once would meet different ones on other ranks."""
+        """Whether another exchange may begin before one has ended. PowerSGD's hook begins exchanges in callbacks, at
+        moments of their own: beside any other they would meet the wrong ones on other ranks (gloo then hangs)."""
         self._state: Any = None
         hook: Any = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}.get(kind)
         if kind == "powersgd":
@@ -67,6 +67,9 @@ class Compressor:
             if summed.data_ptr() != part.data_ptr():
                 part.copy_(summed)
 
+        if not self.takes_buckets:
+            wait()
+            return lambda: None
         return wait
 
     @property
