@@ -108,14 +108,27 @@ def test_maths_keys_are_full_names():
 def test_a_difference_says_what_can_matter_first():
     found = difference(cfg(), cfg("strategy=mirrored", "optimizer.lr=0.1", "name=b"))
     assert next((item.key, item.tag.value) for item in found) == ("optimizer.lr", "maths")
-    assert {item.key: item.tag.value for item in found} == {
-        "optimizer.lr": "maths",
+    tags = {item.key: item.tag.value for item in found}
+    assert {key for key, tag in tags.items() if tag == "maths"} == {"optimizer.lr"}
+    told = {
         "name": "cosmetic",
         "strategy._target_": "placement",
         "strategy.device": "placement",
         "strategy.replicas": "placement",
-        "strategy.timeout_s": "placement",
+        "strategy.bucket_mb": "speed",
     }
+    assert {key: tags[key] for key in told} == told
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_key_that_only_one_run_has_matters_unless_it_is_neutral(swapped):
+    target = f"{__name__}.Elsewhere"
+    runs = [cfg(), cfg(strategy={"_target_": target, "port": 1, "compression": "none"})]
+    squeezed = [cfg(), cfg(strategy={"_target_": target, "port": 1, "compression": "bf16"})]
+    if swapped:
+        runs, squeezed = runs[::-1], squeezed[::-1]
+    assert [item.key for item in difference(*runs) if item.matters] == []
+    assert [item.key for item in difference(*squeezed) if item.matters] == ["strategy.compression"]
 
 
 def test_equal_runs_have_no_difference():

@@ -179,10 +179,14 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         one, other = ours.get(path), theirs.get(path)
         if _canonical(one) == _canonical(other) and type(one) is type(other):
             continue
-        tags = [tag_of(cfg, path) for cfg, values in ((left, ours), (right, theirs)) if path in values]
+        # A key that only one of the two has: mirrored's compression, against a run of one device.
+        sides = [
+            (tag_of(cfg, path), values[path], cfg) for cfg, values in ((left, ours), (right, theirs)) if path in values
+        ]
+        tags = [tag for tag, _, _ in sides]
         can_matter = [
             tag
-            for tag, value, cfg in zip(tags, (one, other), (left, right), strict=False)
+            for tag, value, cfg in sides
             if tag.tag is Tag.maths and not _neutral(value, tag) and not _idle(cfg, path)
         ]
         tag = Tag.maths if can_matter else _mildest(tags)
