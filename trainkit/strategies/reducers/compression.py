@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 __all__ = ["Compression", "Compressor"]
 
@@ -36,11 +34,14 @@ class Compressor:
         self.takes_buckets = kind != "powersgd"
         """Whether another exchange may begin before one has ended. PowerSGD's hook begins exchanges in callbacks, at
         moments of their own: beside any other they would meet the wrong ones on other ranks (gloo then hangs)."""
+        # Only here: they import torch's optimizers, which every start would pay for.
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: PLC0415
+
         self._state: Any = None
-        hook: Any = {"bf16": bf16_compress_hook, "fp16": fp16_compress_hook}.get(kind)
+        hook: Any = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}.get(kind)
         if kind == "powersgd":
-            hook = powerSGD_hook
-            self._state = PowerSGDState(
+            hook = powerSGD_hook.powerSGD_hook
+            self._state = powerSGD_hook.PowerSGDState(
                 process_group=None,
                 matrix_approximation_rank=powersgd_rank,
                 start_powerSGD_iter=powersgd_after,

@@ -1,0 +1,42 @@
+"""Whole runs by their reducer: a rank killed in the exchange, and a choice that a resume keeps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from trainkit.strategies.reducing import Reduce
+
+FIXED = ["recipe=null", "data=digits", "model.in_features=64", "batch.global_size=64", "steps=20", "logger=[]",
+         "callbacks=[]", "strategy=mirrored", "strategy.replicas=2", "hydra.run.dir=run"]  # fmt: skip
+
+
+def trainkit(*more: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainkit", *more]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "reduce",
+    [name if name == "shared_memory" else pytest.param(name, marks=pytest.mark.long) for name in get_args(Reduce)],
+)
+def test_a_rank_killed_in_an_exchange_is_named_and_leaves_no_memory_behind(reduce: str, cwd: Path) -> None:
+    shared = sorted(Path("/dev/shm").iterdir())
+    planted = "rank=1,step=5,phase=reduce,action=kill"
+    ended = trainkit(*FIXED, f"strategy.reduce={reduce}", "checkpoint.every_epochs=null", TRAINKIT_FAIL=planted)
+    assert ended.returncode == 1
+    assert "rank 1 was ended by SIGKILL in step 5 (reduce)" in ended.stderr
+    assert sorted(Path("/dev/shm").iterdir()) == shared
+
+
+@pytest.mark.long  # the plain form is tests/strategies/test_reducing.py
+def test_a_resumed_run_reduces_as_it_did_before(cwd: Path) -> None:
+    first = trainkit(*FIXED, "strategy.reduce=auto", "stop_at_step=10")
+    (chosen,) = [line for line in first.stdout.splitlines() if "strategy.reduce=auto:" in line]
+    name = chosen.partition("auto: ")[2].partition(".")[0]
+    assert "Summing 0.0" in chosen
+    second = trainkit("resume", "run")
+    assert f"strategy.reduce=auto: {name}, as this run has chosen before." in second.stdout
