@@ -1,0 +1,84 @@
+"""torchrun's agents on two hosts: one host is lost for good, the other goes on, and a new one joins it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
+from tests.launchers.two_hosts import two_hosts
+
+pytestmark = pytest.mark.engine
+
+STEPS = 3000
+RUN = (*FIXED, f"steps={STEPS}", "checkpoint.every_steps=100", "eval.every_epochs=null")
+# Agents that share the store of their rendezvous never let a host back in: torch's own limit (2.13).
+VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def agent(host, leads, first):
+    """An agent of torchrun's, alone in its session: to kill all of it is to lose the host."""
+    rendezvous = (
+        "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=job7", "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={first.address}:29400", f"--rdzv-conf=is_host={int(leads)},last_call_timeout=2",
+        f"--local-addr={host.address}",
+    )  # fmt: skip
+    trainkit = ("-m", "trainkit", *RUN, "strategy=multi_worker_mirrored", "hydra.run.dir=run")
+    with Path(f"{host.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            host.command(*TORCHRUN, *rendezvous, *trainkit),
+            env=environ(**VARIABLES), stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+
+
+def lose(process):
+    """End a process and all below it at once, without a word."""
+    for pid in [*below(process.pid), process.pid]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def below(pid):
+    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    return [found for child in children for found in (child, *below(child))]
+
+
+def wait_for_step(step, process, within_s=120):
+    """Wait until a checkpoint of that step or a later one exists; returns the step."""
+    deadline = time.monotonic() + within_s
+    while (reached := newest()) < step:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return reached
+
+
+def newest():
+    return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
+
+
+def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd):
+    alone = [sys.executable, "-m", "trainkit", *RUN, "strategy=one_device", "hydra.run.dir=alone", "quiet=true"]
+    subprocess.run(alone, env=environ(), check=True)
+    with two_hosts() as (first, second), contextlib.ExitStack() as stack:
+        leading, following = agent(first, True, first), agent(second, False, first)
+        stack.callback(lose, leading)
+        stack.callback(lose, following)
+        wait_for_step(300, leading)
+        lose(following)
+        wait_for_step(newest() + 300, leading)
+        returned = agent(second, False, first)
+        stack.callback(lose, returned)
+        assert (leading.wait(240), returned.wait(60)) == (0, 0)
+        told = Path(f"{first.name}.log").read_text()
+    sizes = [line.split()[6] for line in told.splitlines() if line.startswith("launch by torchrun: rank 0")]
+    assert sizes == ["2", "1", "2"]
+    assert "rank 1 stopped answering in step" in told
+    assert [path.parent.name for path in sorted(cwd.rglob("resolved.yaml"))] == ["alone", "run"]
+    assert sha256("run") == sha256("alone")
