@@ -5,7 +5,9 @@ import yaml
 
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.config.resuming import compose_resumed, other_training
+from trainkit.config.resuming import compose_resumed
+from trainkit.config.schema import load_resolved
+from trainkit.config.semantics import other_training
 from trainkit.errors import ConfigError
 
 
@@ -32,20 +34,15 @@ def test_another_placement_is_taken(earlier):
     assert composed.values["strategy"]["replicas"] == 3
     assert "device" not in composed.values["strategy"]
     assert composed.values["stop_at_step"] is None
-    assert other_training(composed, earlier) == []
+    assert other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier) == []
 
 
 def test_another_training_is_refused_by_name(earlier):
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
-    assert [str(problem) for problem in other_training(composed, earlier)] == [
-        (
-            "seed=1: the run has 0, and going on with another value is another training. "
-            "Leave it, or start a new run. (command line)"
-        ),
-        (
-            "optimizer.lr=0.1: the run has 0.3, and going on with another value is another training. "
-            "Leave it, or start a new run. (command line)"
-        ),
+    problems = other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier)
+    assert [str(problem) for problem in composed.located(ConfigError(problems)).problems] == [
+        f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)",
+        f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3. Give it the same value. (command line)",
     ]
 
 

@@ -13,10 +13,9 @@ from trainkit.config.documents import read_document
 from trainkit.config.exclusive import settle
 from trainkit.config.origins import Layered, Level, Origin, lookup
 from trainkit.config.schema import GROUPS, load_resolved
-from trainkit.config.semantics import difference
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["compose_resumed", "other_training"]
+__all__ = ["compose_resumed"]
 
 
 def compose_resumed(
@@ -75,17 +74,3 @@ def _replace_chosen_groups(tree: Layered, changes: Composition, overrides: Seque
             tree.remove((group,))
             origin = Origin(level=Level.choice, where=changes.origin(group).where)
             tree.put((group,), copy.deepcopy(changes.values[group]), origin)
-
-
-def other_training(composition: Composition, run: Path) -> list[Problem]:
-    """Keys whose change would make the rest of a run another training.
-
-    A key that the run resolved, and the command line left auto, is no change.
-    """
-    differences = difference(load_resolved(run / "resolved.yaml"), composition.cfg)
-    rule = "the run has {left}, and going on with another value is another training. Leave it, or start a new run."
-    return [
-        composition.problem(item.key, rule.format(left=item.left), value=item.right)
-        for item in differences
-        if item.matters
-    ]

@@ -6,16 +6,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.build import TARGET, resolve_target, signature_of
 from trainkit.config.origins import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.values import plain
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of
 
-__all__ = ["Difference", "difference", "fingerprint", "maths_keys", "tag_of"]
+__all__ = ["Difference", "difference", "fingerprint", "maths_keys", "other_training", "tag_of"]
 
 SCALING_KEYS: Final = ("initial_scale", "growth_interval", "min_scale", "max_overflows")
 """Keys of a precision that only loss scaling reads."""
@@ -192,6 +193,25 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         tag = Tag.maths if can_matter else _mildest(tags)
         found.append(Difference(key=dotted(path), left=one, right=other, tag=tag))
     return sorted(found, key=lambda item: not item.matters)
+
+
+def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
+    """What makes a config another training than that of the run to resume, key by key.
+
+    Args:
+        earlier: what the run resolved.
+        cfg: what would go on with it; keys left auto have the run's values already.
+        run: the run folder, for the words.
+
+    Example:
+        >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]
+        ['seed=0: the run to resume, outputs/a, has 1. Give it the same value.']
+    """
+    return [
+        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. Give it the same value.")
+        for one in difference(earlier, cfg)
+        if one.matters
+    ]
 
 
 def _mildest(tags: list[Tagged]) -> Tag:

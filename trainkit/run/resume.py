@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.semantics import difference, fingerprint
+from trainkit.config.semantics import fingerprint, other_training
 from trainkit.engine.manifest import scan
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.folder import RunFolder
@@ -50,15 +50,13 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
     if not (run / "resolved.yaml").is_file() or not (scan(checkpoints) or (path / "manifest.json").is_file()):
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
-    adopted = adopt(cfg, load_resolved(run / "resolved.yaml"))
-    _refuse_other_training(adopted, run)
+    adopted = _same_training(cfg, run)
     return Start(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
     if run_dir is not None and scan(run_dir / "checkpoints"):
-        adopted = adopt(cfg, load_resolved(run_dir / "resolved.yaml"))
-        _refuse_other_training(adopted, run_dir)
+        adopted = _same_training(cfg, run_dir)
         return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: continues {run_dir}")
     if run_dir is not None and (run_dir / "resolved.yaml").is_file():
         earlier = load_resolved(run_dir / "resolved.yaml")
@@ -90,11 +88,10 @@ def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
     return replace(cfg, batch=batch)
 
 
-def _refuse_other_training(cfg: RunConfig, run: Path) -> None:
-    differing = [one for one in difference(load_resolved(run / "resolved.yaml"), cfg) if one.matters]
-    problems = [
-        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. Give it the same value.")
-        for one in differing
-    ]
+def _same_training(cfg: RunConfig, run: Path) -> RunConfig:
+    earlier = load_resolved(run / "resolved.yaml")
+    adopted = adopt(cfg, earlier)
+    problems = other_training(earlier, adopted, run=run)
     if problems:
         raise ConfigError(problems)
+    return adopted

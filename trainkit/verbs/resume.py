@@ -20,12 +20,18 @@ def run(call: Call) -> int:
     """Resume; returns the exit code."""
     from trainkit.api import train  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import check_names  # noqa: PLC0415
-    from trainkit.config.resuming import compose_resumed, other_training  # noqa: PLC0415
+    from trainkit.config.resuming import compose_resumed  # noqa: PLC0415
+    from trainkit.config.schema import load_resolved  # noqa: PLC0415
+    from trainkit.config.semantics import other_training  # noqa: PLC0415
 
     call.only(arguments=1)
     folder = Path(call.arguments[0]).expanduser()
     composition = compose_resumed(folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
-    problems = check_names(composition) or other_training(composition, folder)
+    problems = check_names(composition)
     if problems:
         raise ConfigError(problems)
+    # Here too: without a checkpoint, another training would begin afresh beside the run.
+    problems = other_training(load_resolved(folder / "resolved.yaml"), composition.cfg, run=folder)
+    if problems:
+        raise composition.located(ConfigError(problems))
     return exit_code(train(composition))
