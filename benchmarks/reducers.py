@@ -1,0 +1,104 @@
+"""What an exchange takes: every reducer of `strategy.reduce`, by size of the gradients and number of CPU processes.
+
+    python benchmarks/reducers.py [--rounds 15] [--ranks 2,4]
+
+The processes are started together, with a thread each; each reducer sums the same vectors in turns, and the median over
+rounds of the slower rank counts. Nothing is computed meanwhile: this is what a step waits where nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import argparse
+import socket
+import statistics
+import sys
+import time
+from pathlib import Path
+from queue import Queue
+from typing import Any, get_args
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.multiprocessing as mp
+
+from benchmarks import report
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.run.rendezvous import HostedStore
+from trainkit.strategies.base import Numerics
+from trainkit.strategies.mirrored import Mirrored
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import Closing
+from trainkit.strategies.reducing import Reduce
+
+REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchical"}]  # of several hosts
+SIZES_MB = (0.04, 0.4, 3.2, 25.0, 100.0)
+
+
+def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]) -> None:
+    """One process: every size and reducer, rank 0 tells the milliseconds."""
+    task = Task(role="worker", index=rank, rank=rank)
+    identity = Identity(task=task, num_ranks=num_ranks, store=("127.0.0.1", port), prefix="bench")
+    collective = Mirrored(timeout_s=60).connect(identity)
+    for size in SIZES_MB:
+        packing = Packing([torch.Size([int(size * 2**18) // 8])] * 8, torch.float32, torch.device("cpu"))
+        grads = [torch.ones(shape) for shape in packing.shapes]
+        for name in REDUCERS:
+            reducer: Any = Mirrored(reduce=name, timeout_s=60).make_reducer(collective, Numerics())
+            seconds = []
+            for _ in range(rounds + 2):
+                collective.gather(torch.zeros(1))
+                begun = time.perf_counter()
+                reducer.reduce(iter([(0, grads)]), num_shards=num_ranks, packing=packing)
+                seconds.append(time.perf_counter() - begun)
+            if isinstance(reducer, Closing):
+                reducer.close()
+            slowest = torch.cat(collective.gather(torch.tensor([statistics.median(seconds[2:])]))).max()
+            if rank == 0:
+                found.put((num_ranks, size, name, float(slowest) * 1e3))
+    collective.gather(torch.zeros(1))
+    if rank == 0:
+        found.put(None)
+
+
+def measure(num_ranks: int, rounds: int) -> dict[tuple[float, str], float]:
+    """Milliseconds of an exchange by size and reducer."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    found: Any = mp.get_context("spawn").SimpleQueue()
+    times: dict[tuple[float, str], float] = {}
+    with HostedStore(("127.0.0.1", port)) as store:
+        store.open()
+        processes = mp.spawn(rank_of, args=(num_ranks, port, rounds, found), nprocs=num_ranks, join=False)
+        while (row := found.get()) is not None:
+            times[row[1], row[2]] = row[3]
+        processes.join()
+    return times
+
+
+def main() -> None:
+    """Measure and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", default="2,4")
+    arguments = parser.parse_args()
+    rows = []
+    for num_ranks in map(int, arguments.ranks.split(",")):
+        times = measure(num_ranks, arguments.rounds)
+        rows += [[str(num_ranks), f"{size:g}", *(f"{times[size, name]:.3g}" for name in REDUCERS)] for size in SIZES_MB]
+    report.write(
+        "reducers",
+        "Milliseconds of an exchange of gradients between CPU processes of one host",
+        f"python benchmarks/reducers.py --rounds {arguments.rounds} --ranks {arguments.ranks}",
+        report.table(["processes", "MiB", *REDUCERS], rows),
+    )
+
+
+if __name__ == "__main__":
+    main()
