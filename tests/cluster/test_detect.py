@@ -163,12 +163,19 @@ def test_where_ranks_are_dealt_in_turn_nobody_is_placed():
         SLURM | {"SLURM_STEP_ID": "4294967291"},  # the same, of a SLURM that numbers it
         SLURM | {"SLURM_STEP_ID": "4294967290"},  # the shell of salloc
         {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_NTASKS": "4"},  # the shell of salloc, of an older SLURM
-        SLURM | {"SLURM_PTY_PORT": "40000", "SLURM_PTY_WIN_COL": "80"},  # the shell of srun --pty
+        SLURM | {"SLURM_PTY_PORT": "40000", "SLURM_JOB_NAME": "bash"},  # the shell of srun --pty
         SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},  # srun of one task
     ],
 )
 def test_what_is_no_step_of_several_is_no_launch(outside):
     assert detect(outside) is None
+
+
+@pytest.mark.parametrize(
+    "inside", [{"SLURM_STEP_ID": "1", "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "train.sbatch"}]
+)
+def test_a_step_started_from_the_shell_of_a_step_is_one(inside):
+    assert facts(detect(SLURM | {"SLURM_PTY_PORT": "40000"} | inside)) == (2, 5, 0, 2, 3)
 
 
 def test_bad_variables_of_a_step_are_named():

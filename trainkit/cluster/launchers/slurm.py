@@ -15,6 +15,8 @@ __all__ = ["slurm", "step_place"]
 _FIRST_SPECIAL: Final = 0xFFFFFFF0
 """Steps above are none of srun's: 0xfffffffb is a batch script, 0xfffffffa the shell of salloc (slurm.h)."""
 
+_SHELLS: Final = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash")
+
 
 def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
     """The rank and size of this process in its step, as written; None outside of a step.
@@ -23,10 +25,20 @@ def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
     `srun --pty` is one, and is for a person to type in: nobody started the others.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if not step or (step.isdigit() and int(step) >= _FIRST_SPECIAL) or environ.get("SLURM_PTY_PORT"):
+    if not step or (step.isdigit() and int(step) >= _FIRST_SPECIAL) or _typed_in(environ):
         return None
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
     return environ.get("SLURM_PROCID", ""), size
+
+
+def _typed_in(environ: Mapping[str, str]) -> bool:
+    """Whether this is the shell of `srun --pty`: the first step of a job that is named after the shell.
+
+    What is started from that shell, by srun or sbatch, inherits SLURM_PTY_PORT (seen with SLURM 22.05). To take such a
+    step for a shell would train each of its tasks alone, without a word; a shell taken for a step waits, and says so.
+    """
+    named = environ.get("SLURM_JOB_NAME", "").rpartition("/")[2] in _SHELLS
+    return bool(environ.get("SLURM_PTY_PORT")) and environ.get("SLURM_STEP_ID") == "0" and named
 
 
 def slurm(environ: Mapping[str, str]) -> Launch | None:
