@@ -1,0 +1,165 @@
+"""One process of a peer on W2 or W3: `python benchmarks/pair_peers.py PEER WORKLOAD STEPS` prints its seconds a step.
+
+Who it is stands in RANK and WORLD_SIZE, and where the others are in MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+The clock starts after a third of the steps. Every peer has the fused AdamW and, where its loop allows, data gathered by
+one index operation.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.pair import LR, WORKLOADS, Workload
+
+RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def main() -> None:
+    """Train and print."""
+    peer, workload, steps = PEERS[sys.argv[1]], WORKLOADS[sys.argv[2]], int(sys.argv[3])
+    torch.set_num_threads(1)
+    print(f"seconds a step: {peer(workload, steps)}")
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+
+def timed(step: Callable[[], None], steps: int) -> float:
+    """Seconds a step, after a third of them."""
+    warm = steps // 3
+    for _ in range(warm):
+        step()
+    start = time.perf_counter()
+    for _ in range(steps - warm):
+        step()
+    return (time.perf_counter() - start) / (steps - warm)
+
+
+def by_hand(workload: Workload, steps: int) -> float:
+    """A plain loop; with two processes, two that know nothing of each other, each with half of every batch."""
+    return _loop(workload, steps, workload.make_model())
+
+
+def ddp(workload: Workload, steps: int) -> float:
+    """The plain loop with DistributedDataParallel."""
+    if WORLD > 1:
+        dist.init_process_group("gloo")
+    plain = workload.make_model()
+    taken = _loop(workload, steps, nn.parallel.DistributedDataParallel(plain) if WORLD > 1 else plain)
+    if WORLD > 1:
+        dist.destroy_process_group()
+    return taken
+
+
+def _loop(workload: Workload, steps: int, model: nn.Module) -> float:
+    optimizer, batches = optimizer_of(model), workload.batches(rank=RANK, world=WORLD)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        workload.loss(model, inputs, targets).backward()
+        optimizer.step()
+
+    return timed(step, steps)
+
+
+def accelerate(workload: Workload, steps: int) -> float:
+    """The plain loop with everything prepared by Accelerate."""
+    from accelerate import Accelerator
+
+    accelerator, plain = Accelerator(cpu=True), workload.make_model()
+    loader = DataLoader(TensorDataset(*workload.make_data()), batch_size=workload.batch // WORLD, shuffle=True)
+    model, optimizer, prepared = accelerator.prepare(plain, optimizer_of(plain), loader)
+    batches = _endless(prepared)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        optimizer.zero_grad()
+        accelerator.backward(workload.loss(model, inputs, targets))
+        optimizer.step()
+
+    taken = timed(step, steps)
+    accelerator.end_training()
+    return taken
+
+
+def lightning(workload: Workload, steps: int) -> float:
+    """Lightning's Trainer, everything optional off."""
+    import lightning as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+
+    class Clock(pl.Callback):
+        start = end = 0.0
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == steps // 3:
+                self.start = time.perf_counter()
+            self.end = time.perf_counter()
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = workload.make_model()
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            return workload.loss(self.net, *batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self.net)
+
+    clock = Clock()
+    trainer = pl.Trainer(
+        max_steps=steps,
+        accelerator="cpu",
+        devices=WORLD,
+        strategy="ddp" if WORLD > 1 else "auto",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[clock],
+    )
+    loader = DataLoader(TensorDataset(*workload.make_data()), batch_size=workload.batch // WORLD, shuffle=True)
+    trainer.fit(Module(), loader)
+    return (clock.end - clock.start) / (steps - steps // 3)
+
+
+def _endless(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+def mirrored_strategy(workload: Workload, steps: int) -> float:
+    """Keras under TensorFlow's MirroredStrategy: one process, a logical CPU a replica (LOGICAL_CPUS)."""
+    from benchmarks.pair_keras import train
+
+    return train(workload, steps, replicas=int(os.environ["LOGICAL_CPUS"]))
+
+
+PEERS = {
+    "by_hand": by_hand,
+    "ddp": ddp,
+    "lightning": lightning,
+    "accelerate": accelerate,
+    "mirrored_strategy": mirrored_strategy,
+}
+
+if __name__ == "__main__":
+    main()

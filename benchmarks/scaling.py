@@ -1,0 +1,233 @@
+"""What a second process is worth: two processes of one thread against one, trainkit and other trainers, in turns.
+
+    python benchmarks/scaling.py [--rounds 5] [--only convnet] [--no-peers] [--quick]
+
+Every round runs each contender once on one process and once on two, with the same number of samples a step. Its
+speed-up is taken within the round. The limit is that of two processes that do not average at all, each with half of
+every batch: the machine's own cost of being shared. trainkit is started by its command; the peers by a process a rank,
+with the same model and the fused AdamW. What is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import argparse
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import report
+from benchmarks.pair import WORKLOADS, Workload
+
+PEERS_FILE = str(ROOT / "benchmarks" / "pair_peers.py")
+TIMEOUT_S = 300.0
+BASE = (
+    "recipe=null", "optimizer.lr=0.001", "optimizer.groups={}", "schedule=constant", "eval.every_epochs=null",
+    "checkpoint.keep_best=0", "checkpoint.every_s=null",
+)  # fmt: skip
+REDUCERS = ("shared_memory", "auto", "backend")
+
+Measure = Callable[[Workload, int], float]
+"""Seconds a step of a workload, in so many steps."""
+
+
+@dataclass(kw_only=True)
+class Contender:
+    """Something that trains, on one process and on two."""
+
+    one: Measure | None
+    """None: what it is on one process is measured by another contender."""
+    two: Measure
+    base: str
+    """The contender whose time on one process it is compared with."""
+    limit: str
+    """The contender that does not average: what of its speed-up this one reaches."""
+    ones: list[float] = field(default_factory=list)
+    twos: list[float] = field(default_factory=list)
+
+
+def peer(kind: str, processes: int) -> Measure:
+    """A peer in so many processes; the slowest of them counts."""
+
+    def run(workload: Workload, steps: int) -> float:
+        command, port = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)], _free_port()
+        ranks = [_rank(rank, processes, port) for rank in range(processes)]
+        return max(map(_said, together([command] * processes, ranks)))
+
+    return run
+
+
+def _rank(rank: int, processes: int, port: int) -> dict[str, str]:
+    """What torchrun would tell a rank."""
+    if processes == 1:
+        return {"LOGICAL_CPUS": "1"}
+    return {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0", "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "scaling", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true",
+    }  # fmt: skip
+
+
+def together(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> list[str]:
+    """Run commands at the same time; what each printed. Ends all if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = [
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(ROOT), **own},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command, own in zip(commands, environments, strict=True)
+        ]
+        try:
+            outputs = [process.communicate(timeout=TIMEOUT_S) for process in started]
+        finally:
+            for process in started:
+                process.kill()
+    for process, (_, errors) in zip(started, outputs, strict=True):
+        if process.returncode:
+            raise SystemExit(f"{process.args} ended with {process.returncode}:\n{errors[-3000:]}")
+    return [output for output, _ in outputs]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def _said(output: str) -> float:
+    return float(output.rpartition("seconds a step: ")[2].split()[0])
+
+
+def trainkit(*overrides: str, copies: int = 1, share: int = 1) -> Measure:
+    """The public command; `copies` of it at once, with a `share`-th of the batch each."""
+
+    def run(workload: Workload, steps: int) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            commands = [
+                [
+                    sys.executable, "-m", "trainkit", *BASE, *workload.overrides, *overrides, f"steps={steps}",
+                    f"batch.global_size={workload.batch // share}", f"log_every_steps={steps // 3}",
+                    f"hydra.run.dir={folder}/{copy}",
+                ]
+                for copy in range(copies)
+            ]  # fmt: skip
+            together(commands, [{}] * copies)
+            return max(_logged(Path(folder, str(copy))) for copy in range(copies))
+
+    return run
+
+
+def _logged(run: Path) -> float:
+    """Seconds a step after the first third, by the run's own rows."""
+    rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in row]
+    return float((rows[-1]["seconds"] - rows[0]["seconds"]) / (rows[-1]["step"] - rows[0]["step"]))
+
+
+def contenders(*, with_peers: bool) -> dict[str, Contender]:
+    """All that can run here, by the name that the table shows."""
+    plain, ours = "plain loop, not averaging", "trainkit, not averaging"
+    found = {plain: Contender(one=peer("by_hand", 1), two=peer("by_hand", 2), base=plain, limit=plain)}
+    if with_peers:
+        found["plain loop, DDP"] = Contender(one=None, two=peer("ddp", 2), base=plain, limit=plain)
+        for name, kind in (("Lightning", "lightning"), ("Accelerate", "accelerate")):
+            if find_spec(kind):
+                found[name] = Contender(one=peer(kind, 1), two=peer(kind, 2), base=name, limit=plain)
+        if find_spec("tensorflow"):
+            kind, name = "mirrored_strategy", "Keras, MirroredStrategy"
+            found[name] = Contender(one=peer(kind, 1), two=_one_process(kind), base=name, limit=plain)
+    alone = trainkit("strategy=one_device", copies=2, share=2)
+    found[ours] = Contender(one=trainkit("strategy=one_device"), two=alone, base=ours, limit=ours)
+    for reducer in REDUCERS:
+        two = trainkit("strategy=mirrored", "strategy.replicas=2", f"strategy.reduce={reducer}")
+        found[f"trainkit, mirrored, {reducer}"] = Contender(one=None, two=two, base=ours, limit=ours)
+    return found
+
+
+def _one_process(kind: str) -> Measure:
+    """A peer whose replicas are threads of one process."""
+
+    def run(workload: Workload, steps: int) -> float:
+        command = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)]
+        return _said(together([command], [{"LOGICAL_CPUS": "2"}])[0])
+
+    return run
+
+
+def measure(found: Mapping[str, Contender], workload: Workload, *, rounds: int, steps: int) -> None:
+    """Rounds over all contenders, one after the other."""
+    for number in range(rounds):
+        for name, contender in found.items():
+            if contender.one is not None:
+                contender.ones.append(contender.one(workload, steps))
+            contender.twos.append(contender.two(workload, steps))
+            one = found[contender.base].ones[-1]
+            said = f"{one * 1e3:.1f} ms, {contender.twos[-1] * 1e3:.1f} ms on two: {one / contender.twos[-1]:.2f}"
+            print(f"round {number + 1}: {workload.title}: {name}: {said}", file=sys.stderr, flush=True)
+
+
+def rows(found: Mapping[str, Contender]) -> list[list[str]]:
+    """A row a contender: time on one and on two, speed-up, and its share of the limit's."""
+    table = []
+    for name, contender in found.items():
+        ones, limit = found[contender.base].ones, found[contender.limit]
+        shares = [
+            (one / two) / (limit_one / limit_two)
+            for one, two, limit_one, limit_two in zip(
+                ones, contender.twos, found[limit.base].ones, limit.twos, strict=True
+            )
+        ]
+        table.append(
+            [
+                name,
+                f"{statistics.median(ones) * 1e3:.1f}",
+                f"{statistics.median(contender.twos) * 1e3:.1f}",
+                report.ratio(ones, contender.twos),
+                "the limit" if name == contender.limit else f"**{statistics.median(shares):.2f}**",
+            ]
+        )
+    return table
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", choices=list(WORKLOADS))
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the steps; prints, and writes nothing")
+    options = parser.parse_args()
+    head = ["", "ms a step, one process", "two", "speed-up: median (least to most)", "of the limit"]
+    sections = []
+    for workload in WORKLOADS.values():
+        if options.only in (None, workload.key):
+            found = contenders(with_peers=not options.no_peers)
+            steps = workload.steps // (5 if options.quick else 1)
+            measure(found, workload, rounds=options.rounds, steps=steps)
+            sections.append(f"## {workload.title}\n\n{report.table(head, rows(found))}")
+    body = "\n\n".join(sections) + "\n\nTarget: trainkit, mirrored, at least 0.90 of the limit on both."
+    if options.quick:
+        print(body)
+        return
+    title = "Two processes of one thread against one"
+    report.write("scaling", title, f"python benchmarks/scaling.py --rounds {options.rounds}", body)
+
+
+if __name__ == "__main__":
+    main()
