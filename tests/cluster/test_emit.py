@@ -108,7 +108,6 @@ def test_a_batch_script_starts_a_task_a_gpu(emit, run):
 
 
 def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit):
-    pytest.importorskip("kubeflow_trainer_api")
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
     text = emit("kubernetes", *FLAGS["kubernetes"], "--namespace", "me", "--time", "01:00:00", *TWO_HOSTS)
