@@ -9,16 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.semantics import fingerprint
 from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import Loaded, load, newest_valid
-from trainkit.errors import CheckpointError, StoppedError, TrainkitError
+from trainkit.errors import StoppedError, TrainkitError
 from trainkit.numerics.determinism import reproducible_process
+from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
 from trainkit.run.environment import write_environment, write_resolved
 from trainkit.run.folder import RunFolder
@@ -204,7 +202,7 @@ def _open(
     )
     try:
         _watch_phases(session, identity, folder)
-        _begin_where_it_stood(session, folder)
+        begin_where_it_stood(session, folder.checkpoints)
     except BaseException:
         session.close()
         raise
@@ -228,40 +226,6 @@ def _watch_phases(session: Session, identity: Identity, folder: RunFolder) -> No
         failpoints.reached(phase, step)
 
     session.listen(enter)
-
-
-def _begin_where_it_stood(session: Session, folder: RunFolder) -> None:
-    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names."""
-    cfg = session.cfg
-    own = newest_valid(folder.checkpoints, report=session.warn)
-    if own is not None:
-        session.restore(own)
-    elif cfg.resume not in (None, "auto"):
-        session.restore(_load(Path(str(cfg.resume)), session))
-    elif cfg.init_from is not None:
-        session.start_from(_load(Path(cfg.init_from).expanduser(), session))
-    _refuse_other_steps(session)
-
-
-def _refuse_other_steps(session: Session) -> None:
-    """A rank that sees other checkpoints than the others would train something else, or wait for ever; collective."""
-    if session.placed.num_ranks > 1:
-        found = session.placed.collective.gather(torch.tensor([session.run.state.step]))
-        steps = [int(step.item()) for step in found]
-        if len(set(steps)) > 1:
-            seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
-            raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
-
-
-def _load(path: Path, session: Session) -> Loaded:
-    """A checkpoint folder, or the newest whole one of a run or `checkpoints` folder."""
-    if (path / "manifest.json").is_file():
-        return load(path)
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest_valid(root, report=session.warn)
-    if found is None:
-        raise CheckpointError(f"{path} holds no checkpoint.")
-    return found
 
 
 def _places(folder: RunFolder) -> dict[str, Any]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,22 +12,21 @@ from typing import Any
 import torch
 
 from trainkit.cluster.identity import Identity
-from trainkit.config.watched import Watched
-from trainkit.data.evaluation import eval_batches
 from trainkit.data.loader import Loader
 from trainkit.engine.agreement import Agreement
-from trainkit.engine.checkpoint import BackgroundSaver, Loaded, Retention, weights_sha256
-from trainkit.engine.evaluate import evaluate
-from trainkit.engine.events import Callback, Run, overriding
+from trainkit.engine.checkpoint import Loaded, weights_sha256
+from trainkit.engine.events import Callback, overriding
 from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
-from trainkit.engine.manifest import better
-from trainkit.engine.state import State
 from trainkit.errors import TrainingError
+from trainkit.run.beginning import run_of, training_of
 from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.keeping import Keeper
+from trainkit.run.occasions import each_steps, periods, settling
 from trainkit.run.plan import RunPlan
+from trainkit.run.scoring import Scorer
 from trainkit.run.stopping import REASONS
-from trainkit.strategies.base import Placed, Strategy, Training, Update
+from trainkit.strategies.base import Placed
 
 __all__ = ["Session"]
 
@@ -65,7 +63,6 @@ class Session:
         self._requested = requested
         self._data_state: dict[str, Any] | None = None
         self._on_phase: Callable[[str, int], None] | None = None
-        self._notes = notes
         self._cleanup = ExitStack()
         model = build_model(self.cfg)
         self.placed: Placed = self.parts.strategy.place(
@@ -76,40 +73,13 @@ class Session:
             make_optimizer=make_optimizer(self.cfg, model),
         )
         self._cleanup.callback(self.parts.strategy.leave, self.placed)
-        self.watched = Watched.of(self.cfg.eval)
-        self.run = self._run(folder)
-        self.figures: dict[str, float] = {}
-        self._evaluated_at: int | None = None
-        self._saved_at: int | None = None
-        self._saved_when = time.monotonic()
-        self._training = self._make_training()
-        self._agreement = Agreement(self.placed.collective, requested, self._save_due)
-        retention = Retention(
-            keep_last=self.cfg.checkpoint.keep_last,
-            keep_best=self.cfg.checkpoint.keep_best,
-            mode="max" if self.watched.mode == "max" else "min",
+        self.run = run_of(plan, self.placed, folder, notes)
+        self._training = training_of(plan)
+        self._scorer = Scorer(plan, self.run, self.placed, callbacks=callbacks)
+        self._keeper = Keeper(
+            plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
         )
-        self._saver = BackgroundSaver(
-            folder / "checkpoints", retention=retention, background=self.cfg.checkpoint.background, confirm=confirm
-        )
-
-    def _run(self, folder: Path) -> Run:
-        num_params = sum(param.numel() for param in self.placed.model.parameters())
-        return Run(
-            folder=folder,
-            cfg=self.cfg,
-            summary=self.plan.summary(num_params),
-            plan=self.plan.batch,
-            num_steps=self.plan.num_steps,
-            rate=self.plan.rate,
-            state=State(plan=self.plan.batch),
-            is_owner=self.placed.rank == 0,
-            model=self.placed.model,
-            device=self.placed.device,
-            collective=self.placed.collective,
-            datasets=self.parts.datasets,
-            notes=self._notes,
-        )
+        self._agreement = Agreement(self.placed.collective, requested, lambda: self._keeper.is_due)
 
     def listen(self, on_phase: Callable[[str, int], None]) -> None:
         """Be told (phase, step) whenever this rank begins something else."""
@@ -124,31 +94,13 @@ class Session:
         """Add a note to the summary that is still to be shown."""
         self.run.notes = (*self.run.notes, message)
 
-    def _make_training(self) -> Training:
-        rate, max_norm = self.plan.rate, self.cfg.clip.max_norm
-        return Training(
-            plan=self.plan.batch,
-            objective=self.parts.objective,
-            weighing=self.parts.weighing,
-            rule=lambda version: Update(rate.factor(version), max_norm),
-        )
-
     def restore(self, loaded: Loaded) -> None:
         """Continue from a checkpoint as if nothing had happened."""
-        self.parts.strategy.load_state(self.placed, loaded.tensors)
-        self.run.state.restore(loaded.meta["state"])
-        self.placed.loss_scale = self.placed.loss_scale.restored(loaded.meta["loss_scale"])
-        for name, callback in _by_kind(self.callbacks).items():
-            if name in loaded.meta["callbacks"]:
-                callback.restore(loaded.meta["callbacks"][name])
-        self.parts.strategy.recall(self.placed, loaded.meta.get("strategy", {}))
-        self._saved_at = loaded.checkpoint.step
-        self._data_state = loaded.meta.get("data")
+        self._data_state = self._keeper.restore(loaded)
 
     def start_from(self, loaded: Loaded) -> None:
         """Take over weights alone: a new training that begins where another ended."""
-        weights = {name: tensor for name, tensor in loaded.tensors.items() if not name.startswith("optimizer/")}
-        self.parts.strategy.load_state(self.placed, weights)
+        self._keeper.start_from(loaded)
 
     def train(self) -> dict[str, Any]:
         """Run to the end, or until asked to stop; returns what result.json holds."""
@@ -196,20 +148,20 @@ class Session:
 
     def _occasions(self) -> list[Occasion]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
-        found = [Occasion(act=self.flush, next_after=_every(cfg.log_every_steps))]
+        found = [Occasion(act=self.flush, next_after=each_steps(cfg.log_every_steps))]
         if "val" in self.parts.datasets:
             found += [
                 Occasion(act=self.evaluate, next_after=next_after)
-                for next_after in _periods(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
+                for next_after in periods(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
             ]
         found += [
             Occasion(act=self.save, next_after=next_after)
-            for next_after in _periods(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
+            for next_after in periods(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         ]
         if self.placed.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
-            found.append(Occasion(act=self._check_replicas, next_after=_every(cfg.numerics.check_replicas_every)))
+            found.append(Occasion(act=self._check_replicas, next_after=each_steps(cfg.numerics.check_replicas_every)))
         found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
-        return [found[0], *(_settling(one, self.parts.strategy) for one in found[1:])]
+        return [found[0], *(settling(one, self.parts.strategy) for one in found[1:])]
 
     def flush(self) -> None:
         """Make a row of the steps since the last one and show it to the callbacks; collective."""
@@ -217,83 +169,40 @@ class Session:
         if row is not None:
             for hook in self._log_hooks:
                 hook(self.run, row)
-        self._announce_saved()
+        self._keeper.announce()
 
     def evaluate(self) -> None:
         """Score the validation split; a best model is saved. Collective."""
-        if self._evaluated_at == self.run.state.step:
+        if self._scorer.is_fresh:
             return
         self.flush()
         self._score("val")
-        self._evaluated_at = self.run.state.step
-        value, state = self.figures.get(self.watched.metric), self.run.state
-        if value is not None and better(value, state.best, self.watched.mode):
-            state.best = value
-            if self.cfg.checkpoint.keep_best and state.step < self.plan.last_step:
-                self.save()
+        if self._scorer.judge() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
+            self.save()
 
     def _score(self, split: str) -> None:
         self._enter("evaluate")
         self._journal.pause()
-        batches = eval_batches(
-            self.parts.datasets[split],
-            batch_size=self.cfg.eval.batch_size or max(self.plan.batch.micro_size, 256),
-            rank=self.placed.rank,
-            num_ranks=self.placed.num_ranks,
-            device=self.placed.device,
-            settings=self.cfg.loader,
-        )
-        figures = evaluate(self.placed, self.parts.objective, batches, split=split)
-        self.figures.update(figures)
-        row = {"step": self.run.state.step, "epoch": self.run.state.epoch, **figures}
-        for callback in self.callbacks:
-            callback.eval_end(self.run, row)
+        self._scorer.score(split)
         self._journal.proceed()
 
     def save(self) -> None:
         """Write a checkpoint of this step, once; the owner writes it."""
-        state = self.run.state
-        if self._saved_at == state.step:
+        if self._keeper.has_saved:
             return
         self.flush()
-        self._saved_at, self._saved_when = state.step, time.monotonic()
+        self._keeper.mark()
         self._enter("save")
-        if not self.run.is_owner:
-            return
-        self._journal.pause()
-        fresh = self._evaluated_at == state.step
-        meta = {
-            "position": {"step": state.step, "tickets": []},
-            "fingerprint": self.fingerprint,
-            "state": state.to_json(),
-            "loss_scale": self.placed.loss_scale.state(),
-            "callbacks": {name: kept for name, one in _by_kind(self.callbacks).items() if (kept := one.state())},
-            "data": self._loader.state(),
-            "strategy": self.parts.strategy.remember(self.placed),
-            "batch": {"global_size": self.plan.batch.global_size, "micro_size": self.plan.batch.micro_size},
-        }
-        self._saver.save(
-            step=state.step,
-            tensors=self.parts.strategy.state(self.placed),
-            meta=meta,
-            metric=self.figures.get(self.watched.metric) if fresh else None,
-        )
-        self._journal.proceed()
-
-    def _announce_saved(self) -> None:
-        for checkpoint in self._saver.finished():
-            for callback in self.callbacks:
-                callback.checkpoint_saved(self.run, checkpoint.folder)
+        if self.run.is_owner:
+            self._journal.pause()
+            self._keeper.save(data=self._loader.state(), metric=self._scorer.metric)
+            self._journal.proceed()
 
     def _check_replicas(self) -> None:
         self._enter("evaluate")
         drifted = self.parts.strategy.check_replicas(self.placed)
         if drifted is not None:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
-
-    def _save_due(self) -> bool:
-        every_s = self.cfg.checkpoint.every_s
-        return every_s is not None and time.monotonic() - self._saved_when >= every_s
 
     def _agree(self) -> None:
         answer = self._agreement.ask()
@@ -307,17 +216,14 @@ class Session:
         self.flush()
         self.parts.strategy.settle(self.placed)
         asked = self.run.stop_reason in REASONS
-        cfg = self.cfg.eval
-        watched = cfg.every_steps is not None or cfg.every_epochs is not None
+        watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
             if "val" in self.parts.datasets:
                 self.evaluate()
             if "test" in self.parts.datasets:
                 self._score("test")
         self.save()
-        self._saver.wait()
-        self._announce_saved()
-        self._saver.close()
+        self._keeper.close()
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.collective.sum(torch.zeros(1))
@@ -332,7 +238,7 @@ class Session:
             "steps": state.step,
             "samples": state.samples,
             "seconds": state.seconds,
-            "metrics": {name: value for name, value in self.figures.items() if not math.isnan(value)},
+            "metrics": {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)},
             "fingerprint": self.fingerprint,
         }
 
@@ -343,33 +249,3 @@ class Session:
         if state.step < self.plan.num_steps:
             return "stopped", f"stop_at_step={self.cfg.stop_at_step}"
         return "finished", "all steps done"
-
-
-def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Callbacks by class, the second of a kind with a number: a resumed run may have others in other places."""
-    found: dict[str, Callback] = {}
-    for callback in callbacks:
-        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
-        count = sum(name.partition("#")[0] == kind for name in found)
-        found[f"{kind}#{count}" if count else kind] = callback
-    return found
-
-
-def _settling(occasion: Occasion, strategy: Strategy) -> Occasion:
-    """The occasion, after the next step at which replicas are alike."""
-    plain = occasion.next_after
-    return Occasion(act=occasion.act, next_after=lambda step: strategy.settles_at(plain(step)))
-
-
-def _every(steps: int) -> Callable[[int], int]:
-    return lambda step: (step // steps + 1) * steps
-
-
-def _periods(every_steps: int | None, every_epochs: float | None, per_epoch: int) -> list[Callable[[int], int]]:
-    found = []
-    if every_steps is not None:
-        found.append(_every(every_steps))
-    if every_epochs is not None:
-        length = every_epochs * per_epoch
-        found.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
-    return found

@@ -1,0 +1,100 @@
+"""What a run begins with on each rank: what callbacks see, what a step needs, and the checkpoint it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from trainkit.config.schema import RunConfig
+from trainkit.engine.checkpoint import Loaded, load, newest_valid
+from trainkit.engine.events import Run
+from trainkit.engine.state import State
+from trainkit.errors import CheckpointError
+from trainkit.run.plan import RunPlan
+from trainkit.strategies.base import Placed, Training, Update
+
+__all__ = ["begin_where_it_stood", "run_of", "training_of"]
+
+
+class Restorable(Protocol):
+    """The part of a session that takes up a checkpoint."""
+
+    cfg: RunConfig
+    run: Run
+    placed: Placed
+
+    def warn(self, message: str) -> None:
+        """Tell the user."""
+
+    def restore(self, loaded: Loaded) -> None:
+        """Continue."""
+
+    def start_from(self, loaded: Loaded) -> None:
+        """Take over weights."""
+
+
+def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) -> Run:
+    """What callbacks see of a run that begins."""
+    num_params = sum(param.numel() for param in placed.model.parameters())
+    return Run(
+        folder=folder,
+        cfg=plan.cfg,
+        summary=plan.summary(num_params),
+        plan=plan.batch,
+        num_steps=plan.num_steps,
+        rate=plan.rate,
+        state=State(plan=plan.batch),
+        is_owner=placed.rank == 0,
+        model=placed.model,
+        device=placed.device,
+        collective=placed.collective,
+        datasets=plan.parts.datasets,
+        notes=notes,
+    )
+
+
+def training_of(plan: RunPlan) -> Training:
+    """What every step of a plan needs."""
+    rate, max_norm = plan.rate, plan.cfg.clip.max_norm
+    return Training(
+        plan=plan.batch,
+        objective=plan.parts.objective,
+        weighing=plan.parts.weighing,
+        rule=lambda version: Update(rate.factor(version), max_norm),
+    )
+
+
+def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
+    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names."""
+    cfg = session.cfg
+    own = newest_valid(checkpoints, report=session.warn)
+    if own is not None:
+        session.restore(own)
+    elif cfg.resume not in (None, "auto"):
+        session.restore(_load(Path(str(cfg.resume)), session))
+    elif cfg.init_from is not None:
+        session.start_from(_load(Path(cfg.init_from).expanduser(), session))
+    _refuse_other_steps(session)
+
+
+def _refuse_other_steps(session: Restorable) -> None:
+    """A rank that sees other checkpoints than the others would train something else, or wait for ever; collective."""
+    if session.placed.num_ranks > 1:
+        found = session.placed.collective.gather(torch.tensor([session.run.state.step]))
+        steps = [int(step.item()) for step in found]
+        if len(set(steps)) > 1:
+            seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))
+            raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
+
+
+def _load(path: Path, session: Restorable) -> Loaded:
+    """A checkpoint folder, or the newest whole one of a run or `checkpoints` folder."""
+    if (path / "manifest.json").is_file():
+        return load(path)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found = newest_valid(root, report=session.warn)
+    if found is None:
+        raise CheckpointError(f"{path} holds no checkpoint.")
+    return found

@@ -1,0 +1,129 @@
+"""What a run keeps: its checkpoints, written and taken up again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trainkit.config.watched import Watched
+from trainkit.engine.checkpoint import BackgroundSaver, Loaded, Retention
+from trainkit.engine.events import Callback, Run
+from trainkit.run.plan import RunPlan
+from trainkit.strategies.base import Placed
+
+__all__ = ["Keeper"]
+
+
+class Keeper:
+    """Writes the checkpoints of a run, one a step at most; every rank has one, and the owner's writes.
+
+    Args:
+        plan: what was decided.
+        run: what callbacks see of the run.
+        placed: the replica of this rank.
+        callbacks: have something to keep, and are told what was kept.
+        fingerprint: the hash of the maths keys.
+        confirm: raises where the folder is another group's by now.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: Run,
+        placed: Placed,
+        *,
+        callbacks: Sequence[Callback],
+        fingerprint: str,
+        confirm: Callable[[], None] | None,
+    ) -> None:
+        self._plan, self._run, self._placed = plan, run, placed
+        self._callbacks, self._fingerprint = callbacks, fingerprint
+        self._strategy = plan.parts.strategy
+        self._settings = plan.cfg.checkpoint
+        retention = Retention(
+            keep_last=self._settings.keep_last,
+            keep_best=self._settings.keep_best,
+            mode="max" if Watched.of(plan.cfg.eval).mode == "max" else "min",
+        )
+        self._saver = BackgroundSaver(
+            run.folder / "checkpoints", retention=retention, background=self._settings.background, confirm=confirm
+        )
+        self._saved_at: int | None = None
+        self._saved_when = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint.every_s` has passed since the last save."""
+        every_s = self._settings.every_s
+        return every_s is not None and time.monotonic() - self._saved_when >= every_s
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint of this very step."""
+        return self._saved_at == self._run.state.step
+
+    def mark(self) -> None:
+        """Count the step as saved, by the owner: every rank does."""
+        self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
+
+    def save(self, *, data: Mapping[str, Any] | None, metric: float | None) -> None:
+        """Write a checkpoint of this step; for the owner.
+
+        Args:
+            data: the state of the loader.
+            metric: what best is judged by, where it was measured at this step.
+        """
+        state = self._run.state
+        kept = {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
+        meta = {
+            "position": {"step": state.step, "tickets": []},
+            "fingerprint": self._fingerprint,
+            "state": state.to_json(),
+            "loss_scale": self._placed.loss_scale.state(),
+            "callbacks": kept,
+            "data": data,
+            "strategy": self._strategy.remember(self._placed),
+            "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
+        }
+        tensors = self._strategy.state(self._placed)
+        self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
+
+    def restore(self, loaded: Loaded) -> dict[str, Any] | None:
+        """Take up a checkpoint as if nothing had happened; returns the state of the loader."""
+        self._strategy.load_state(self._placed, loaded.tensors)
+        self._run.state.restore(loaded.meta["state"])
+        self._placed.loss_scale = self._placed.loss_scale.restored(loaded.meta["loss_scale"])
+        for name, callback in _by_kind(self._callbacks).items():
+            if name in loaded.meta["callbacks"]:
+                callback.restore(loaded.meta["callbacks"][name])
+        self._strategy.recall(self._placed, loaded.meta.get("strategy", {}))
+        self._saved_at = loaded.checkpoint.step
+        return loaded.meta.get("data")
+
+    def start_from(self, loaded: Loaded) -> None:
+        """Take over weights alone: a new training that begins where another ended."""
+        weights = {name: tensor for name, tensor in loaded.tensors.items() if not name.startswith("optimizer/")}
+        self._strategy.load_state(self._placed, weights)
+
+    def announce(self) -> None:
+        """Tell the callbacks of what was written since the last call."""
+        for checkpoint in self._saver.finished():
+            for callback in self._callbacks:
+                callback.checkpoint_saved(self._run, checkpoint.folder)
+
+    def close(self) -> None:
+        """Wait for what is being written, and tell of it."""
+        self._saver.wait()
+        self.announce()
+        self._saver.close()
+
+
+def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by class, the second of a kind with a number: a resumed run may have others in other places."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        count = sum(name.partition("#")[0] == kind for name in found)
+        found[f"{kind}#{count}" if count else kind] = callback
+    return found

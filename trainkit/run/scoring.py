@@ -1,0 +1,69 @@
+"""How good the model is: splits scored while a run goes, and what is best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainkit.config.watched import Watched
+from trainkit.data.evaluation import eval_batches
+from trainkit.engine.evaluate import evaluate
+from trainkit.engine.events import Callback, Run
+from trainkit.engine.manifest import better
+from trainkit.run.plan import RunPlan
+from trainkit.strategies.base import Placed
+
+__all__ = ["Scorer"]
+
+
+class Scorer:
+    """Scores splits and remembers the figures.
+
+    Args:
+        plan: what was decided.
+        run: what callbacks see of the run.
+        placed: the replica of this rank.
+        callbacks: are shown the figures.
+    """
+
+    def __init__(self, plan: RunPlan, run: Run, placed: Placed, *, callbacks: Sequence[Callback]) -> None:
+        self._plan, self._run, self._placed, self._callbacks = plan, run, placed, callbacks
+        self._watched = Watched.of(plan.cfg.eval)
+        self._validated_at: int | None = None
+        self.figures: dict[str, float] = {}
+        """The newest value of each figure."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the validation split was scored at this very step."""
+        return self._validated_at == self._run.state.step
+
+    @property
+    def metric(self) -> float | None:
+        """What best is judged by, where it was measured at this step."""
+        return self.figures.get(self._watched.metric) if self.is_fresh else None
+
+    def score(self, split: str) -> None:
+        """Score a split; collective."""
+        batches = eval_batches(
+            self._plan.parts.datasets[split],
+            batch_size=self._plan.cfg.eval.batch_size or max(self._plan.batch.micro_size, 256),
+            rank=self._placed.rank,
+            num_ranks=self._placed.num_ranks,
+            device=self._placed.device,
+            settings=self._plan.cfg.loader,
+        )
+        figures = evaluate(self._placed, self._plan.parts.objective, batches, split=split)
+        self.figures.update(figures)
+        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
+        for callback in self._callbacks:
+            callback.eval_end(self._run, row)
+        if split == "val":
+            self._validated_at = self._run.state.step
+
+    def judge(self) -> bool:
+        """Whether the model is the best so far, which is remembered."""
+        value, state = self.metric, self._run.state
+        if value is None or not better(value, state.best, self._watched.mode):
+            return False
+        state.best = value
+        return True
