@@ -10,6 +10,7 @@ import pytest
 
 from trainkit.strategies.reducing import Reduce
 
+ROOT = str(Path(__file__).parents[2])
 FIXED = ["recipe=null", "data=digits", "model.in_features=64", "batch.global_size=64", "steps=20", "logger=[]",
          "callbacks=[]", "strategy=mirrored", "strategy.replicas=2", "hydra.run.dir=run"]  # fmt: skip
 
@@ -40,3 +41,13 @@ def test_a_resumed_run_reduces_as_it_did_before(cwd: Path) -> None:
     assert "Summing 0.0" in chosen
     second = trainkit("resume", "run")
     assert f"strategy.reduce=auto: {name}, as this run has chosen before." in second.stdout
+
+
+def test_replicas_that_drift_apart_stop_the_run_and_the_parameter_is_named(cwd: Path) -> None:
+    model = ("model._target_=tests.end_to_end.wrong.Drifting", "--allow-package", "tests")
+    ended = trainkit(*FIXED, *model, "numerics.check_replicas_every=2", "supervisor.max_restarts=0", PYTHONPATH=ROOT)
+    assert ended.returncode == 1
+    # its forward passes: the one that shows which gradients there are, then one a step
+    assert (
+        "after step 4 the replicas are no longer equal: the parameter layers.2.bias differs on rank 1 from rank 0."
+    ) in ended.stderr

@@ -1,13 +1,15 @@
-"""A user's strategy with the oldest bug of the field: the mean of the means of unequal shards."""
+"""A user's strategy with the oldest bug of the field, the mean of the means of unequal shards; a model that drifts."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from trainkit.models.mlp import Mlp
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import Outcome, Training
 from trainkit.strategies.forward_backward import Divisor, StepWork
@@ -31,3 +33,15 @@ class MeanOfMeans(OneDevice):
         work = _Means(placed, ticket, batches, training)
         status, norm = apply_update(placed, work.run(), work.divisor, training.rule(ticket.step))
         return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+
+class Drifting(Mlp):
+    """A model that adds noise to a weight of its own, on the second replica alone, in its fifth forward pass."""
+
+    passes = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.passes += 1
+        if self.training and self.passes == 5 and os.environ.get("TRAINKIT_RANK") == "1":
+            self.layers[-1].bias.data[0] += 1e-6
+        return super().forward(inputs)

@@ -105,6 +105,17 @@ class Reducing(DataParallel):
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         return found
 
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+        """The vector of the exchange, and what reducers and compression keep beside it."""
+        copies = super().gradient_copies(numerics, num_replicas)
+        if numerics.reproducible or num_replicas == 1:
+            return copies
+        # A slot, a result, and a share of the total; ring: what comes from the neighbour.
+        beside = {"backend": 0, "to_one_device": 0, "hierarchical": 0, "ring": 1, "shared_memory": 2, "auto": 2}
+        # Two bytes for four; PowerSGD: what was not sent, and the gradients to compare with.
+        compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
+        return copies + beside[self.reduce] + compressed[self.compression]
+
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
         """The lanes of a reproducible run, nothing for one replica, else what `reduce` names; collective."""
         if numerics.reproducible or collective.num_ranks == 1:
