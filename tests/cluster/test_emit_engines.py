@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launchers.one_node_slurm import slurm
+
 pytestmark = pytest.mark.engine
 
 SCHEMAS = "TRAINKIT_TEST_SCHEMAS"
@@ -27,6 +29,8 @@ task = yaml.safe_load(sys.stdin)
 jsonschema.validate(task, schemas.get_task_schema())
 jsonschema.validate(task["resources"], schemas.get_resources_schema())
 """
+PAIR = ("--processes-per-host", "2", "strategy=multi_worker_mirrored")
+SAME = ("epochs=1", "numerics.reproducible=true")
 FLAGS = ("--hosts", "2", "--gpus-per-host", "2", "--image", "ghcr.io/me/trainkit:1", "strategy=multi_worker_mirrored")
 
 
@@ -40,21 +44,36 @@ def result_in(folder):
     return json.loads(found.read_text())
 
 
-def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd):
-    same = ("epochs=1", "numerics.reproducible=true")
-    (cwd / "a").mkdir()
-    (cwd / "b").mkdir()
-    flags = ("--processes-per-host", "2", "strategy=multi_worker_mirrored")
-    script = trainkit("emit", "torchrun", *flags, *same, cwd=cwd)
+def run(*command, cwd, **variables):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-c", script], cwd=cwd / "a", env=os.environ | {"PATH": path}, capture_output=True, text=True,
-        check=False, timeout=120,
+        command, cwd=cwd, env=os.environ | {"PATH": path, **variables}, capture_output=True, text=True, check=False,
+        timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in done.stdout + done.stderr
-    trainkit("strategy=mirrored", "strategy.replicas=2", *same, cwd=cwd / "b")
-    assert result_in(cwd / "a")["weights_sha256"] == result_in(cwd / "b")["weights_sha256"]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def mirrored(tmp_path_factory):
+    """The bits of the same training on one host."""
+    folder = tmp_path_factory.mktemp("mirrored")
+    trainkit("strategy=mirrored", "strategy.replicas=2", *SAME, cwd=folder)
+    return result_in(folder)["weights_sha256"]
+
+
+def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
+    script = trainkit("emit", "torchrun", *PAIR, *SAME, cwd=cwd)
+    assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd)
+    assert result_in(cwd)["weights_sha256"] == mirrored
+
+
+def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
+    (cwd / "train.sbatch").write_text(trainkit("emit", "slurm", *PAIR, "--time", "00:05:00", *SAME, cwd=cwd))
+    with slurm() as environ:
+        run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
+    assert "launch by SLURM: rank 0 of 2 on one host, meeting at " in (cwd / "out").read_text()
+    assert result_in(cwd)["weights_sha256"] == mirrored
 
 
 @pytest.mark.skipif(SCHEMAS not in os.environ, reason=f"{SCHEMAS} names no Python with the engines' packages")
