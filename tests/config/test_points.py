@@ -55,6 +55,18 @@ def test_a_key_that_no_point_has_is_a_problem():
     ]
 
 
+def test_what_only_a_plan_can_tell_is_told_of_all_points_before_the_first_run(cwd, capsys):
+    from trainkit.cli import main
+
+    assert main(["-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "2 problems in the config",
+        "  warmup.steps=30: 30 steps of warmup, and the training has 20. Use 20 or fewer. (command line)",
+        "  warmup.steps=40: 40 steps of warmup, and the training has 20. Use 20 or fewer. (command line)",
+    ]
+    assert list(cwd.iterdir()) == []
+
+
 def test_the_problems_of_all_points_come_before_the_first_run():
     with pytest.raises(ConfigError) as caught:
         points("seed=1,x", "optimizer.lr=0.1,-1")

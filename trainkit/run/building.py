@@ -45,8 +45,12 @@ class Parts:
         return Weighing(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(sample))
 
 
-def build_parts(cfg: RunConfig) -> Parts:
+def build_parts(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Parts:
     """Build everything but the model, the optimizer and the callbacks.
+
+    Args:
+        cfg: a checked config.
+        splits: its datasets, where they were built already.
 
     Raises:
         ConfigError: a target cannot be built.
@@ -57,7 +61,7 @@ def build_parts(cfg: RunConfig) -> Parts:
         precision=build(cfg.precision),
         schedule=build(cfg.schedule),
         objective=build(cfg.objective),
-        datasets=build_splits(cfg.data),
+        datasets=build_splits(cfg.data) if splits is None else splits,
         numerics=numerics_of(cfg),
     )
 

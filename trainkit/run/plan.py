@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -73,20 +75,27 @@ class RunPlan:
         return {label: text for label, text in rows.items() if text}
 
 
-def make_plan(cfg: RunConfig, *, num_gpus: int | None = None, launch: Launch | None = None) -> RunPlan:
+def make_plan(
+    cfg: RunConfig,
+    *,
+    num_gpus: int | None = None,
+    launch: Launch | None = None,
+    splits: Mapping[str, Any] | None = None,
+) -> RunPlan:
     """Decide everything about a run; starts no process and needs no GPU.
 
     Args:
         cfg: a checked config.
         num_gpus: CUDA devices to plan for; None: those of this host.
         launch: the processes that something else started for this run.
+        splits: the datasets, where they were built already.
 
     Raises:
         ConfigError: what is wrong with this combination, all at once.
         DataError: a dataset is absent, damaged or empty.
     """
     gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
-    parts = build_parts(cfg)
+    parts = build_parts(cfg, splits)
     facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value, launch=launch)
     problems = parts.strategy.problems(facts)
     problems += _elastic_problems(cfg, parts, facts) if not problems else []

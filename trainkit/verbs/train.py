@@ -51,6 +51,9 @@ def _sweep(call: Call) -> int:
     if not sweeper or sweeper[-1].endswith("=basic"):
         points = call.compose_points()
         _distinct(call, len(points))
+        from trainkit.run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
+
+        rehearse(points)
     outcome = multirun(
         call.overrides,
         config_dirs=call.config_dirs,

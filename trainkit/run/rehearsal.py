@@ -1,0 +1,47 @@
+"""Planning every point of a sweep before the first one runs: what only a plan can tell is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainkit.config.composition import Composition
+from trainkit.data.splits import build_splits
+from trainkit.errors import ConfigError
+from trainkit.run.memory import abstract_model
+from trainkit.run.model_facts import model_notes
+from trainkit.run.plan import make_plan
+
+__all__ = ["rehearse"]
+
+
+def rehearse(compositions: Iterable[Composition]) -> None:
+    """Plan them all, and start none.
+
+    A point that continues another run is left out: what it has left auto is that run's to say. A dataset is read once
+    for all points in a row that have it.
+
+    Args:
+        compositions: checked ones.
+
+    Raises:
+        ConfigError: every problem of every plan.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    problems = {}
+    known: str | None = None
+    splits: Mapping[str, Any] = {}
+    for composition in compositions:
+        cfg = composition.cfg
+        if cfg.resume is not None:
+            continue
+        try:
+            if known != (node := json.dumps(cfg.data, default=str)):
+                splits, known = build_splits(cfg.data), node
+            plan = make_plan(cfg, splits=splits)
+            model_notes(plan, abstract_model(plan))
+        except ConfigError as error:
+            problems |= {str(problem): problem for problem in composition.located(error).problems}
+    if problems:
+        raise ConfigError(problems.values())
