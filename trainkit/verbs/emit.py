@@ -29,7 +29,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "time": Flag(help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS", value="TIME"),
     "image": Flag(help="kubernetes, vertex, skypilot: the container that has trainkit", value="IMAGE"),
     "shared": Flag(
-        help="where runs go, for all hosts: a claim (kubernetes), SERVER:PATH of NFS (vertex), a volume (skypilot)",
+        help="where runs go, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)",
         value="PLACE",
     ),
     "head": Flag(help="torchrun: the host where the others meet", value="HOST"),
@@ -75,7 +75,7 @@ def _engine(call: Call) -> Engine:
 def _flag_problems(call: Call, engine: Engine) -> Iterator[Problem]:
     flags, name = call.flags, call.arguments[0]
     for flag, text in flags.items():
-        rule = _misfit(flag, text)
+        rule = _misfit(flag, text, engine)
         if flag not in (*_COMMON, *engine.options):
             takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
             rule = f"has no effect on {name}: it belongs to {', '.join(takers)}."
@@ -131,7 +131,7 @@ def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
         yield Problem(key="--min-hosts", value=least, rule=f"must be --hosts={hosts} or less.", origin="command line")
 
 
-def _misfit(flag: str, text: str) -> str | None:
+def _misfit(flag: str, text: str, engine: Engine) -> str | None:
     """What is wrong with a value, by itself."""
     if flag in _NUMBERS:
         least = 0 if flag == "restarts" else 1
@@ -141,8 +141,11 @@ def _misfit(flag: str, text: str) -> str | None:
         return None if seconds_of(text) else "must be [DAYS-]HH:MM:SS, as in 12:00:00."
     if flag == "setup":
         return None if text.isprintable() else "must be one line. Put more into a script of your own."
-    if flag == "shared" and ":" in text and not text.partition(":")[2].startswith("/"):
-        return "must be SERVER:PATH, a path that begins with /."
+    if flag == "shared":
+        server, colon, path = text.partition(":")
+        if engine.shares_nfs:
+            return None if server and path.startswith("/") and _WORD.fullmatch(text) else "must be SERVER:/PATH of NFS."
+        return None if not colon and _WORD.fullmatch(text) else "must be the name of a volume."
     return None if _WORD.fullmatch(text) else "must be a word: letters, digits and . _ : / @ , + - only."
 
 

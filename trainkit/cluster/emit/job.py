@@ -99,6 +99,8 @@ class Engine:
     """Those that it needs for several hosts."""
     takes_devices: bool = False
     """Whether it starts one process a host, which takes all devices."""
+    shares_nfs: bool = False
+    """Whether `shared` is SERVER:/PATH of an NFS export; else it names a volume."""
 
 
 def linking(mount_point: str) -> str:

@@ -46,4 +46,5 @@ VERTEX: Final = Engine(
     gpus_need=("accelerator",),
     hosts_need=("shared",),
     takes_devices=True,
+    shares_nfs=True,
 )
