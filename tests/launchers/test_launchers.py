@@ -87,6 +87,21 @@ def test_mpirun(one_run):
     one_run()
 
 
+def test_mpiexec_of_mpich(one_run):
+    if shutil.which("mpiexec.mpich") is None:
+        pytest.skip("needs mpiexec.mpich: apt-get install mpich")
+    (told,) = ended(start("mpiexec.mpich", "-n", "2", *PYTHON, MASTER_PORT=str(free_port())))
+    assert detected(told) == "launch by MPICH: rank 0 of 2 on one host"
+    one_run()
+
+
+def test_containers_told_by_pet_variables(one_run):
+    group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
+    told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
+    assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
+    one_run()
+
+
 def test_srun(one_run):
     with slurm() as variables:
         (told,) = ended(start("srun", "--ntasks=2", *PYTHON, **variables))
