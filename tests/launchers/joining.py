@@ -54,9 +54,9 @@ def train_with_a_bad_plan(place: Place, folder: str, port: int):
         return train(place, folder, port)
 
 
-def train_unlike(place: Place, folder: str, port: int, own: list[list[str]]):
+def train_unlike(place: Place, folder: str, port: int, own: list[list[str]], environ: dict[str, str] | None = None):
     """The same, each process with arguments of its own."""
-    return train(place, folder, port, *own[place.rank])
+    return train(place, folder, port, *own[place.rank], environ=environ)
 
 
 def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]):

@@ -88,6 +88,28 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_process
     assert f"started again by the launcher: continues {tmp_path / 'run'}" in notes
 
 
+def hosts(*more, ports=None, environ=None, start):
+    """Two tasks of a cluster, each of two ranks."""
+    spec = ["cluster=spec", f"cluster.worker=[{','.join(f'127.0.0.1:{port}' for port in ports)}]"]
+    own = [[*spec, *more, f"cluster.task=worker:{index}", "strategy.replicas=2"] for index in range(2)]
+    return start(own, environ, function="train_unlike")
+
+
+def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start, tmp_path):
+    told = hosts(ports=(free_port(), free_port()), start=start)
+    alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
+    assert told[0][0]["weights_sha256"] == alone["weights_sha256"]
+    assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
+
+
+def test_a_rank_that_fails_on_another_host_is_named(start):
+    fail = {"TRAINKIT_FAIL": "rank=3,step=3,phase=backward,action=raise"}
+    told = hosts(ports=(free_port(), free_port()), environ=fail, start=start)
+    headline = "rank 3 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
+    assert told[0][1][2].splitlines()[0] == headline
+    assert told[1][1] == ("PeerError", 1, f"rank 1 ends: {headline}")
+
+
 def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path):
     for _ in range(2):
         start(environ=STARTED_AGAIN)

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 import uuid
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -21,7 +22,10 @@ from typing import Final, Self
 from trainkit.errors import ConfigError, Problem, TrainingError
 from trainkit.run.folder import RunFolder, write_json_atomically
 
-__all__ = ["Fence"]
+__all__ = ["VARIABLE", "Fence"]
+
+VARIABLE: Final = "TRAINKIT_FENCE"
+"""The environment variable that hands a worker the token of its group."""
 
 _NAME: Final = ".fence"
 _PATIENCE_S: Final = 5.0
@@ -73,6 +77,12 @@ class Fence:
                 raise ConfigError([Problem(key="run folder", value=str(folder.path), rule=rule)])
             time.sleep(0.1)
         return fence
+
+    @classmethod
+    def handed(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self | None:
+        """The fence of this process's group, by its environment; None where a lock is enough."""
+        token = environ.pop(VARIABLE, "")
+        return cls(path=folder.path / _NAME, token=token) if token else None
 
     @property
     def holder(self) -> dict[str, object]:

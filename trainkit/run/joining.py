@@ -12,13 +12,11 @@ all end          with one exit code
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -28,14 +26,15 @@ import torch
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
-from trainkit.config.origins import dotted, leaves
 from trainkit.config.schema import RunConfig
 from trainkit.engine import failpoints
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
+from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
 from trainkit.run.environment import num_cores
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
 from trainkit.run.launched import remember_folder, start_of_launch
+from trainkit.run.local_ranks import LocalRanks
 from trainkit.run.meeting import Meeting
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
@@ -49,8 +48,6 @@ from trainkit.run.stopping import StopFlag
 
 __all__ = ["train_launched"]
 
-_OWN_KEYS: Final = (("cluster", "task"),)
-"""Keys that tell the processes of a launch apart."""
 _LOCK_PATIENCE_S: Final = 10.0
 """How long the group before this one may take to die, where its launcher has started another in its place."""
 
@@ -69,15 +66,19 @@ def train_launched(
     if launch.rank == 0:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
     with Meeting(launch, timeout_s=cfg.supervisor.join_timeout_s) as meeting, ExitStack() as stack:
-        _refuse_other_configs(meeting, cfg)
+        refuse_other_configs(meeting, cfg)
         start = _start(meeting, cfg, run_dir)
         plan = meeting.each(lambda: make_plan(start.cfg, launch=launch))
-        _refuse_other_plans(meeting, plan)
+        refuse_other_plans(meeting, plan)
         found = model_notes(plan, abstract_model(plan))
         folder, fence = _folder(meeting, stack, start, plan, run_dir, notes=[*notes, *found])
         resolved = resumed_from(plan.cfg, start.checkpoints)
 
+        share = len(plan.tasks) // launch.num_ranks
+
         def run() -> Result:
+            if share > 1:
+                return _host(meeting, plan, share, fence, redacted(resolved.to_dict())[1]).run(folder)
             identity = _identity(meeting, plan)
             failpoints.arm({**os.environ, **identity.to_environ()})
             with StopFlag() as stop:
@@ -85,11 +86,11 @@ def train_launched(
 
         if launch.rank > 0:
             with _into(folder.log_of(launch.rank)):
-                result = end_together(meeting, folder, run, confirm=fence.check)
+                result = end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
             return {**result, "folder": str(folder.path)}
 
         def part() -> Result:
-            return end_together(meeting, folder, run, confirm=fence.check)
+            return end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
 
         done = part() if job is None else job(folder.path, part)
         return {**(done or {}), "folder": str(folder.path)}
@@ -101,38 +102,6 @@ def _prepare_process(launch: Launch) -> None:
         os.environ.setdefault(name, value)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, num_cores() // launch.num_local))
-
-
-def _refuse_other_configs(meeting: Meeting, cfg: RunConfig) -> None:
-    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
-    values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
-    full = [(dotted(path), value) for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS]
-    digest = hashlib.sha256(json.dumps(sorted(full), default=str).encode()).hexdigest()
-    ours, *others = meeting.gather({"digest": digest, "values": values})
-    problems = [
-        Problem(
-            key=key,
-            value=ours["values"].get(key),
-            rule=f"{meeting.launch.place_of(rank)} has {_shown(other['values'].get(key))}. Start all alike.",
-            origin=meeting.launch.place_of(0),
-        )
-        for rank, other in enumerate(others, start=1)
-        if other["digest"] != ours["digest"]
-        for key in sorted({**ours["values"], **other["values"]})
-        if ours["values"].get(key) != other["values"].get(key)
-    ]
-    if not problems and any(other["digest"] != ours["digest"] for other in others):
-        problems = [Problem(key="config", rule="a secret in it differs between the processes. Start all alike.")]
-
-    def refuse() -> None:
-        if problems:
-            raise ConfigError(problems)
-
-    meeting.first(refuse)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _start(meeting: Meeting, cfg: RunConfig, run_dir: Path | None) -> Start:
@@ -159,30 +128,6 @@ def _start(meeting: Meeting, cfg: RunConfig, run_dir: Path | None) -> Start:
         folder=RunFolder(Path(told["folder"])) if told["folder"] else None,
         checkpoints=Path(told["checkpoints"]) if told["checkpoints"] else None,
     )
-
-
-def _refuse_other_plans(meeting: Meeting, plan: RunPlan) -> None:
-    """Hosts whose devices differ would plan different runs."""
-    share = len(plan.tasks) // meeting.launch.num_ranks
-    own = plan.tasks[meeting.launch.rank * share]
-    plans = meeting.gather({"replicas a process": share, "device": own.device.partition(":")[0]})
-
-    def refuse() -> None:
-        problems = [
-            Problem(
-                key=f"strategy, {name}",
-                value=value,
-                rule=f"{meeting.launch.place_of(rank)} has {theirs[name]}. All need the same.",
-                origin=meeting.launch.place_of(0),
-            )
-            for rank, theirs in enumerate(plans)
-            for name, value in plans[0].items()
-            if theirs[name] != value
-        ]
-        if problems:
-            raise ConfigError(problems)
-
-    meeting.first(refuse)
 
 
 def _folder(
@@ -223,6 +168,20 @@ def _lock(folder: RunFolder, *, patient: bool) -> Iterator[int]:
                     raise
                 time.sleep(0.2)
         yield descriptor
+
+
+def _host(meeting: Meeting, plan: RunPlan, share: int, fence: Fence, secrets: Mapping[str, str]) -> LocalRanks:
+    """The ranks of this process, where it stands for a host of several devices."""
+    first = meeting.launch.rank * share
+    return LocalRanks(
+        launch=meeting.launch,
+        tasks=plan.tasks[first : first + share],
+        num_ranks=len(plan.tasks),
+        store=meeting.address,
+        prefix=f"{meeting.prefix}/group",
+        token=fence.token,
+        secrets=secrets,
+    )
 
 
 def _identity(meeting: Meeting, plan: RunPlan) -> Identity:

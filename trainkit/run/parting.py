@@ -19,7 +19,7 @@ from trainkit.errors import PeerError, TrainkitError
 from trainkit.run.failure import culprit
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
-from trainkit.run.last_words import LastWords, words_from, write_last_words
+from trainkit.run.last_words import LastWords, last_words, words_from, write_last_words
 from trainkit.run.meeting import Meeting
 
 __all__ = ["end_together"]
@@ -33,7 +33,12 @@ _FAREWELL_S: Final = 30.0
 
 
 def end_together(
-    meeting: Meeting, folder: RunFolder, run: Callable[[], dict[str, Any] | None], *, confirm: Callable[[], None]
+    meeting: Meeting,
+    folder: RunFolder,
+    run: Callable[[], dict[str, Any] | None],
+    *,
+    confirm: Callable[[], None],
+    hosts_ranks: bool = False,
 ) -> dict[str, Any]:
     """Run this process's part of the training, and end it with the others.
 
@@ -42,6 +47,7 @@ def end_together(
         folder: the run folder.
         run: does the part; returns what result.json holds, on rank 0.
         confirm: raises where the folder is another group's by now.
+        hosts_ranks: whether processes stand for hosts, whose ranks have told the folder already.
 
     Returns:
         What result.json holds on rank 0; elsewhere its status and reason.
@@ -54,7 +60,7 @@ def end_together(
     except KeyboardInterrupt:
         raise
     except Exception as error:
-        raise _explained(meeting, folder, error, confirm) from error
+        raise _explained(meeting, folder, error, confirm, hosts_ranks=hosts_ranks) from error
     if meeting.launch.rank > 0:
         return _dismissed(meeting)
     result = result or {}
@@ -70,16 +76,18 @@ def _dismissed(meeting: Meeting) -> dict[str, Any]:
     return result
 
 
-def _explained(meeting: Meeting, folder: RunFolder, error: Exception, confirm: Callable[[], None]) -> TrainkitError:
+def _explained(
+    meeting: Meeting, folder: RunFolder, error: Exception, confirm: Callable[[], None], *, hosts_ranks: bool
+) -> TrainkitError:
     """The error to end with, once the others have had time to say theirs."""
     rank = meeting.launch.rank
-    words = write_last_words(folder.error_of(rank), rank, error)
+    words = last_words(rank, error) if hosts_ranks else write_last_words(folder.error_of(rank), rank, error)
     with contextlib.suppress(RuntimeError):
         meeting.tell(f"failed/{rank}", asdict(words))
     if rank > 0:
         sys.stderr.write("".join(traceback.format_exception(error)))  # its log
-        return _echo(meeting, folder, words)
-    told = _first_failure(meeting, folder, words)
+        return _echo(meeting, None if hosts_ranks else folder, words)
+    told = _first_failure(meeting, None if hosts_ranks else folder, words)
     with contextlib.suppress(TrainkitError):  # fenced off: the folder is not ours to write to
         confirm()
         folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(told)})
@@ -88,7 +96,7 @@ def _explained(meeting: Meeting, folder: RunFolder, error: Exception, confirm: C
     return told
 
 
-def _echo(meeting: Meeting, folder: RunFolder, words: LastWords) -> TrainkitError:
+def _echo(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
     """What a rank above 0 says: a line, where rank 0 tells the story; the story, where rank 0 cannot."""
     reported = meeting.ask(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
     if reported:
@@ -97,7 +105,7 @@ def _echo(meeting: Meeting, folder: RunFolder, words: LastWords) -> TrainkitErro
     return _first_failure(meeting, folder, words)
 
 
-def _first_failure(meeting: Meeting, folder: RunFolder, words: LastWords) -> TrainkitError:
+def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
     """The failure that came first, by what every rank said; those that said nothing are gone or hang."""
     others = {rank: f"failed/{rank}" for rank in range(meeting.launch.num_ranks) if rank != words.rank}
     said = {words.rank: words}
@@ -109,5 +117,7 @@ def _first_failure(meeting: Meeting, folder: RunFolder, words: LastWords) -> Tra
         said |= {found.rank: found for found in map(words_from, heard.values())}
         if any(not found.aftermath for found in said.values()):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
+    if folder is None:  # each has judged its own ranks
+        return min(said.values(), key=lambda one: (one.aftermath, one.moment)).error()
     exits = [Exited(attempt=0, rank=rank, code=one.exit_code, moment=one.moment) for rank, one in said.items()]
     return culprit(folder, exits, [rank for rank in others if rank not in said]).error()

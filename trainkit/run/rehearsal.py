@@ -8,7 +8,7 @@ from typing import Any
 
 from trainkit.config.composition import Composition
 from trainkit.data.splits import build_splits
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.plan import make_plan
@@ -29,7 +29,7 @@ def rehearse(compositions: Iterable[Composition]) -> None:
         ConfigError: every problem of every plan.
         DataError: a dataset is absent, damaged or empty.
     """
-    problems = {}
+    problems: dict[str, Problem] = {}
     known: str | None = None
     splits: Mapping[str, Any] = {}
     for composition in compositions:

@@ -28,8 +28,10 @@ from trainkit.cluster.identity import Identity
 from trainkit.engine import failpoints
 from trainkit.run import lifeline
 from trainkit.run.ending import end_process
+from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import write_last_words
+from trainkit.run.local_ranks import launch_from
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.secrets import restored
@@ -75,11 +77,16 @@ def main(arguments: list[str]) -> int:
 
 def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the flag has to be up before
+    from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
 
     secrets = json.loads(os.environ.pop(SECRETS, "{}"))
     values = restored(load_resolved(resolved).to_dict(), secrets)
-    return run_task(RunConfig.from_dict(values), identity, folder, stop=stop)
+    fence = Fence.handed(folder, os.environ)
+    confirm = None if fence is None else fence.check
+    cfg, launch = RunConfig.from_dict(values), launch_from(os.environ)
+    plan = None if launch is None else make_plan(cfg, launch=launch)
+    return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm)
 
 
 @contextlib.contextmanager

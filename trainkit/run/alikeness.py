@@ -1,0 +1,75 @@
+"""Processes of a launch that were started differently would train something that nobody asked for: they are refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final
+
+from trainkit.config.origins import dotted, leaves
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.meeting import Meeting
+from trainkit.run.plan import RunPlan
+from trainkit.run.secrets import redacted
+
+__all__ = ["refuse_other_configs", "refuse_other_plans"]
+
+_OWN_KEYS: Final = (("cluster", "task"),)
+"""Keys that tell the processes of a launch apart."""
+
+
+def refuse_other_configs(meeting: Meeting, cfg: RunConfig) -> None:
+    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
+    values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
+    full = [(dotted(path), value) for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS]
+    digest = hashlib.sha256(json.dumps(sorted(full), default=str).encode()).hexdigest()
+    ours, *others = meeting.gather({"digest": digest, "values": values})
+    problems = [
+        Problem(
+            key=key,
+            value=ours["values"].get(key),
+            rule=f"{meeting.launch.place_of(rank)} has {_shown(other['values'].get(key))}. Start all alike.",
+            origin=meeting.launch.place_of(0),
+        )
+        for rank, other in enumerate(others, start=1)
+        if other["digest"] != ours["digest"]
+        for key in sorted({**ours["values"], **other["values"]})
+        if ours["values"].get(key) != other["values"].get(key)
+    ]
+    if not problems and any(other["digest"] != ours["digest"] for other in others):
+        problems = [Problem(key="config", rule="a secret in it differs between the processes. Start all alike.")]
+
+    def refuse() -> None:
+        if problems:
+            raise ConfigError(problems)
+
+    meeting.first(refuse)
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def refuse_other_plans(meeting: Meeting, plan: RunPlan) -> None:
+    """Hosts whose devices differ would plan different runs."""
+    share = len(plan.tasks) // meeting.launch.num_ranks
+    own = plan.tasks[meeting.launch.rank * share]
+    plans = meeting.gather({"replicas a process": share, "device": own.device.partition(":")[0]})
+
+    def refuse() -> None:
+        problems = [
+            Problem(
+                key=f"strategy, {name}",
+                value=value,
+                rule=f"{meeting.launch.place_of(rank)} has {theirs[name]}. All need the same.",
+                origin=meeting.launch.place_of(0),
+            )
+            for rank, theirs in enumerate(plans)
+            for name, value in plans[0].items()
+            if theirs[name] != value
+        ]
+        if problems:
+            raise ConfigError(problems)
+
+    meeting.first(refuse)

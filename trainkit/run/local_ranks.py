@@ -1,0 +1,127 @@
+"""The ranks of one process of a launch, where that process stands for a host and takes all its devices.
+
+TF_CONFIG and a cluster spec name a task a host. Such a task starts a worker a device and watches them; nobody starts
+them again: a failure ends this task, and with it the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.errors import StoppedError, TerminatedError, TrainkitError
+from trainkit.run import fence
+from trainkit.run.environment import num_cores, worker_environ
+from trainkit.run.failure import culprit
+from trainkit.run.folder import RunFolder
+from trainkit.run.group import Exited, WorkerGroup
+from trainkit.run.secrets import VARIABLE as SECRETS
+from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
+
+__all__ = ["VARIABLE", "LocalRanks", "launch_from"]
+
+VARIABLE: Final = "TRAINKIT_LAUNCH"
+"""The environment variable that hands a worker the launch it belongs to, so that it plans what the others plan."""
+_CLEAN: Final = frozenset(EXIT_CODES.values())
+_GRACE_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRanks:
+    """Workers of this host to run."""
+
+    launch: Launch
+    tasks: tuple[Task, ...]
+    """Those of this host, with their devices."""
+    num_ranks: int
+    """Ranks of the run, over all hosts."""
+    store: tuple[str, int]
+    prefix: str
+    token: str
+    """Of the fence."""
+    secrets: Mapping[str, str]
+
+    def run(self, folder: RunFolder) -> dict[str, Any] | None:
+        """Start the workers and watch them to the end; Ctrl-C and SIGTERM are passed on.
+
+        Returns:
+            The content of result.json.
+
+        Raises:
+            TrainkitError: the failure that came first on this host.
+        """
+        events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()
+        command = [sys.executable, "-m", "trainkit.run.worker", str(folder.resolved)]
+        folder.live.mkdir(parents=True, exist_ok=True)
+        with StopFlag(events.put) as stop, WorkerGroup(self.launch.attempt, events.put) as group:
+            for task in self.tasks:
+                group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
+            failed = self._watch(group, events)
+            if failed:
+                failure = culprit(folder, failed, group.running)
+                if stop.requested and not failure.final:
+                    raise (StoppedError if stop.requested == "stopped" else TerminatedError)(str(failure.error()))
+                lost = failure.words is not None and failure.words.aftermath
+                raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
+        return folder.read_result()
+
+    def _watch(self, group: WorkerGroup, events: queue.SimpleQueue[Exited | Reason]) -> list[Exited]:
+        """Wait for all to end; the failures, as soon as there is one and the others have had a moment."""
+        failed: list[Exited] = []
+        deadline = None
+        while group.running and (deadline is None or time.monotonic() < deadline):
+            try:
+                event = events.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if not isinstance(event, Exited):
+                group.signal(signal.SIGINT if event == "stopped" else signal.SIGTERM)
+            elif event.code not in _CLEAN:
+                failed.append(event)
+                deadline = deadline or time.monotonic() + _GRACE_S
+        while not events.empty():
+            event = events.get()
+            if isinstance(event, Exited) and event.code not in _CLEAN:
+                failed.append(event)
+        return failed
+
+    def _environ(self, task: Task) -> dict[str, str]:
+        identity = Identity(
+            task=task,
+            num_ranks=self.num_ranks,
+            store=self.store,
+            prefix=self.prefix,
+            attempt=self.launch.attempt,
+        )
+        threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
+        handed = {VARIABLE: json.dumps(asdict(self.launch)), fence.VARIABLE: self.token}
+        secrets = {SECRETS: json.dumps(dict(self.secrets))} if self.secrets else {}
+        return {**worker_environ({**threads, **os.environ}, identity), **handed, **secrets}
+
+
+def launch_from(environ: Mapping[str, str]) -> Launch | None:
+    """The launch of a worker's host; None where no launch started it.
+
+    Raises:
+        TrainkitError: the variable holds none.
+    """
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+        tasks = tuple(Task(**task) for task in values.pop("tasks"))
+        host, port = values.pop("store")
+        return Launch(**{**values, "tasks": tasks, "store": (host, port), "addresses": tuple(values["addresses"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise TrainkitError(f"{VARIABLE} holds no launch: {error}") from error
