@@ -124,6 +124,9 @@ def test_the_composed_config_can_be_printed(capsys):
         ("trainkit recipe=null optimizer.l", ["optimizer.lr="]),
         ("trainkit recipe=null strategy=mirrored strategy.rep", ["strategy.replicas="]),
         ("trainkit --multi", ["--multirun"]),
+        ("trainkit emit sl", ["slurm"]),
+        ("trainkit emit slurm --ti", ["--time"]),
+        ("trainkit emit slurm --he", ["--head", "--help"]),
     ],
 )
 def test_completion_knows_verbs_choices_keys_and_flags(line, expected):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import import_module
 from typing import Final
 
 from trainkit.errors import ConfigError, Problem
@@ -26,6 +27,7 @@ _ZSH: Final = "autoload -U +X bashcompinit && bashcompinit\n" + _BASH
 _FISH: Final = """\
 complete -c trainkit -f -a '(env COMP_LINE=(commandline -cp) trainkit -sc query=fish 2>/dev/null)'
 """
+_FLAGS: Final = ("--help", "--version", "--multirun", "--config-dir", "--allow-package", "--cfg")
 _SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
@@ -49,15 +51,21 @@ def candidates(line: str, call: Call) -> list[str]:
     Example:
         >>> candidates("trainkit pl", Call()), candidates("trainkit plan schedule=lin", Call())
         (['plan'], ['schedule=linear'])
+        >>> candidates("trainkit emit sl", Call()), candidates("trainkit emit slurm --ti", Call())
+        (['slurm'], ['--time'])
     """
     words = line.split()[1:]
     last = "" if not line or line[-1].isspace() else (words.pop() if words else "")
     found = []
-    if not any(word in VERBS for word in words):
-        found += [verb for verb in VERBS if verb.startswith(last) and "=" not in last]
+    verb = next((word for word in words if word in VERBS), None)
+    module = None if verb is None else import_module(f"trainkit.verbs.{verb}")
+    if module is None:
+        found += [name for name in VERBS if name.startswith(last) and "=" not in last]
+    elif not any(word in words for word in getattr(module, "WORDS", ())):
+        found += [word for word in getattr(module, "WORDS", ()) if word.startswith(last)]
     if last.startswith("-"):
-        flags = ("--help", "--version", "--multirun", "--config-dir", "--allow-package", "--cfg")
-        return [flag for flag in flags if flag.startswith(last)]
+        own = () if module is None else tuple(f"--{name}" for name in module.FLAGS)
+        return [flag for flag in (*own, *_FLAGS) if flag.startswith(last)]
     from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
 
     overrides = [word for word in words if "=" in word]

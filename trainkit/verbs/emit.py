@@ -18,9 +18,11 @@ from trainkit.verbs.call import Call, Flag
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
-__all__ = ["FLAGS", "USAGE", "run"]
+__all__ = ["FLAGS", "USAGE", "WORDS", "run"]
 
 USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
+WORDS: Final = tuple(ENGINES)
+"""What its argument can be, for completion."""
 FLAGS: Final[Mapping[str, Flag]] = {
     "hosts": Flag(help="hosts, each alike; 1 where not given", value="N"),
     "gpus-per-host": Flag(help="processes of a host, a GPU each", value="N"),
