@@ -3,8 +3,10 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -148,3 +150,33 @@ def test_torchrun_on_two_hosts(one_run):
         told = ended(*processes)
     assert detected(told[0]) == "launch by torchrun: rank 0 of 2 on 2 hosts"
     one_run()
+
+
+def test_a_signal_to_one_process_saves_and_stops_them_all(cwd):
+    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    long = (*PYTHON, "steps=100000", "checkpoint.every_steps=20")
+    processes = [start(*long, RANK=str(rank), **hand) for rank in range(2)]
+    wait_until((cwd / "run/checkpoints/step_00000020").exists)
+    processes[1].send_signal(signal.SIGINT)
+    told = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [130, 130], told
+    result = json.loads((cwd / "run/result.json").read_text())
+    assert (result["status"], result["reason"]) == ("stopped", "Ctrl-C")
+    assert result["last"].endswith(f"step_{result['steps']:08d}")
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd, lost):
+    hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    planted = {"TRAINKIT_FAIL": f"rank={lost},step=5,phase=reduce,action=kill"}
+    processes = [start(*PYTHON, RANK=str(rank), **hand, **planted) for rank in range(2)]
+    told = [process.communicate(timeout=60)[1] for process in processes]
+    assert (processes[lost].returncode, processes[1 - lost].returncode) == (-9, 5), told
+    assert f"rank {lost} stopped answering in step 5 (reduce)." in told[1 - lost].splitlines()
+
+
+def wait_until(condition, within_s=60):
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -123,7 +123,6 @@ class Session:
             callback.run_start(self.run)
         self._journal = Journal(self.run, self.placed, lambda: self._loader.wait_s)
         self._log_hooks = overriding(self.callbacks, "log")
-        alone = self.placed.num_ranks == 1
         # What lives by now lives to the end: the collector need not look through it again and again. With samples that
         # are read one at a time, hundreds of new objects a step, that took 5 to 10 % of a small model's step.
         gc.freeze()
@@ -138,7 +137,7 @@ class Session:
             journal=self._journal,
             timeline=Timeline(self._occasions(), self.run.state.step),
             last_step=self.plan.last_step,
-            interrupted=self._requested if alone else lambda: None,
+            interrupted=self._requested if self.placed.num_ranks == 1 else lambda: None,
         )
         return self._finish()
 
@@ -227,9 +226,8 @@ class Session:
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.collective.sum(torch.zeros(1))
-        status, reason = self._status()
         sha256 = weights_sha256(self.parts.strategy.state(self.placed)) if self.run.is_owner else None
-        return {"status": status, "reason": reason, **self.progress(), "weights_sha256": sha256}
+        return {**self._status(), **self.progress(), "weights_sha256": sha256}
 
     def progress(self) -> dict[str, Any]:
         """How far the run has come, as result.json says it."""
@@ -242,10 +240,11 @@ class Session:
             "fingerprint": self.fingerprint,
         }
 
-    def _status(self) -> tuple[str, str]:
+    def _status(self) -> dict[str, str]:
         reason, state = self.run.stop_reason, self.run.state
         if reason is not None:
-            return (reason, REASONS[reason]) if reason in REASONS else ("finished", reason)
+            known = reason in REASONS
+            return {"status": reason if known else "finished", "reason": REASONS[reason] if known else reason}
         if state.step < self.plan.num_steps:
-            return "stopped", f"stop_at_step={self.cfg.stop_at_step}"
-        return "finished", "all steps done"
+            return {"status": "stopped", "reason": f"stop_at_step={self.cfg.stop_at_step}"}
+        return {"status": "finished", "reason": "all steps done"}
