@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.contract.stepping import OPTIMIZERS, Case, train
+from tests.contract.stepping import OPTIMIZERS, Case, _Rank, train
 from tests.support import reference, zoo
-from tests.support.pool import Pool
+from tests.support.pool import Place, Pool
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.sparse import gather_sparse, sparse_figures, with_values
 
@@ -123,3 +123,19 @@ def test_numbers_of_sparse_gradients_are_changed_in_place() -> None:
     torch._foreach_mul_(values, 2.0)
     assert grads[0].tolist() == [2.0, 2.0]
     assert grads[2].to_dense().tolist() == [0.0, 6.0, 0.0]
+
+
+def figures_of(place: Place, case: Case) -> dict[str, float]:
+    rank = _Rank(place, case)
+    placed = rank._place(0)
+    rank._steps(placed, 1)
+    rank.strategy.leave(placed)
+    return placed.figures
+
+
+def test_a_step_says_how_dense_its_sparse_gradients_are_and_what_that_spares(pool: Pool) -> None:
+    case = Words(strategy="mirrored", settings={"replicas": 2}, optimizer="plain_sgd", global_size=2, micro_size=1)
+    words = {int(word) for index in reference.order(29, seed=3, epoch=0)[:2] for word in case.make_data()[index][0]}
+    for found in pool.run("tests.contract.test_sparse.figures_of", case, num_ranks=2):
+        assert found["sparse_density"] == len(words) / zoo.TOKENS
+        assert found["sparse_saved_mb"] < zoo.TOKENS * 4 * 8 / 2**20

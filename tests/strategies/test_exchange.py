@@ -8,10 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.contract.stepping import Case, run_rank
 from tests.support import zoo
 from tests.support.pool import Place, Pool
+from trainkit.errors import TrainingError
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import BackendReducer
 
@@ -98,3 +100,42 @@ def test_a_bucket_is_exchanged_while_backward_still_computes_earlier_layers(pool
             "exchange from 1",
             "exchange from 0",
         ]
+
+
+def reentrant(place: Place) -> str:
+    """A layer that two reentrant checkpoints share: its gradient comes in two parts."""
+    del place
+    layer, last = nn.Linear(4, 4), nn.Linear(4, 4)
+    params = [*layer.parameters(), *last.parameters()]
+    reducer = BackendReducer(bucket_mb=1e-6)
+
+    def partials() -> Any:
+        reducer.arm(params)
+        hidden = torch.ones(2, 4, requires_grad=True)
+        for _ in range(2):
+            hidden = checkpoint(layer, hidden, use_reentrant=True)
+        last(hidden).sum().backward()
+        yield 0, [p.grad for p in params]
+
+    packing = Packing([p.shape for p in params], torch.float32, CPU)
+    with pytest.raises(TrainingError) as caught:
+        reducer.reduce(partials(), num_shards=2, packing=packing)
+    reducer.close()
+    return str(caught.value)
+
+
+def test_a_gradient_that_comes_in_two_parts_is_refused_with_what_to_do(pool: Pool) -> None:
+    said = pool.run("tests.strategies.test_exchange.reentrant", num_ranks=2, group=True)
+    text = (
+        "a parameter got its gradient in two parts of one backward pass, as reentrant activation checkpointing does. "
+        "Use checkpoint(..., use_reentrant=False), or strategy.bucket_mb=0."
+    )
+    assert said == [text] * 2
+
+
+def test_a_reducer_that_has_not_the_step_sends_nothing() -> None:
+    reducer = BackendReducer(bucket_mb=1e-6)  # no process group: an exchange would raise
+    model = nn.Linear(2, 2)
+    reducer.arm(list(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    assert reducer._hooks == []

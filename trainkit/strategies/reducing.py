@@ -38,8 +38,7 @@ class Reducing(DataParallel):
     """What mirrored and multi_worker_mirrored share beyond their processes: the choice of how gradients are summed."""
 
     reduce: Annotated[Reduce, placement] = "backend"
-    """Who sums gradients: the backend (NCCL, gloo), shared_memory (CPU processes of one host), ring, hierarchical
-    (within hosts, then between), to_one_device (on rank 0), or the fastest of these, timed before the first step."""
+    """Who sums gradients; shared_memory is for CPU processes of one host, auto times what can work here."""
     bucket_mb: Annotated[float, at_least(0), speed] = 25.0
     """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
     compression: Annotated[Compression, maths(neutral="none")] = "none"

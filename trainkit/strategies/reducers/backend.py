@@ -41,16 +41,18 @@ class BackendReducer:
         self._missing: list[set[int]] = []
         self._waits: list[Callable[[], Any]] = []
         self._armed: Sequence[Tensor] | None = None
+        self._reducing = False
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
         """The sums over all ranks."""
         if self._packing is not packing:
             self._lay_out(packing)
         self._waits.clear()
+        self._reducing = True
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
         for _, sums in partials:  # noqa: B007 - at most one; backward runs in here, and launches buckets
             pass
-        self._armed = None
+        self._armed, self._reducing = None, False
         for bucket in self._buckets[len(self._waits) :]:
             packing.fill(self._views[bucket.first : bucket.last], sums[bucket.first : bucket.last])
             self._launch(bucket)
@@ -76,8 +78,8 @@ class BackendReducer:
 
     def arm(self, params: Sequence[Tensor]) -> None:
         """Exchange buckets during the backward pass that comes now."""
-        if sum(not bucket.is_tail for bucket in self._buckets) < 2:
-            return  # the only bucket is full when backward is over
+        if not self._reducing or sum(not bucket.is_tail for bucket in self._buckets) < 2:
+            return  # another reducer has this step; or the only bucket is full when backward is over
         if not self._hooks:
             self._hooks = [
                 param.register_post_accumulate_grad_hook(partial(self._arrived, place))  # type: ignore[no-untyped-call]
