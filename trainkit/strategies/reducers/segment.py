@@ -77,14 +77,17 @@ class Segment:
             TrainingError: a rank has ended, has let go, or did not come in time; names it.
         """
         self._meetings += 1
-        with self._fence:
-            pass
-        with self._fence:
-            self._words[self._rank * _WORDS + _ARRIVED] = self._meetings
+        self._order()
+        self._words[self._rank * _WORDS + _ARRIVED] = self._meetings
         for rank in self._others:
             self._await(rank, timeout_s)
-        with self._fence:
-            pass
+        self._order()
+
+    def _order(self) -> None:
+        """Let no access to memory that comes later overtake one that came before: a release, then an acquire."""
+        for _ in range(2):
+            with self._fence:
+                pass
 
     def _await(self, rank: int, timeout_s: float) -> None:
         words, place, wanted = self._words, rank * _WORDS + _ARRIVED, self._meetings
