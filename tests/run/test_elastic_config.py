@@ -42,6 +42,10 @@ def refused(*overrides, launch=None):
             (*MIRRORED, "elastic.min_replicas=1", "supervisor.max_restarts=0"),
             "elastic.min_replicas=1: has no effect with supervisor.max_restarts=0: nothing restarts. (command line)",
         ),
+        (
+            (*MIRRORED, "cluster=spark", "cluster.num_gpus=0", "elastic.min_replicas=1"),
+            "elastic.min_replicas=1: has no effect: Spark starts all processes or none.",
+        ),
         ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1. (command line)"),
     ],
 )

@@ -46,7 +46,15 @@ class WorkerGroup:
         self._pass_fds = tuple(pass_fds)
         self._workers: dict[int, _Worker] = {}
 
-    def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], log: Path | None) -> None:
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path | None,
+        *,
+        cwd: Path | None = None,
+    ) -> None:
         """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
         reader, writer = os.pipe()
         try:
@@ -57,6 +65,7 @@ class WorkerGroup:
                 stack.enter_context(_signals_held())
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                     command,
+                    cwd=cwd,
                     env={**environ, lifeline.VARIABLE: str(reader)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,

@@ -10,12 +10,14 @@ import torch
 
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
+from trainkit.config.build import build
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
 from trainkit.numerics.learning_rate import LearningRate, scale_lr
 from trainkit.run.building import Parts, build_parts
+from trainkit.run.engines.base import Engine
 from trainkit.strategies.base import Facts
 
 __all__ = ["RunPlan", "make_plan"]
@@ -39,6 +41,8 @@ class RunPlan:
     """Steps of the whole training."""
     rate: LearningRate
     """The learning rate of every step."""
+    engine: Engine | None = None
+    """What starts the processes, where this machine does not."""
     micro_follows: bool = False
     """Whether the cut of a step follows the number of replicas, because the config leaves it open."""
 
@@ -94,11 +98,13 @@ def make_plan(
         ConfigError: what is wrong with this combination, all at once.
         DataError: a dataset is absent, damaged or empty.
     """
-    gpus = torch.cuda.device_count() if num_gpus is None else num_gpus
+    cluster = build(cfg.cluster) if cfg.cluster else None
+    engine = cluster if isinstance(cluster, Engine) else None
+    gpus = _num_gpus(engine) if num_gpus is None else num_gpus
     parts = build_parts(cfg, splits)
     facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value, launch=launch)
     problems = parts.strategy.problems(facts)
-    problems += _elastic_problems(cfg, parts, facts) if not problems else []
+    problems += _elastic_problems(cfg, parts, facts, engine) if not problems else []
     if problems:
         raise ConfigError(problems)
     replicas = parts.strategy.num_replicas(facts)
@@ -117,10 +123,13 @@ def make_plan(
     resolved = replace(
         cfg, batch=replace(cfg.batch, global_size=sizes.global_size, micro_size=sizes.micro_size, accumulation=None)
     )
+    if engine is not None:
+        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": gpus})  # a worker sees no more than its own
     return RunPlan(
         cfg=resolved,
         parts=parts,
         tasks=parts.strategy.tasks(facts),
+        engine=engine,
         num_replicas=replicas,
         batch=batch,
         num_steps=num_steps,
@@ -129,13 +138,19 @@ def make_plan(
     )
 
 
-def _elastic_problems(cfg: RunConfig, parts: Parts, facts: Facts) -> list[Problem]:
+def _num_gpus(engine: Engine | None) -> int:
+    return torch.cuda.device_count() if engine is None or engine.num_gpus == "auto" else engine.num_gpus
+
+
+def _elastic_problems(cfg: RunConfig, parts: Parts, facts: Facts, engine: Engine | None) -> list[Problem]:
     fewest = cfg.elastic.min_replicas
     count = len(parts.strategy.tasks(facts))
     if fewest is None or count == 1:  # that one process makes no use of it was told by the check
         return []
     if facts.launch is not None:
         rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
+    elif engine is not None and not engine.elastic:
+        rule = f"has no effect: {engine.name} starts all processes or none."
     elif not parts.strategy.elastic:
         rule = "has no effect: this strategy goes on with all its processes or not at all."
     elif fewest > count:

@@ -74,6 +74,10 @@ def train(
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
 
         def run() -> Result:
+            if plan.engine is not None:
+                from trainkit.run.engines.driver import run_on  # noqa: PLC0415 - most runs need none
+
+                return run_on(plan.engine, plan, folder, secrets)
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
                 with StopFlag() as stop:

@@ -1,0 +1,14 @@
+"""A process that an engine started: started.py CARGO PLACE ATTEMPT, each as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+from tests.run import fake_worker
+from trainkit.run.engines import rank
+
+if __name__ == "__main__":
+    rank._WORKER = (sys.executable, str(Path(fake_worker.__file__)))
+    rank._POLL_S = 0.02
+    cargo, place, attempt = map(json.loads, sys.argv[1:])
+    rank.run_rank(cargo, rank.Place(**place), attempt)

@@ -1,0 +1,166 @@
+"""A run on an engine of a few lines, which starts a process a rank and all again when one fails."""
+
+import contextlib
+import json
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from tests.run.faking import assert_no_process_is_left, wait_for
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
+from trainkit.run.engines import rank
+from trainkit.run.engines.base import Engine
+from trainkit.run.engines.driver import run_on
+from trainkit.run.folder import RunFolder
+
+
+def started_rank(job, number, attempt):
+    place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
+    command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.cargo, place, attempt))]
+    return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simple(Engine):
+    name: ClassVar[str] = "Simple"
+    packages: ClassVar[tuple[str, ...]] = ("trainkit",)
+    extra: ClassVar[str] = "simple"
+    broken: bool = False
+    host: ClassVar[str] = "127.0.0.1"
+
+    @contextlib.contextmanager
+    def connect(self, *, num_ranks, uses_gpus):
+        yield self
+
+    def run(self, job):
+        if self.broken:
+            raise RuntimeError("no room for 2 workers\n\tat org.apache")
+        for _ in range(job.max_restarts + 1):
+            attempt = rank.open_attempt(job.cargo, "key")
+            assert rank.seen_attempt(job.cargo, "key") == attempt
+            started = [started_rank(job, number, attempt) for number in range(job.num_ranks)]
+            while None in (codes := [process.poll() for process in started]) and not any(codes):
+                time.sleep(0.02)
+            for process in started:
+                process.kill()
+                process.wait()
+            if not any(codes):
+                return
+        raise RuntimeError("a worker failed")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = RunFolder(tmp_path / "run")
+    made.path.mkdir()
+    return made
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def set_up(settings, fail="", raising="-1::"):
+        monkeypatch.setenv("FAKE", settings)
+        monkeypatch.setenv("TRAINKIT_FAIL", fail)
+        monkeypatch.setenv("FAKE_RAISE", raising)
+
+    return set_up
+
+
+def train(folder, *, num_ranks=2, engine=None, **supervisor):
+    cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
+    tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
+    return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder, {})
+
+
+def test_the_ranks_run_to_the_end_and_rank_0_is_heard(folder, fake, capsys):
+    fake("steps=3")
+    assert train(folder) == {"status": "finished", "attempt": 0}
+    assert [line[:11] for line in capsys.readouterr().out.splitlines()] == ["rank 0 says"]
+    assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+def test_a_killed_rank_is_named_and_all_start_again(folder, fake, capsys):
+    fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
+    assert train(folder) == {"status": "finished", "attempt": 1}
+    told = "rank 1 was ended by SIGKILL in step 3 (forward). The system may have run out of memory. Simple starts all "
+    assert f"{told}again." in capsys.readouterr().out
+
+
+def test_an_engine_that_gives_up_says_who_failed(folder, fake):
+    fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=exit")
+    with pytest.raises(CrashLoopError) as caught:
+        train(folder)
+    told = "gave up after 1 restarts: rank 1 ended with exit code 7 in step 3 (forward), without a word."
+    assert str(caught.value).splitlines()[0] == told
+    assert folder.read_result()["status"] == "failed"
+    assert_no_process_is_left(folder)
+
+
+def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(folder, fake):
+    fake("steps=6", raising="1:DataError:/gone")
+    with pytest.raises(DataError, match=r"^/gone$"):
+        train(folder, max_restarts=5)
+
+
+def test_a_hanging_rank_is_ended(folder, fake):
+    fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=hang")
+    with pytest.raises(TrainingError) as caught:
+        train(folder, max_restarts=0, hang_timeout_s=0.5)
+    assert "has made no progress for" in str(caught.value)
+
+
+def test_what_the_engine_says_is_told_without_its_frames(folder, fake):
+    with pytest.raises(TrainingError, match=r"^Simple ended the run: no room for 2 workers$"):
+        train(folder, engine=Simple(broken=True))
+
+
+def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
+    fake("steps=1000 pause=0.01")
+    requested = []
+
+    class Flag(contextlib.nullcontext):
+        requested = None
+
+        def __enter__(self):
+            requested.append(self)
+            return self
+
+    monkeypatch.setattr("trainkit.run.engines.driver.StopFlag", Flag)
+
+    def ask():
+        wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)
+        time.sleep(0.1)
+        requested[0].requested = "preempted"
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert train(folder) == {"status": "preempted", "attempt": 0}
+    asking.join()
+
+
+def test_an_engine_that_is_not_installed_says_how_to_install_it():
+    class Absent(Simple):
+        packages = ("trainkit", "no_such_package")
+
+    with pytest.raises(MissingExtraError) as caught:
+        Absent().launch({})
+    assert str(caught.value).splitlines()[1] == (
+        '  cluster: needs the package no_such_package. Install it: pip install "trainkit[simple]"'
+    )
+
+
+def test_an_engine_is_started_once_not_by_each_process_of_a_launcher():
+    hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+    with pytest.raises(ConfigError) as caught:
+        Simple().launch(hand)
+    assert str(caught.value).splitlines()[1] == (
+        "  cluster: Simple starts the processes, and RANK and WORLD_SIZE started 2. Start it once."
+    )

@@ -1,0 +1,63 @@
+"""Ray and Spark for real: a replica is killed, all start again, and the run ends in one folder with the same bits."""
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+OVERRIDES = [
+    "recipe=digits",
+    "epochs=3",
+    "numerics.reproducible=true",
+    "batch.global_size=64",
+    "batch.micro_size=16",
+    "checkpoint.every_steps=20",
+    "model.dropout=0.1",
+    "quiet=true",
+]
+KILL = "rank=1,step=30,phase=backward,attempt=0,action=kill"
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+
+def needs(*packages: str) -> None:
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        pytest.skip(f"needs {', '.join(absent)}, which is not installed")
+
+
+def train(folder: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "trainkit", *OVERRIDES, f"hydra.run.dir={folder}", *more]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+
+
+def sha256(folder: str) -> object:
+    return json.loads((Path(folder) / "result.json").read_text())["weights_sha256"]
+
+
+def loses_a_replica_and_ends_in_the_same_bits(engine: str, name: str) -> None:
+    assert train("alone").returncode == 0
+    done = train("run", f"cluster={engine}", "strategy=mirrored", "strategy.replicas=2", TRAINKIT_FAIL=KILL)
+    assert done.returncode == 0, done.stderr
+    assert "rank 1 was ended by SIGKILL in step 30 (backward)." in done.stdout
+    assert f" {name} starts all again." in done.stdout
+    assert sorted(path.name for path in Path().iterdir() if path.is_dir()) == ["alone", "run"]
+    assert not (Path("run") / ".engine").exists()
+    assert sha256("run") == sha256("alone")
+
+
+def test_ray(cwd: Path) -> None:
+    needs("ray", "pyarrow")
+    loses_a_replica_and_ends_in_the_same_bits("ray", "Ray")
+
+
+def test_spark(cwd: Path) -> None:
+    needs("pyspark", "pandas", "pyarrow")
+    if shutil.which("java") is None:
+        pytest.skip("needs Java 17, which is not installed")
+    loses_a_replica_and_ends_in_the_same_bits("spark", "Spark")

@@ -1,0 +1,154 @@
+"""Running on an engine, seen from the process that was started by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final
+
+from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainingError, TrainkitError
+from trainkit.run.engines.base import Connection, Engine, Job
+from trainkit.run.engines.rank import ATTEMPTS, cargo_of, failure_in, stop_file
+from trainkit.run.folder import RunFolder, write_atomically
+from trainkit.run.plan import RunPlan
+from trainkit.run.rendezvous import HostedStore
+from trainkit.run.secrets import VARIABLE as SECRETS
+from trainkit.run.stopping import StopFlag
+
+__all__ = ["run_on"]
+
+_POLL_S: Final = 0.2
+_CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
+"""Variables of this process that workers on other hosts would not have."""
+
+
+def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[str, str]) -> dict[str, Any]:
+    """Run a plan on an engine, to the end.
+
+    Ctrl-C and SIGTERM are passed on as a request to save and stop; a second Ctrl-C ends everything at once. Call it
+    from the main thread: signals reach no other.
+
+    Args:
+        engine: built from the config's `cluster`.
+        plan: what was decided.
+        folder: the run folder, written and locked; on a file system that all hosts share.
+        secrets: what `resolved.yaml` does not hold, by full key.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        StoppedError, TerminatedError: the run was stopped before the workers could write a result.
+        CrashLoopError: the engine gave up starting the processes again.
+        TrainkitError: what a worker raised on purpose, or what the engine says.
+    """
+    cuda = any(task.device.startswith("cuda") for task in plan.tasks)
+    for left in (folder.path / ATTEMPTS, stop_file(folder)):
+        left.unlink(missing_ok=True)
+    with ExitStack() as stack:
+        connection = stack.enter_context(engine.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
+        store = stack.enter_context(HostedStore((connection.host, 0)))
+        store.open()
+        environ = {name: os.environ[name] for name in _CARRIED if name in os.environ}
+        cargo = cargo_of(
+            folder,
+            kind=engine.name,
+            store=store.address,
+            environ={**environ, **({SECRETS: json.dumps(secrets)} if secrets else {})},
+            cuda=cuda,
+            hang_s=plan.cfg.supervisor.hang_timeout_s,
+        )
+        job = Job(
+            num_ranks=len(plan.tasks),
+            min_ranks=plan.cfg.elastic.min_replicas,
+            retry_s=plan.cfg.elastic.retry_s,
+            max_restarts=plan.cfg.supervisor.max_restarts,
+            uses_gpus=cuda,
+            cargo=cargo,
+            folder=str((folder.path / ".engine").absolute()),
+        )
+        stack.enter_context(_shown(folder))
+        stop = stack.enter_context(StopFlag())
+        return _until_done(connection, job, folder, stop, max_restarts=job.max_restarts)
+
+
+def _until_done(
+    connection: Connection, job: Job, folder: RunFolder, stop: StopFlag, *, max_restarts: int
+) -> dict[str, Any]:
+    failures: list[BaseException] = []
+    thread = threading.Thread(target=_run, args=(connection, job, failures), name="engine", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_S)
+            if stop.requested and not stop_file(folder).exists():
+                write_atomically(stop_file(folder), stop.requested)
+    except KeyboardInterrupt:
+        raise _recorded(folder, StoppedError("stopped at once.")) from None
+    found = failure_in(folder)
+    if not failures and (found is None or not found.final):
+        return folder.read_result() or {"status": stop.requested or "finished"}
+    if found is not None and found.final:
+        raise _recorded(folder, found.error())
+    if stop.requested:
+        kind = StoppedError if stop.requested == "stopped" else TerminatedError
+        raise _recorded(folder, kind(f"{found.headline if found else failures[0]} It was asked to stop."))
+    if found is None:
+        raise _recorded(folder, TrainingError(f"{job.cargo['kind']} ended the run: {_brief(failures[0])}"))
+    if max_restarts == 0:
+        raise _recorded(folder, found.error())
+    raise _recorded(folder, CrashLoopError(f"gave up after {max_restarts} restarts: {found.error()}"))
+
+
+def _brief(error: BaseException) -> str:
+    """What an engine says, without the frames of its Java."""
+    return "\n".join(line for line in str(error).splitlines() if not line.startswith("\tat "))
+
+
+def _run(connection: Connection, job: Job, failures: list[BaseException]) -> None:
+    try:
+        connection.run(job)
+    except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+        failures.append(error)
+
+
+def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
+    """Leave a result, where the owner of the folder did not live to write one."""
+    if folder.read_result() is None:
+        status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
+        folder.write_result({"status": status, "reason": str(error), "resume": folder.resume_command})
+    return error
+
+
+@contextmanager
+def _shown(folder: RunFolder) -> Iterator[None]:
+    """Print what rank 0 prints, wherever it runs, as its log grows."""
+    log, ended = folder.log_of(0), threading.Event()
+    position = log.stat().st_size if log.exists() else 0
+
+    def follow() -> None:
+        nonlocal position
+        while True:
+            last = ended.wait(_POLL_S)
+            if log.exists():
+                with log.open("rb") as file:
+                    file.seek(position)
+                    content = file.read()
+                position += len(content)
+                if content:
+                    sys.stdout.write(content.decode("utf-8", errors="replace"))
+                    sys.stdout.flush()
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, name="output of rank 0", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
