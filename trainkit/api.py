@@ -67,6 +67,7 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         result["metrics"]["val/accuracy"]
     """
     from trainkit.config.check import check  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.config.effects import without_effect_in  # noqa: PLC0415
     from trainkit.run import runner  # noqa: PLC0415
 
     composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
@@ -75,12 +76,15 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         run_dir = composition.run_dir
     folder = None if run_dir is None else Path(run_dir)
     try:
+        launch = launch_of(composition.cfg)
+        if problems := without_effect_in(composition, None if launch is None else launch.kind):
+            raise ConfigError(problems)
         return runner.train(
             composition.cfg,
             run_dir=folder,
             notes=composition.notes,
             job=_hydra_job(composition),
-            launch=launch_of(composition.cfg),
+            launch=launch,
         )
     except ConfigError as error:
         raise composition.located(error) from error

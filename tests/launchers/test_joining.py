@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.launchers.joining import free_port
+from trainkit.errors import ConfigError
 from trainkit.run.folder import RunFolder
 
 HERE = "tests.launchers.joining"
@@ -55,6 +56,20 @@ def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, t
     assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) in vain for worker:1.")
     assert said.splitlines()[1] == "waiting for worker:1"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_settings_that_concern_nobody_are_refused(start, cwd):
+    told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
+    rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to watch over them. (command line)"
+    assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
+    from trainkit import api
+
+    with pytest.raises(ConfigError) as caught:
+        api.train(api.compose(["recipe=null", "strategy=mirrored", "supervisor.join_timeout_s=3"]))
+    assert str(caught.value).splitlines()[1] == (
+        "  supervisor.join_timeout_s=3: has no effect: nobody started other processes that could join. (command line)"
+    )
+    assert list(cwd.iterdir()) == []
 
 
 def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(start, tmp_path):
@@ -114,6 +129,7 @@ def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path)
     for _ in range(2):
         start(environ=STARTED_AGAIN)
     assert folders(tmp_path) == ["run", "run-2"]
+    assert list(tmp_path.rglob(".launches/*")) == []
 
 
 def test_a_second_group_cannot_write_into_the_folder_of_the_first(start, tmp_path):

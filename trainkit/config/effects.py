@@ -14,7 +14,7 @@ from trainkit.config.origins import Level, lookup
 from trainkit.config.semantics import SCALING_KEYS
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["without_effect", "without_effect_here"]
+__all__ = ["without_effect", "without_effect_here", "without_effect_in"]
 
 
 def without_effect(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
@@ -56,6 +56,21 @@ def _value(composition: Composition, key: str) -> Any:
     if key == "precision":
         return composition.choices.get("precision")
     return lookup(composition.values, path_of(key))
+
+
+def without_effect_in(composition: Composition, launcher: str | None) -> list[Problem]:
+    """Arguments about the processes of a run that concern those of somebody else.
+
+    Args:
+        composition: a checked composition.
+        launcher: what started this process among others; None: nobody.
+    """
+    rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
+    if launcher is not None:
+        rule = f"has no effect: {launcher} started the processes, and is to watch over them."
+        rules = {"supervisor.max_restarts": rule, "supervisor.hang_timeout_s": rule}
+    given = [key for key in rules if composition.origin(key).level is Level.command_line]
+    return [composition.problem(key, rules[key], value=_value(composition, key)) for key in given]
 
 
 def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:

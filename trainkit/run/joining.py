@@ -33,7 +33,7 @@ from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
 from trainkit.run.environment import num_cores
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
-from trainkit.run.launched import remember_folder, start_of_launch
+from trainkit.run.launched import ENDED, forget_folder, remember_folder, start_of_launch
 from trainkit.run.local_ranks import LocalRanks
 from trainkit.run.meeting import Meeting
 from trainkit.run.memory import abstract_model
@@ -92,8 +92,10 @@ def train_launched(
         def part() -> Result:
             return end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
 
-        done = part() if job is None else job(folder.path, part)
-        return {**(done or {}), "folder": str(folder.path)}
+        done = (part() if job is None else job(folder.path, part)) or {}
+        if done.get("status") in ENDED:
+            forget_folder(plan.cfg, meeting)
+        return {**done, "folder": str(folder.path)}
 
 
 def _prepare_process(launch: Launch) -> None:

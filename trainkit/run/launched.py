@@ -15,10 +15,10 @@ from trainkit.run.folder import RunFolder, write_json_atomically
 from trainkit.run.meeting import Meeting
 from trainkit.run.resume import Start, adopt, find_start
 
-__all__ = ["remember_folder", "start_of_launch"]
+__all__ = ["ENDED", "forget_folder", "remember_folder", "start_of_launch"]
 
 _KEY: Final = "folder"
-_ENDED: Final = ("finished", "stopped")
+ENDED: Final = ("finished", "stopped")
 """Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
 
 
@@ -52,11 +52,17 @@ def remember_folder(cfg: RunConfig, folder: RunFolder, meeting: Meeting) -> None
         write_json_atomically(_record(cfg, meeting.launch), {"launch": meeting.launch.name, "folder": path})
 
 
+def forget_folder(cfg: RunConfig, meeting: Meeting) -> None:
+    """A launch that has ended is not started again."""
+    if meeting.launch.name:
+        _record(cfg, meeting.launch).unlink(missing_ok=True)
+
+
 def _continued(cfg: RunConfig, path: Path) -> Start | None:
     """Going on in a folder, where it holds this training, and it has not ended."""
     folder = RunFolder(path)
     result = folder.read_result()
-    if not folder.resolved.is_file() or (result is not None and result.get("status") in _ENDED):
+    if not folder.resolved.is_file() or (result is not None and result.get("status") in ENDED):
         return None
     try:
         earlier = load_resolved(folder.resolved)
