@@ -6,8 +6,10 @@ cancels their division exactly where the number is a power of two.
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +18,9 @@ __all__ = ["Compression", "Compressor"]
 
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
 """How gradients are sent."""
+
+_LET_GO_S: Final = 1.0
+"""Seconds to wait for a thread that takes microseconds."""
 
 
 class Compressor:
@@ -61,6 +66,8 @@ class Compressor:
             What waits for the sum.
         """
         part.mul_(dist.get_world_size())
+        group = dist.group.WORLD
+        references = sys.getrefcount(group)
         future = self._hook(self._state, _Bucket(part, grads, index))
 
         def wait() -> None:
@@ -68,10 +75,15 @@ class Compressor:
             if summed.data_ptr() != part.data_ptr():
                 part.copy_(summed)
 
-        if not self.takes_buckets:
-            wait()
-            return lambda: None
-        return wait
+        if self.takes_buckets:
+            return wait
+        wait()
+        # A thread of gloo's still holds the group through callbacks that have done their work. Were it the last to let
+        # go, it would have to join itself: "Resource deadlock avoided", and the process aborts.
+        deadline = time.monotonic() + _LET_GO_S
+        while sys.getrefcount(group) > references and time.monotonic() < deadline:
+            time.sleep(0)
+        return lambda: None
 
     @property
     def steps(self) -> int:
