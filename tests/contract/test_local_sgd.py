@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.contract.running import run
 from tests.contract.stepping import Case, oracle, run_rank, train
+from tests.contract.test_sparse import Words
 from tests.support import apart, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.launch import Launch
@@ -81,30 +82,54 @@ def test_the_first_steps_may_be_those_of_one_device(pool: Pool) -> None:
     assert reference.differences(apart_since[0].weights, oracle(replace(case, num_steps=6))) != []
 
 
-def exchanges(place: Place, case: Case) -> list[int]:
-    """How often the ranks have met after each step."""
-    met, plain = [], dist.all_reduce
-    count = 0
+@pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
+def test_sparse_gradients_of_replicas_apart_are_dense_ones_to_rounding(optimizer: str, pool: Pool) -> None:
+    dense, sparse = (
+        local(Words(optimizer=optimizer, micro_size=2, num_steps=6, sparse=which), 3, average_every=3)
+        for which in (False, True)
+    )
+    expected = train(pool, dense)[0].weights
+    for rank in train(pool, sparse):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        nonlocal count
-        count += 1
-        return plain(*args, **kwargs)
 
-    dist.all_reduce = counted
+def test_momentum_of_sparse_gradients_is_averaged(pool: Pool) -> None:
+    ranks = train(pool, local(Words(optimizer="sgd", micro_size=2, num_steps=6), 3, average_every=3))
+    key = "optimizer/momentum_buffer/embed.weight"
+    assert all(torch.equal(rank.state[key], ranks[0].state[key]) for rank in ranks)
+
+
+def exchanges(place: Place, case: Case) -> list[tuple[int, int]]:
+    """All-reduces and gathers of a training of one step, of two, and so on."""
+    plain, counts = (dist.all_reduce, dist.all_gather), [0, 0]
+
+    def counted(which: int) -> Any:
+        def exchange(*args: Any, **kwargs: Any) -> Any:
+            counts[which] += 1
+            return plain[which](*args, **kwargs)
+
+        return exchange
+
+    found = []
+    dist.all_reduce, dist.all_gather = counted(0), counted(1)
     try:
         for steps in range(1, case.num_steps + 1):
-            count = 0
+            counts[:] = 0, 0
             run_rank(replace(place, prefix=f"{place.prefix}/{steps}"), replace(case, num_steps=steps))
-            met.append(count)
+            found.append((counts[0], counts[1]))
     finally:
-        dist.all_reduce = plain
-    return met
+        dist.all_reduce, dist.all_gather = plain
+    return found
 
 
-def test_replicas_meet_once_every_k_steps(pool: Pool) -> None:
-    case = local(replace(CLASSES, optimizer="adamw", model={"norm": True}, num_steps=7), 2, average_every=3)
-    assert pool.run("tests.contract.test_local_sgd.exchanges", case, num_ranks=2) == [[0, 0, 1, 1, 1, 2, 2]] * 2
+@pytest.mark.parametrize("base", [replace(CLASSES, optimizer="adamw", model={"norm": True}), Words(micro_size=2)])
+def test_replicas_meet_once_every_k_steps(base: Case, pool: Pool) -> None:
+    case = local(replace(base, num_steps=7), 2, average_every=3)
+    first, _ = pool.run("tests.contract.test_local_sgd.exchanges", case, num_ranks=2)
+    reduces, gathers = zip(*first, strict=True)
+    assert reduces == (0, 0, 1, 1, 1, 2, 2)
+    assert len(set(gathers)) == 1  # of the first step, and of the losses that this test sums
 
 
 def test_a_training_continued_at_an_average_ends_in_the_same_bits(pool: Pool) -> None:

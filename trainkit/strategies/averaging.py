@@ -90,7 +90,9 @@ class Window:
         shapes = [*(tensor.shape for tensor in tensors), torch.Size([2])]
         packing = Packing(shapes, replica.precision.master_dtype, replica.device)
         flat = packing.pack([*tensors, None])
-        by_targets, by_samples, counts, totals = flat.split(_lengths(weighed, buffers, counters, flat.numel()))
+        by_targets, by_samples, counts, totals = flat.split_with_sizes(
+            _lengths(weighed, buffers, counters, flat.numel())
+        )
         # A rank without a target must not count, and a window in which nobody had one must not divide by zero.
         totals[0], totals[1] = self.targets, self.samples
         totals.clamp_(min=1e-20)
@@ -103,7 +105,8 @@ class Window:
         torch._foreach_copy_(tensors, packing.views(flat)[:-1])
 
     def _step_outside(self, replica: Replica, lr: float) -> None:
-        packing, masters, outer = _parameters(replica), list(replica.masters.values()), self.outer
+        masters: list[Tensor] = list(replica.masters.values())
+        packing, outer = _parameters(replica), self.outer
         assert self.start is not None
         moved = self.start - packing.pack(masters)
         if outer.momentum:
@@ -137,20 +140,24 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
     weighed: list[Tensor] = [master.detach() for master in replica.masters.values()]
     counters: list[Tensor] = []
     for master in replica.masters.values():
-        kept: Mapping[str, Any] = replica.stepper.optimizer.state.get(master, {})
-        for _, value in sorted(kept.items()):
+        kept: dict[str, Any] = replica.stepper.optimizer.state.get(master, {})
+        for slot, value in sorted(kept.items()):
             if isinstance(value, Tensor):
-                (weighed if value.dim() else counters).append(value)
+                if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
+                    kept[slot] = value.to_dense()
+                (weighed if value.dim() else counters).append(kept[slot])
     return weighed, counters
 
 
 def _make_state(replica: Replica) -> None:
     """Let the optimizer of a rank that had no shard so far make its state, by a step that moves nothing."""
     if not replica.stepper.optimizer.state:
-        zeros = [
+        zeros: list[Tensor | None] = [
             torch.zeros_like(master) if used else None
             for master, used in zip(replica.masters.values(), replica.used, strict=True)
         ]
+        for place, dims in (replica.sparse or {}).items():
+            zeros[place] = torch.zeros_like(replica.trained[place]).to_sparse(dims)
         replica.stepper.step(zeros, 0.0)
 
 

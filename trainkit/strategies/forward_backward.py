@@ -72,7 +72,7 @@ class StepWork:
 
     def run(self) -> Sequence[Tensor | None]:
         """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
-        packing = self.replica.packing or self._discover()
+        packing = self.replica.packing or self.discover()
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         num_shards = self.training.plan.num_shards(self.ticket.step)
@@ -176,7 +176,7 @@ class StepWork:
                     "had not got in the first step of this run. Use it in every step, or freeze it."
                 )
 
-    def _discover(self) -> Packing:
+    def discover(self) -> Packing:
         """See which parameters get gradients and which buffers are updated, and agree on it; collective, once.
 
         The first shard is computed and thrown away; all it draws is keyed, so the step itself is none the worse. A

@@ -18,10 +18,10 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.averaging import Outer, Window
 from trainkit.strategies.base import Facts, Numerics, Outcome, Status, Ticket, Training
+from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.data_parallel import DataParallel
 from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers import Partials
+from trainkit.strategies.reducers import LocalReducer
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.replica_check import drifted_parameter
 from trainkit.strategies.update import apply_update
@@ -50,16 +50,6 @@ class _OwnPart(BatchPlan):
 
     def num_shards(self, step: int) -> int:  # noqa: ARG002 - a part is of one step
         return len(self.shards)
-
-
-class _OwnSums:
-    """The reducer of a step made alone: nothing is exchanged."""
-
-    lanes = None
-
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """The sums of this rank; none where it has no shard."""
-        return next((sums for _, sums in partials), ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,14 +185,17 @@ class LocalSgd(DataParallel):
 
 def _step_alone(replica: _LocalReplica, ticket: Ticket, batches: Sequence[Any], own: Training) -> Outcome:
     """Forward, backward and update of one replica, by the mean over its own targets."""
-    together, replica.reducer = replica.reducer, _OwnSums()
+    work = StepWork(replica, ticket, batches, own)
+    if replica.packing is None:
+        work.discover()
+    if not ticket.shards:  # in a short batch
+        return Outcome(ticket.step, Status.applied, None, 0.0)
+    together = replica.collective, replica.reducer
+    replica.collective, replica.reducer = LocalCollective(), LocalReducer()
     try:
-        work = StepWork(replica, ticket, batches, own)
         sums = list(work.run())
     finally:
-        replica.reducer = together
-    if not sums:  # a short batch has no shard for this replica
-        return Outcome(ticket.step, Status.applied, None, 0.0)
+        replica.collective, replica.reducer = together
     for place, param in enumerate(replica.trained):
         if sums[place] is None and replica.used[place]:
             sums[place] = torch.zeros_like(param, dtype=replica.precision.master_dtype)
