@@ -74,7 +74,7 @@ _ALL = (
         key="convnet",
         title="convnet 32-64-128 on 28 x 28 images, batch 128",
         batch=128,
-        steps=300,
+        steps=180,
         overrides=(
             "model=convnet", "data=synthetic", "data.shape=[1,28,28]", f"data.num_samples={SAMPLES}",
             "loader.cache=true", "batch.global_size=128",
@@ -86,7 +86,7 @@ _ALL = (
         key="gpt",
         title="GPT, 4 layers of width 128, context 128, batch 16",
         batch=16,
-        steps=90,
+        steps=60,
         overrides=(
             "model=gpt", "model.context=128", "data=synthetic_tokens", "data.vocab_size=256", "data.context=128",
             f"data.num_samples={SAMPLES}", "objective=language_modelling", "objective.padding=false",
