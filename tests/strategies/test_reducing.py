@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
 from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
-from trainkit.strategies.replica_check import bits_hash, drifted_parameter
 
 CPU = torch.device("cpu")
 TWO_HOSTS = Launch(
@@ -138,43 +137,6 @@ def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
     case = SparseAdamWords(optimizer="sparse_adam", micro_size=2, reproducible=True)
     with pytest.raises(Exception, match=r"which torch\.optim\.SparseAdam refuses"):
         train(pool, case)
-
-
-def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
-    """What the check of a replica says, once some ranks have changed one bit of a parameter."""
-
-    @dataclass
-    class Replica:
-        model: nn.Module
-        collective: GroupCollective
-        masters_apart: bool = False
-
-    model = zoo.Net()
-    if place.rank in wrong:
-        with torch.no_grad():
-            dict(model.named_parameters())[name].view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-    collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
-    return drifted_parameter(Replica(model, collective))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "name", "said"),
-    [
-        ((), "0.weight", None),
-        ((1,), "2.bias", "the parameter 2.bias differs on rank 1 from rank 0."),
-        ((0,), "0.weight", "the parameter 0.weight differs on rank 0 from rank 1."),
-        ((0, 1), "0.bias", "the parameter 0.bias differs on rank 2 from rank 0."),
-    ],
-)
-def test_one_changed_bit_of_a_replica_is_found_and_named(wrong: Any, name: str, said: str | None, pool: Pool) -> None:
-    found = pool.run("tests.strategies.test_reducing.drift", wrong, name, num_ranks=3, group=True)
-    assert found == [said] * 3
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_bits_of_every_dtype_are_hashed_by_their_place(dtype: torch.dtype) -> None:
-    one, other = torch.tensor([1, 0, 0]).to(dtype), torch.tensor([0, 1, 0]).to(dtype)
-    assert int(bits_hash(one)) != int(bits_hash(other))
 
 
 def grouped(place: Place, hosts: list[int]) -> list[float]:
