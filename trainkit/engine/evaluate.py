@@ -30,7 +30,7 @@ def evaluate(placed: Placed, objective: Objective, batches: Iterable[Any], *, sp
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), placed.precision.autocast(placed.device.type):
+        with torch.no_grad(), placed.precision.autocast(placed.device_types):
             for batch in batches:
                 loss = objective.loss(model, batch)
                 tally.add(loss.loss_sum, loss.weight)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final, Literal
@@ -63,11 +64,16 @@ class Precision:
         mixed = {"bf16_mixed": torch.bfloat16, "fp16_mixed": torch.float16}
         return mixed.get(self.value, self.model_dtype)
 
-    def autocast(self, device_type: str) -> AbstractContextManager[Any]:
-        """The context of a forward pass and its loss."""
+    def autocast(self, device_types: Sequence[str]) -> AbstractContextManager[Any]:
+        """The context of a forward pass and its loss, on devices of these types."""
         if self.compute_dtype is self.model_dtype:
             return _NOTHING
-        return torch.autocast(device_type, dtype=self.compute_dtype)
+        if len(device_types) == 1:
+            return torch.autocast(device_types[0], dtype=self.compute_dtype)
+        contexts = ExitStack()
+        for device_type in device_types:
+            contexts.enter_context(torch.autocast(device_type, dtype=self.compute_dtype))
+        return contexts
 
     def adapt(self, model: nn.Module) -> nn.Module:
         """The model in its dtype, taking floating inputs of any dtype: data does not know the precision of a run."""

@@ -11,7 +11,7 @@ not covered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,24 +42,25 @@ class BlockKeys:
     Args:
         model: the model; hooks are attached to it for its lifetime.
         seed: the run's seed.
-        device: the device whose generator the model draws from (the CPU's is keyed as well).
+        devices: those whose generators the model draws from (the CPU's is keyed as well).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-        >>> keys = BlockKeys(model, seed=0, device=torch.device("cpu"))
+        >>> keys = BlockKeys(model, seed=0, devices=[torch.device("cpu")])
         >>> keys.enter(step=3, shard=1)
         >>> first = model(torch.ones(1, 2))
         >>> torch.equal(first, model(torch.ones(1, 2)))
         True
     """
 
-    def __init__(self, model: nn.Module, *, seed: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, *, seed: int, devices: Iterable[torch.device]) -> None:
         self._seed = seed
         self._state = 0
         self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.init()  # type: ignore[no-untyped-call]
+                self._generators.append(torch.cuda.default_generators[device.index or 0])
         self.names = tuple(name for name, block in blocks_of(model) if not draws_nothing(block))
         for name, block in blocks_of(model):
             if name in self.names:

@@ -23,6 +23,7 @@ __all__ = [
     "Facts",
     "Numerics",
     "Outcome",
+    "Part",
     "Placed",
     "Position",
     "Rule",
@@ -135,6 +136,20 @@ class Facts:
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A stretch of a model that is on one device, where a replica spans several."""
+
+    stage: int
+    """Its number, in the order of the model."""
+    modules: str
+    """Its blocks, `embed, blocks.0-5`."""
+    num_params: int
+    num_bytes: int
+    """Parameters, gradients and buffers, as the run holds them."""
+    device: str
+
+
 @dataclass(kw_only=True)
 class Placed:
     """A model placed where its strategy computes it: all that lives as long as the process group."""
@@ -143,6 +158,8 @@ class Placed:
     """Called by the objective; its parameters are in the precision's model dtype."""
     device: torch.device
     """Where batches must be."""
+    device_types: tuple[str, ...] = ()
+    """The types of all devices that the model is on; that of `device` where nothing is said."""
     collective: Collective
     """Sums of small tensors over the data ranks."""
     loss_scale: LossScale
@@ -155,6 +172,10 @@ class Placed:
     """What the strategy has measured of the latest step, for the next row of metrics."""
     on_phase: Callable[[str, int], None] | None = None
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
+
+    def __post_init__(self) -> None:
+        """One device, where nothing else is said."""
+        self.device_types = self.device_types or (self.device.type,)
 
     @property
     def rank(self) -> int:
@@ -186,6 +207,17 @@ class Strategy(ABC):
     @abstractmethod
     def problems(self, facts: Facts) -> list[Problem]:
         """What is wrong with this strategy in these surroundings; pure, before any process starts."""
+
+    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:  # noqa: ARG002 - most take any model
+        """What is wrong with it for this model, which may be on the meta device; pure, before any process starts.
+
+        Asked where `problems` found none.
+        """
+        return []
+
+    def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:  # noqa: ARG002 - most keep a replica whole
+        """How a replica is cut, for the plan; nothing where it is whole. Pure."""
+        return ()
 
     @abstractmethod
     def tasks(self, facts: Facts) -> tuple[Task, ...]:

@@ -145,7 +145,7 @@ class StepWork:
     def _forward(self, shard: int, batch: Any) -> Loss:
         replica = self.replica
         replica.keys.enter(step=self.ticket.step, shard=shard)
-        with replica.precision.autocast(replica.device.type):
+        with replica.precision.autocast(replica.device_types):
             return self.training.objective.loss(replica.model, batch)
 
     def _take(self, weight: Tensor | float) -> list[Tensor | None]:

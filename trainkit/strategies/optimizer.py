@@ -31,7 +31,8 @@ class Stepper:
         self._params = list(params)
         self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
         self._places: list[list[int]] = []
-        self._counter: Tensor | None = None
+        self._counters: list[Tensor] = []
+        self._rates: list[float] = []
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
         """Update the parameters.
@@ -41,9 +42,9 @@ class Stepper:
             lr_factor: every group's own rate is multiplied by it.
         """
         if self._kernels is not None:
-            if self._counter is not None:
-                self._counter.add_(1)
-            for kernel, places, base_lr in zip(self._kernels, self._places, self.base_lrs, strict=True):
+            for counter in self._counters:
+                counter.add_(1)
+            for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
                 kernel([grads[place] for place in places], base_lr * lr_factor)  # type: ignore[misc]
             return
         for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
@@ -78,22 +79,40 @@ class Stepper:
         ):
             return
         states = self.optimizer.state
-        self._counter = _joined_counts([states[param] for param in self._params if "step" in states[param]])
-        self._places = [[self._place[id(param)] for param in group["params"]] for group in groups]
-        self._kernels = [make(group, group["params"], [states[p] for p in group["params"]]) for group in groups]
+        self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
+        # a fused kernel works on one device
+        parts = [
+            (group, base_lr, members)
+            for group, base_lr in zip(groups, self.base_lrs, strict=True)
+            for members in _by_device(group["params"])
+        ]
+        self._rates = [base_lr for _, base_lr, _ in parts]
+        self._places = [[self._place[id(param)] for param in members] for _, _, members in parts]
+        self._kernels = [make(group, members, [states[p] for p in members]) for group, _, members in parts]
 
 
 def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
     return bool(group["fused"]) and not group.get("capturable") and not group["differentiable"]
 
 
-def _joined_counts(states: Sequence[dict[str, Tensor]]) -> Tensor | None:
-    """Adam's counts of steps as views of one tensor: its kernel reads them, and one addition advances them all."""
-    if not states:
-        return None
-    joined = torch.stack([state["step"] for state in states])
-    for state, count in zip(states, joined.unbind(), strict=True):
-        state["step"] = count
+def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        found.setdefault(param.device, []).append(param)
+    return list(found.values())
+
+
+def _joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Adam's counts of steps as views of one tensor a device: its kernel reads them, one addition advances them all."""
+    by_device: dict[torch.device, list[dict[str, Tensor]]] = {}
+    for state in states:
+        by_device.setdefault(state["step"].device, []).append(state)
+    joined = []
+    for members in by_device.values():
+        counts = torch.stack([state["step"] for state in members])
+        for state, count in zip(members, counts.unbind(), strict=True):
+            state["step"] = count
+        joined.append(counts)
     return joined
 
 

@@ -17,13 +17,14 @@ from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_optimizer_state
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import Overlapping, Reducer
+from trainkit.strategies.spread import Spread
 
 __all__ = ["Replica", "masters_apart", "replica_state", "restore_replica"]
 
 
 @dataclass(kw_only=True)
 class Replica(Placed):
-    """A whole model on one device."""
+    """A whole model, on one device or spread over several."""
 
     params: dict[str, nn.Parameter]
     """Trainable parameters of the model by canonical name."""
@@ -103,12 +104,13 @@ class Replica(Placed):
             torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
 
 
-def masters_apart(model: nn.Module, precision: Precision, device: torch.device) -> dict[str, nn.Parameter]:
+def masters_apart(model: nn.Module, precision: Precision, spread: Spread) -> dict[str, nn.Parameter]:
     """Copies for the optimizer to update, where the parameters' own dtype would lose small updates; else none."""
     if precision.model_dtype is precision.master_dtype:
         return {}
     named = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
-    return {name: nn.Parameter(param.detach().to(device, precision.master_dtype, copy=True)) for name, param in named}
+    dtype = precision.master_dtype
+    return {name: nn.Parameter(param.detach().to(spread.device_of(name), dtype, copy=True)) for name, param in named}
 
 
 def replica_state(replica: Replica) -> dict[str, Tensor]:

@@ -20,6 +20,7 @@ from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.replica import Replica, masters_apart, replica_state, restore_replica
+from trainkit.strategies.spread import OnOneDevice, Spread
 from trainkit.strategies.update import apply_update
 
 __all__ = ["Synchronous"]
@@ -56,18 +57,20 @@ class Synchronous(Strategy):
         numerics: Numerics,
         make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
     ) -> Replica:
-        """Move the model to this rank's device and precision, and build its optimizer there."""
+        """Move the model to this rank's devices and precision, and build its optimizer there."""
         collective = self.connect(identity)
-        device = torch.device(identity.task.device)
-        precision.apply_globally(device.type)
-        initial = masters_apart(model, precision, device)  # before rounding
-        model = precision.adapt(model).to(device=device)
+        spread = self.spread(model, identity, precision)
+        for device in spread.devices:
+            precision.apply_globally(device.type)
+        initial = masters_apart(model, precision, spread)  # before rounding
+        model = spread.move(precision.adapt(model))
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}
         masters = initial or params
         reducer = self.make_reducer(collective, numerics)
         replica = Replica(
             model=model,
-            device=device,
+            device=spread.device,
+            device_types=tuple(sorted({device.type for device in spread.devices})),
             collective=collective,
             loss_scale=precision.loss_scale(),
             precision=precision,
@@ -76,12 +79,16 @@ class Synchronous(Strategy):
             masters=masters,
             stepper=Stepper(make_optimizer(masters), list(masters.values())),
             buffers=StepBuffers(model, precision.master_dtype),
-            keys=BlockKeys(model, seed=numerics.seed, device=device),
+            keys=BlockKeys(model, seed=numerics.seed, devices=spread.devices),
             reducer=reducer,
             numerics=numerics,
         )
         self.align(replica)
         return replica
+
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Spread:  # noqa: ARG002
+        """Where the tensors of the model go: all to this rank's device, where a subclass does not say otherwise."""
+        return OnOneDevice(device=torch.device(identity.task.device))
 
     def align(self, replica: Replica) -> None:
         """Make every replica begin alike; collective."""

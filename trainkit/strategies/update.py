@@ -61,7 +61,7 @@ def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> No
     """From the planned power of two to the counted weight. A weight of zero gives zeros; the engine names it."""
     assert weight is not None
     factor = torch.where(weight > 0, divisor / weight, 0.0).squeeze(0)
-    torch._foreach_mul_(grads, factor)
+    _scale(grads, factor)
 
 
 def _all_finite(grads: list[Tensor]) -> bool:
@@ -75,10 +75,19 @@ def _clip(grads: list[Tensor], max_norm: float) -> Tensor:
     Norms of whole variables, combined in canonical order: norms of pieces would depend on how they were cut.
     """
     norm: Tensor = torch.linalg.vector_norm(_norms(grads, 2.0))
-    torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    _scale(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
+def _scale(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients, of one device or of several, by a () tensor."""
+    for device in {grad.device for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+
+
 def _norms(grads: list[Tensor], order: float) -> Tensor:
-    """(number of gradients,) the norm of each."""
-    return torch.stack(torch._foreach_norm(grads, order))  # noqa: SLF001 - what torch's own clipping calls
+    """(number of gradients,) the norm of each, on the device of the first."""
+    norms = torch._foreach_norm(grads, order)  # noqa: SLF001 - what torch's own clipping calls
+    if len({norm.device for norm in norms}) > 1:
+        return torch.stack([norm.to(norms[0].device) for norm in norms])
+    return torch.stack(norms)
