@@ -175,6 +175,21 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd, lost):
     assert f"rank {lost} stopped answering in step 5 (reduce)." in told[1 - lost].splitlines()
 
 
+def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd):
+    long = (*PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=4")
+    with two_hosts() as hosts:
+        spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
+        processes = [
+            start(*host.command(*long, *spec, f"cluster.task=worker:{index}")) for index, host in enumerate(hosts)
+        ]
+        wait_until((cwd / "run/checkpoints/step_00000020").exists)
+        hosts[1].unplug()
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [5, 5], told
+    for rank, text in enumerate(told):
+        assert any(line.startswith(f"rank {1 - rank} stopped answering in step") for line in text.splitlines()), text
+
+
 def wait_until(condition, within_s=60):
     deadline = time.monotonic() + within_s
     while not condition():

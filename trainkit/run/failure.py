@@ -14,7 +14,7 @@ from trainkit.run.group import Exited
 from trainkit.run.heartbeat import Pulse, read_pulse
 from trainkit.run.last_words import LastWords, read_last_words
 
-__all__ = ["Failure", "culprit", "hung"]
+__all__ = ["Failure", "culprit", "hung", "unanswering"]
 
 _LOG_LINES: Final = 20
 
@@ -66,12 +66,17 @@ def culprit(folder: RunFolder, exits: Iterable[Exited], running: Iterable[int]) 
     first = min(moments, key=lambda rank: moments[rank])
     mute = [rank for rank in running if rank not in words]
     if moments[first][0] and mute:
-        rank, pulse = _most_behind(folder, mute)
-        return Failure(rank=rank, headline=f"rank {rank} stopped answering{_when(pulse)}.", hang=True)
+        return unanswering(folder, mute)
     when = _when(read_pulse(folder.heartbeat_of(first)))
     if first in words:
         return _told(words[first], when)
     return _silent(folder, silent[first], when)
+
+
+def unanswering(folder: RunFolder, ranks: Iterable[int]) -> Failure:
+    """The failure of the rank that the others waited for, out of those that said nothing."""
+    rank, pulse = _most_behind(folder, ranks)
+    return Failure(rank=rank, headline=f"rank {rank} stopped answering{_when(pulse)}.", hang=True)
 
 
 def _told(words: LastWords, when: str) -> Failure:

@@ -25,6 +25,7 @@ from typing import Any, Final, Self, TypeVar
 
 from trainkit.cluster.launch import Launch
 from trainkit.errors import HangError, PeerError
+from trainkit.run.board import Board
 from trainkit.run.last_words import LastWords, last_words, words_from
 from trainkit.run.waiting import Patience
 
@@ -50,18 +51,21 @@ class Meeting:
         self.launch = launch
         self.prefix = ""
         """What the keys of this group begin with in the store; another one for every group."""
-        self.address = launch.store
-        """Host and port of the store."""
         self._timeout_s = timeout_s
         self._say = say
         self._rounds = 0
-        self._store: Any = None
+        self._board = Board(launch)
         self._stack = ExitStack()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the store."""
+        return self._board.address
 
     def __enter__(self) -> Self:
         """Open or find the store, and wait until all are there."""
         with self._stack:
-            self._store = self._connect()
+            self._board.open(self._stack, self._patience(lambda: [0]))
             self.prefix = self._lead() if self.launch.rank == 0 else self._follow()
             self._stack = self._stack.pop_all()
         return self
@@ -72,32 +76,16 @@ class Meeting:
         with self._stack:
             if self.prefix and not isinstance(error, KeyboardInterrupt):
                 self._leave()
-            self._store = None
+            self._board.close()
 
     def _leave(self) -> None:
         """Say goodbye; whoever has the store keeps it until all have, so that nobody misses the last word."""
         with contextlib.suppress(RuntimeError):  # the store's DistError: it is gone already
-            left = self._store.add(f"{self.prefix}/left", 1)
+            left = self._board.add(f"{self.prefix}/left", 1)
             deadline = time.monotonic() + _GOODBYE_S
             while self.launch.hosts_store and left < self.launch.num_ranks and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-                left = self._store.add(f"{self.prefix}/left", 0)
-
-    def _connect(self) -> Any:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch takes 1 s
-
-        from trainkit.run.network import reachable  # noqa: PLC0415 - beside it
-        from trainkit.run.rendezvous import store_of_launch  # noqa: PLC0415 - beside it
-
-        host, port = self.launch.store
-        if self.launch.hosts_store:
-            hosted = self._stack.enter_context(store_of_launch(self.launch))
-            hosted.open()
-            host, port = self.address = hosted.address
-        patience = self._patience(lambda: [0])
-        while not reachable(host, port):
-            patience.wait(_POLL_S * 4)
-        return TCPStore(host, port, is_master=False, wait_for_workers=False)
+                left = self._board.add(f"{self.prefix}/left", 0)
 
     def _lead(self) -> str:
         """Answer all who arrive until every rank of this group has said that it is there."""
@@ -105,25 +93,25 @@ class Meeting:
         present, seen = {0}, 0
         patience = self._patience(lambda: set(range(self.launch.num_ranks)) - present)
         while True:
-            for number in range(seen + 1, self._store.add("trainkit/arrivals", 0) + 1):
-                if not self._store.check([f"trainkit/arrival/{number}"]):
+            for number in range(seen + 1, self._board.add("trainkit/arrivals", 0) + 1):
+                if not self._board.has(f"trainkit/arrival/{number}"):
                     break
                 seen = number
-                size, name = self._store.get(f"trainkit/arrival/{number}").decode().split()
+                size, name = self._board.get(f"trainkit/arrival/{number}").decode().split()
                 if int(size) == self.launch.num_ranks:
-                    self._store.set(f"trainkit/answer/{name}", prefix)
+                    self._board.set(f"trainkit/answer/{name}", prefix)
             missing = set(range(self.launch.num_ranks)) - present
-            present |= {rank for rank in missing if self._store.check([f"{prefix}/present/{rank}"])}
+            present |= {rank for rank in missing if self._board.has(f"{prefix}/present/{rank}")}
             if len(present) == self.launch.num_ranks:
                 return prefix
             patience.wait(_POLL_S)
 
     def _follow(self) -> str:
         name = uuid.uuid4().hex
-        number = self._store.add("trainkit/arrivals", 1)
-        self._store.set(f"trainkit/arrival/{number}", f"{self.launch.num_ranks} {name}")
+        number = self._board.add("trainkit/arrivals", 1)
+        self._board.set(f"trainkit/arrival/{number}", f"{self.launch.num_ranks} {name}")
         prefix: str = self._wait_for(f"trainkit/answer/{name}", 0).decode()
-        self._store.set(f"{prefix}/present/{self.launch.rank}", "")
+        self._board.set(f"{prefix}/present/{self.launch.rank}", "")
         return prefix
 
     def first(self, work: Callable[[], T]) -> T:
@@ -140,7 +128,7 @@ class Meeting:
         """
         key = self._next_round()
         if self.launch.rank > 0:
-            told = json.loads(self._wait_for(key, 0))
+            told = json.loads(self._wait_for(key, 0, say=_nothing))  # rank 0 is there, and busy
             if told["failed"] is not None:
                 raise self.peer_error(words_from(told["failed"]))
             result: T = told["result"]
@@ -148,9 +136,9 @@ class Meeting:
         try:
             result = work()
         except Exception as error:
-            self._store.set(key, json.dumps({"failed": asdict(last_words(0, error))}))
+            self._board.set(key, json.dumps({"failed": asdict(last_words(0, error))}))
             raise
-        self._store.set(key, json.dumps({"failed": None, "result": result}))
+        self._board.set(key, json.dumps({"failed": None, "result": result}))
         return result
 
     def each(self, work: Callable[[], T]) -> T:
@@ -169,7 +157,7 @@ class Meeting:
         except Exception as failed:  # noqa: BLE001 - raised below, when the others know
             error = failed
         words = None if error is None else asdict(last_words(self.launch.rank, error))
-        self._store.set(f"{key}/{self.launch.rank}", json.dumps(words))
+        self._board.set(f"{key}/{self.launch.rank}", json.dumps(words))
         failures = self.first(lambda: [words for words in self._collect(key) if words is not None])
         if failures:
             culprit = words_from(failures[0])
@@ -181,7 +169,7 @@ class Meeting:
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, on every rank; JSON; collective."""
         key = self._next_round()
-        self._store.set(f"{key}/{self.launch.rank}", json.dumps(value))
+        self._board.set(f"{key}/{self.launch.rank}", json.dumps(value))
         return self.first(lambda: self._collect(key))
 
     def _collect(self, key: str) -> list[Any]:
@@ -190,15 +178,15 @@ class Meeting:
         patience = self._patience(lambda: [rank for rank in everyone if rank not in found])
         while True:
             for rank in everyone:
-                if rank not in found and self._store.check([f"{key}/{rank}"]):
-                    found[rank] = json.loads(self._store.get(f"{key}/{rank}"))
+                if rank not in found and self._board.has(f"{key}/{rank}"):
+                    found[rank] = json.loads(self._board.get(f"{key}/{rank}"))
             if len(found) == self.launch.num_ranks:
                 return [found[rank] for rank in everyone]
             patience.wait(_POLL_S)
 
     def tell(self, key: str, value: Any) -> None:
         """Leave a word for the others; JSON."""
-        self._store.set(f"{self.prefix}/{key}", json.dumps(value))
+        self._board.set(f"{self.prefix}/{key}", json.dumps(value))
 
     def ask(self, keys: Iterable[str], *, within_s: float) -> dict[str, Any]:
         """Words that were left for us, as soon as there is one; none where they come too late or the store is gone."""
@@ -206,24 +194,25 @@ class Meeting:
         deadline = time.monotonic() + within_s
         try:
             while True:
-                found = {key: json.loads(self._store.get(name)) for key, name in names.items() if self._has(name)}
+                found = {key: json.loads(self._board.get(name)) for key, name in names.items() if self._board.has(name)}
                 if found or time.monotonic() > deadline:
                     return found
                 time.sleep(_POLL_S)
         except RuntimeError:  # the store's DistError: who held it is gone
             return {}
 
-    def _has(self, name: str) -> bool:
-        return bool(self._store.check([name]))
-
     def remember(self, key: str, value: str) -> None:
         """Leave a word for the groups that come after this one; lost where the store ends with this group."""
-        self._store.set(f"trainkit/{key}", value)
+        self._board.set(f"trainkit/{key}", value)
 
     def recall(self, key: str) -> str | None:
         """What an earlier group of this launch left; None where there was none, or its store is gone."""
         name = f"trainkit/{key}"
-        return self._store.get(name).decode() if self._has(name) else None
+        return self._board.get(name).decode() if self._board.has(name) else None
+
+    def hurry(self) -> None:
+        """Something has failed: the store may be out of reach."""
+        self._board.doubt()
 
     def peer_error(self, words: LastWords) -> PeerError:
         """That this rank ends because another failed; the whole story is told by rank 0."""
@@ -235,20 +224,24 @@ class Meeting:
         self._rounds += 1
         return f"{self.prefix}/round/{self._rounds}"
 
-    def _wait_for(self, key: str, rank: int) -> bytes:
+    def _wait_for(self, key: str, rank: int, *, say: Callable[[str], None] | None = None) -> bytes:
         """A value that a rank sets; the ranks that rank 0 waits for are named by rank 0."""
-        patience = self._patience(lambda: [rank])
+        patience = self._patience(lambda: [rank], say=say)
         try:
-            while not self._store.check([key]):
+            while not self._board.has(key):
                 patience.wait(_POLL_S)
-            value: bytes = self._store.get(key)
+            value: bytes = self._board.get(key)
         except RuntimeError as error:  # the store's DistError
             raise HangError(f"{self.launch.place_of(rank)} is gone, and with it the store.") from error
         return value
 
-    def _patience(self, missing: Callable[[], Iterable[int]]) -> Patience:
+    def _patience(self, missing: Callable[[], Iterable[int]], *, say: Callable[[str], None] | None = None) -> Patience:
         return Patience(
             lambda: ", ".join(self.launch.place_of(rank) for rank in sorted(missing())),
             timeout_s=self._timeout_s,
-            say=self._say,
+            say=say or self._say,
         )
+
+
+def _nothing(line: str) -> None:
+    del line

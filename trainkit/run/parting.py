@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from trainkit.errors import PeerError, TrainkitError
-from trainkit.run.failure import culprit
+from trainkit.run.failure import culprit, unanswering
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.run.last_words import LastWords, last_words, words_from, write_last_words
@@ -80,6 +80,7 @@ def _explained(
     meeting: Meeting, folder: RunFolder, error: Exception, confirm: Callable[[], None], *, hosts_ranks: bool
 ) -> TrainkitError:
     """The error to end with, once the others have had time to say theirs."""
+    meeting.hurry()
     rank = meeting.launch.rank
     words = last_words(rank, error) if hosts_ranks else write_last_words(folder.error_of(rank), rank, error)
     with contextlib.suppress(RuntimeError):
@@ -119,5 +120,8 @@ def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords)
             deadline = min(deadline, time.monotonic() + _GRACE_S)
     if folder is None:  # each has judged its own ranks
         return min(said.values(), key=lambda one: (one.aftermath, one.moment)).error()
+    silent = [rank for rank in others if rank not in said]
+    if silent and all(one.aftermath for one in said.values()):  # also where they left words in the folder: who reads
+        return unanswering(folder, silent).error()  # them there cannot be reached, and lost us as we lost them
     exits = [Exited(attempt=0, rank=rank, code=one.exit_code, moment=one.moment) for rank, one in said.items()]
-    return culprit(folder, exits, [rank for rank in others if rank not in said]).error()
+    return culprit(folder, exits, silent).error()
