@@ -249,5 +249,6 @@ def failure_in(folder: RunFolder) -> Failure | None:
     exits = [Exited(attempt=0, rank=int(rank), code=1, moment=words.moment) for rank, words in found.items()]
     failure = culprit(folder, exits, [])
     words = found[str(failure.rank)]
-    told_for_it = words.kinds[0] == RankError.__name__
-    return replace(failure, headline=words.message) if told_for_it else failure
+    if words.aftermath:
+        return replace(failure, headline=f"rank {failure.rank} lost another, which said nothing.")
+    return replace(failure, headline=words.message) if words.kinds[0] == RankError.__name__ else failure

@@ -1,0 +1,25 @@
+"""A Ray cluster of this machine: ray_nodes.py FOLDER; says its address, then does `add` and `remove` from stdin."""
+
+import sys
+
+from ray.cluster_utils import Cluster
+
+
+def say(line):
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    cluster = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, "temp_dir": sys.argv[1]}
+    )
+    say(cluster.address)
+    nodes = []
+    for line in sys.stdin:
+        if line.strip() == "add":
+            nodes.append(cluster.add_node(num_cpus=1))
+        else:
+            cluster.remove_node(nodes.pop(), allow_graceful=False)
+        say("done")
+    cluster.shutdown()

@@ -1,0 +1,77 @@
+"""Ray on two nodes of this machine: one is lost for good, the run goes on with the other, and takes a new one."""
+
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engines.test_engines import needs, sha256
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+RUN = (
+    "recipe=digits", "epochs=200", "numerics.reproducible=true", "batch.micro_size=16", "checkpoint.every_steps=100",
+    "model.dropout=0.1", "log_every_steps=100", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
+)  # fmt: skip
+ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
+
+
+def train(folder, *more):
+    command = [sys.executable, "-m", "trainkit", *RUN, f"hydra.run.dir={folder}", "quiet=true", *more]
+    return subprocess.Popen(command)
+
+
+@contextlib.contextmanager
+def ray_cluster():
+    """A head with room for one replica, in a process of its own that is told to add and remove further nodes."""
+    with tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short path: sockets stand in it
+        command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), folder]
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+        try:
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.stdin.close()
+            process.wait()
+            process.stdout.close()
+
+
+def tell(cluster, word):
+    print(word, file=cluster.stdin, flush=True)
+    assert cluster.stdout.readline() == "done\n"
+
+
+def newest():
+    return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
+
+
+def wait_for_step(step, process):
+    deadline = time.monotonic() + 200
+    while newest() < step:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd, monkeypatch):
+    needs("ray", "pyarrow")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    assert train("alone").wait() == 0
+    with ray_cluster() as (cluster, address):
+        tell(cluster, "add")
+        process = train("run", "cluster=ray", f"cluster.address={address}", *ELASTIC)
+        wait_for_step(300, process)
+        tell(cluster, "remove")
+        wait_for_step(newest() + 300, process)
+        tell(cluster, "add")
+        assert process.wait(300) == 0
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    sizes = [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
+    assert sizes == [2, 1, 2]
+    assert sha256("run") == sha256("alone")
