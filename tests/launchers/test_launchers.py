@@ -80,6 +80,17 @@ def test_torchrun(one_run):
     one_run()
 
 
+@pytest.mark.parametrize("lost", [0, 1])
+def test_torchrun_starts_again_what_was_killed(one_run, lost):
+    planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
+    command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1", *TRAINKIT)
+    (told,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
+    assert told.count("launch by torchrun: rank 0 of 2") == 2
+    one_run()
+    notes = json.loads(Path("run/environment.json").read_text())["notes"]
+    assert notes == [f"started again by the launcher: continues {Path('run').absolute()}"]
+
+
 def test_mpirun(one_run):
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
