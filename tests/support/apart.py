@@ -96,9 +96,7 @@ def _average(replicas: list[Replica], averaging: Averaging, start: dict[str, Ten
             moved = before - mean
             velocity = averaging.momentum * averaging.velocity.get(name, torch.zeros_like(moved)) + moved
             averaging.velocity[name] = velocity
-            mean = before - averaging.lr * (
-                moved + averaging.momentum * velocity if averaging.nesterov else velocity
-            )
+            mean = before - averaging.lr * (moved + averaging.momentum * velocity if averaging.nesterov else velocity)
         states = [one.optimizer.state.get(params[name], {}) for one, params in zip(replicas, named, strict=True)]
         for slot, value in states[0].items():
             if value.dim():
