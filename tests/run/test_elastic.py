@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.run.faking import assert_no_process_is_left, run_fakes
+from tests.run.faking import run_fakes
 from trainkit.errors import CrashLoopError
 from trainkit.run.folder import RunFolder
+from trainkit.run.supervisor import _result
 
 
 @pytest.fixture
@@ -68,7 +69,6 @@ def test_below_the_minimum_the_run_is_given_up(folder, fake):
         "gave up after 2 restarts that got no further than the checkpoint of step 2, with elastic.min_replicas=2 left: "
         f"{str(caught.value).partition('left: ')[2]}"
     )
-    assert_no_process_is_left(folder)
 
 
 def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_path):
@@ -85,6 +85,12 @@ def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_
     assert result == {"status": "finished", "attempt": 3}
     assert said[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
+
+
+def test_a_stop_while_the_run_changes_its_size_ends_it(folder):
+    folder.write_result({"status": "resized", "steps": 7})
+    assert _result(folder, "stopped") == {"status": "stopped", "reason": "Ctrl-C", "steps": 7}
+    assert folder.read_result()["status"] == "stopped"
 
 
 def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake):

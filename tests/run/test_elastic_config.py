@@ -53,6 +53,10 @@ def test_a_setting_that_cannot_work_is_refused(overrides, told):
     assert refused(*overrides) == [told]
 
 
+def test_an_engine_watches_over_a_single_process_too():
+    check(compose(("recipe=null", "cluster=ray", "supervisor.max_restarts=1")))
+
+
 def test_in_a_launch_the_launcher_has_the_say():
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
     launch = Launch(

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trainkit.run.stopping import StopFlag
+from trainkit.run.stopping import StopFlag, stop_signals, worker_signals
 
 
 def interrupt(number):
@@ -45,6 +45,19 @@ def test_the_first_reason_counts_and_is_told_once():
         interrupt(signal.SIGTERM)
         interrupt(signal.SIGINT)
     assert (stop.requested, told) == ("preempted", ["preempted"])
+
+
+def test_a_stop_overrides_a_change_of_size():
+    with StopFlag(signals=worker_signals()) as stop:
+        interrupt(signal.SIGHUP)
+        assert stop.requested == "resized"
+        interrupt(signal.SIGINT)
+        interrupt(signal.SIGHUP)
+    assert stop.requested == "stopped"
+
+
+def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size():
+    assert set(worker_signals()) - set(stop_signals()) == {signal.SIGHUP}
 
 
 def test_handlers_are_restored():

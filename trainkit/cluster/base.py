@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from typing import ClassVar
 
 from trainkit.cluster.launch import Launch
 
@@ -12,6 +13,9 @@ __all__ = ["Cluster"]
 
 class Cluster(ABC):
     """Which machines take part. A choice is a frozen, keyword-only dataclass; its keys are placement."""
+
+    starts_processes: ClassVar[bool] = False
+    """Whether it starts the processes of a run itself, be it one, and watches over them."""
 
     @abstractmethod
     def launch(self, environ: Mapping[str, str]) -> Launch | None:

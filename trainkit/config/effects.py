@@ -6,6 +6,7 @@ away, it is a note.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -46,7 +47,7 @@ def without_effect_here(composition: Composition) -> list[Problem]:
     told = [f"supervisor.{name}" for name in composition.values.get("supervisor", {})]
     told += ["numerics.check_replicas_every", "elastic.min_replicas"]
     given = [key for key in told if composition.origin(key).level is Level.command_line]
-    if given and _processes(composition.values) == 1:
+    if given and _processes(composition.values) == 1 and not _started_elsewhere(composition.values):
         rule = "has no effect: this strategy runs in one process."
         problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]
     return problems
@@ -145,6 +146,19 @@ def _processes(values: Mapping[str, Any]) -> int | None:
         return int(count(_num_gpus())) if callable(count) else None
     except ConfigError:
         return None  # the plan says what is wrong with it
+
+
+def _started_elsewhere(values: Mapping[str, Any]) -> bool:
+    """Whether something else than this machine's supervisor starts, or has started, the processes."""
+    from trainkit.config.build import TARGET, build  # noqa: PLC0415 - imports targets: second phase only
+
+    if TARGET not in values["cluster"]:
+        return False
+    try:
+        cluster = build(values["cluster"])
+        return getattr(cluster, "starts_processes", False) or cluster.launch(os.environ) is not None
+    except ConfigError:
+        return False  # the run says what is wrong with it
 
 
 def _num_gpus() -> int:

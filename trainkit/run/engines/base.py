@@ -65,6 +65,7 @@ class Engine(Cluster):
     """The packages it is made of."""
     extra: ClassVar[str]
     """The extra of trainkit's that installs them."""
+    starts_processes: ClassVar[bool] = True
     elastic: ClassVar[bool] = False
     """Whether it can go on with fewer processes, and take more once there is room."""
 
