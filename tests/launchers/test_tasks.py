@@ -3,7 +3,10 @@
 import pytest
 
 from tests.launchers.launches import launch_of
+from trainkit.cli import main
 from trainkit.cluster.tasks import Task
+from trainkit.config.check import check
+from trainkit.config.compose import compose
 from trainkit.strategies.base import Facts, Numerics
 from trainkit.strategies.mirrored import Mirrored
 from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
@@ -78,3 +81,18 @@ def test_more_processes_than_gpus_or_lanes_are_a_problem():
     assert problems(Mirrored(), launch_of(9), numerics=Numerics(reproducible=True)) == [
         "strategy.replicas=9: more replicas than numerics.lanes=8. Use at most that many, or more lanes."
     ]
+
+
+SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")
+
+
+def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one():
+    run = ["recipe=null", *SPEC, "strategy.replicas=1", "numerics.check_replicas_every=5"]
+    assert check(compose(run)) == ()
+
+
+def test_the_plan_is_that_of_the_whole_launch(capsys):
+    assert main(["plan", "recipe=null", *SPEC]) == 0
+    out = capsys.readouterr().out
+    assert "2 on cpu" in out
+    assert "worker:0 worker:1 on cpu" in out

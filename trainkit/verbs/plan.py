@@ -26,12 +26,13 @@ def run(call: Call) -> int:
     call.only()
     world = _world(call.flags.get("world"))
     composition = call.compose()
+    from trainkit.api import launch_of  # noqa: PLC0415 - not for --help
     from trainkit.run.memory import abstract_model, memory_of  # noqa: PLC0415 - imports torch
     from trainkit.run.model_facts import model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
 
     try:
-        plan = make_plan(composition.cfg, num_gpus=world)
+        plan = make_plan(composition.cfg, num_gpus=world, launch=launch_of(composition.cfg))
         model = abstract_model(plan)
         notes = model_notes(plan, model)
         memory = memory_of(plan, model)
