@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -22,7 +22,9 @@ __all__ = [
     "closing_text",
     "is_terminal",
     "print_closing",
+    "print_rows",
     "print_summary",
+    "row_lines",
     "summary_lines",
     "summary_table",
     "terminal_console",
@@ -94,6 +96,28 @@ def summary_table(title: str, rows: Mapping[str, object], *, notes: Sequence[str
 
 def _shown(rows: Mapping[str, object]) -> dict[str, str]:
     return {label: str(value) for label, value in rows.items() if value is not None}
+
+
+def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table with a line above it."""
+    print("\n".join(["", *row_lines(header, rows)]), flush=True)  # noqa: T201 - the user's screen
+
+
+def row_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A table as plain text: numbers to the right, words to the left.
+
+    Example:
+        >>> row_lines(["stage", "modules"], [["0", "embed, blocks.0-5"], ["1", "head"]])
+        ['  stage  modules', '      0  embed, blocks.0-5', '      1  head']
+    """
+    shown = list(rows)
+    columns = list(zip(header, *shown, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in columns]
+    return [
+        "  ".join(["", *(cell.rjust(width) if number else cell.ljust(width) for cell, width, number in cells)]).rstrip()
+        for cells in (list(zip(row, widths, right, strict=True)) for row in [header, *shown])
+    ]
 
 
 def print_closing(result: Mapping[str, Any], folder: Path) -> None:

@@ -17,8 +17,12 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
     """What the user should know about this strategy, and about this model on this placement.
 
     Raises:
-        ConfigError: batch statistics would be taken of a single sample.
+        ConfigError: the strategy cannot place this model as it is asked to, or batch statistics would be taken of a
+            single sample.
     """
+    problems = plan.parts.strategy.problems_with(model, plan.facts)
+    if problems:
+        raise ConfigError(problems)
     statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]  # noqa: SLF001
     _refuse_single_samples(plan, statistics)
     notes, said = list(plan.parts.strategy.notes()), []

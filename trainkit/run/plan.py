@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ class RunPlan:
     """Steps of the whole training."""
     rate: LearningRate
     """The learning rate of every step."""
+    facts: Facts = field(default_factory=Facts)
+    """What the strategy was judged by."""
     engine: Engine | None = None
     """What starts the processes, where this machine does not."""
     micro_follows: bool = False
@@ -129,6 +131,7 @@ def make_plan(
         cfg=resolved,
         parts=parts,
         tasks=parts.strategy.tasks(facts),
+        facts=facts,
         engine=engine,
         num_replicas=replicas,
         batch=batch,

@@ -17,6 +17,8 @@ from trainkit.data.loader import Loader
 from trainkit.engine.checkpoint import load, scan
 from trainkit.errors import ConfigError, DataError
 from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.memory import abstract_model
+from trainkit.run.model_facts import model_notes
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.runner import train
 from trainkit.strategies.base import Ticket, Training, Update
@@ -98,6 +100,8 @@ def prove(
         TrainkitError: a candidate failed.
     """
     plans = [(label, make_plan(_for_proof(cfg, steps))) for label, cfg in candidates]
+    for _, plan in plans:
+        model_notes(plan, abstract_model(plan))  # what is wrong with one is told before any is trained
     most = max((plan for _, plan in plans), key=lambda plan: plan.num_replicas)
     sizes = replace(most.cfg.batch, accumulation=None)
     # One whose replicas train apart ends later, where they are alike.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.numbers import num_bytes
-from trainkit.report.tables import print_summary
+from trainkit.report.tables import print_rows, print_summary
 from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.numerics.learning_rate import LearningRate
     from trainkit.run.memory import Memory
     from trainkit.run.plan import RunPlan
+    from trainkit.strategies.base import Part
 
 __all__ = ["FLAGS", "USAGE", "run"]
 
@@ -36,10 +37,13 @@ def run(call: Call) -> int:
         model = abstract_model(plan)
         notes = model_notes(plan, model)
         memory = memory_of(plan, model)
+        parts = plan.parts.strategy.parts(model, plan.facts)
     except ConfigError as error:
         raise composition.located(error) from error
-    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory))}
+    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory, parts))}
     print_summary(f"plan of {plan.cfg.name}", rows, notes=[*composition.notes, *notes])
+    if parts:
+        print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, parts))
     return 0
 
 
@@ -72,10 +76,15 @@ def _curve(rate: LearningRate) -> list[tuple[int, float]]:
     return [(step, rate(step)) for step in steps if 0 <= step < rate.num_steps]
 
 
-def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
+def _part(part: Part) -> tuple[str, ...]:
+    return str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device
+
+
+def _memory(memory: Memory, parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
     optimizer = "unknown" if memory.optimizer_bytes is None else num_bytes(memory.optimizer_bytes)
     held = (
         f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
         f"{num_bytes(memory.gradient_bytes)} and copies {num_bytes(memory.exchange_bytes)}, optimizer {optimizer}"
     )
-    yield "memory a device", f"{num_bytes(memory.total_bytes)} and activations: {held}"
+    whole = len({part.device for part in parts}) <= 1
+    yield "memory a device" if whole else "memory in all", f"{num_bytes(memory.total_bytes)} and activations: {held}"
