@@ -1,0 +1,35 @@
+"""A map on the command line: read as it stands, judged with the model, shown by the plan."""
+
+from trainkit.cli import main
+
+GPT = ("recipe=null", "model=gpt", "data=synthetic_tokens", "objective=language_modelling", "strategy=device_map")
+
+
+def test_a_bad_map_is_refused_with_the_argument_that_set_it(refuse):
+    assert refuse("recipe=null", "strategy=device_map", "strategy.map={layers.0:cpu,layer.2:cpu}") == [
+        "strategy.map.layer.2=cpu: no such module. Did you mean layers.2? (command line)"
+    ]
+
+
+def test_values_of_another_kind_are_refused(refuse):
+    assert refuse("recipe=null", "strategy=device_map", "strategy.map=atuo") == [
+        "strategy.map=atuo: must be a mapping or auto. Did you mean auto? (command line)"
+    ]
+
+
+def test_prove_judges_the_map_before_it_trains(refuse):
+    assert refuse("prove", "recipe=null", "strategy=device_map", "strategy.map={layers.0:cpu}") == [
+        "strategy.map: no device for layers.2.weight, layers.2.bias. Add layers.2: DEVICE, or rest: DEVICE."
+    ]
+
+
+def test_the_plan_shows_what_is_where(cwd, capsys):
+    assert main(["plan", "--world", "2", *GPT, "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}"]) == 0
+    assert capsys.readouterr().out.splitlines()[-5:] == [
+        "",
+        "  stage  modules            parameters     bytes  device",
+        "      0  embed, blocks.0-1     434,688  3.32 MiB  cuda:0",
+        "      1  blocks.2-3            393,728     3 MiB  cuda:1",
+        "      2  head                      128     1 KiB  cuda:0",
+    ]
+    assert list(cwd.iterdir()) == []

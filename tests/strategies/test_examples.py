@@ -1,0 +1,14 @@
+"""The examples in docstrings of the strategies, run."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = ["device_map", "devices", "maps.balance", "maps.fitting", "maps.syntax", "maps.units", "packing", "spread"]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_hold(name: str) -> None:
+    found = doctest.testmod(importlib.import_module(f"trainkit.strategies.{name}"))
+    assert (found.failed, found.attempted > 0) == (0, True)

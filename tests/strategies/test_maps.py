@@ -1,0 +1,256 @@
+"""Maps: what their words name, how `auto` cuts, and every mistake in its exact words, from a model without numbers."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.launch import Launch
+from trainkit.cluster.tasks import Task
+from trainkit.models.gpt import Gpt
+from trainkit.strategies.base import Facts
+from trainkit.strategies.device_map import DeviceMap
+from trainkit.strategies.maps.balance import balanced
+from trainkit.strategies.maps.fitting import model_bytes, unit_bytes
+from trainkit.strategies.maps.placing import Layout
+from trainkit.strategies.maps.syntax import assign, collapsed
+from trainkit.strategies.maps.units import units_of
+
+FACTS = Facts(num_gpus=4)
+BLOCK_BYTES = 8 * (12 * 8 * 8 + 2 * 8)  # parameters and gradients of a block of width 8
+
+
+def gpt(*, tied: bool = True) -> nn.Module:
+    with torch.device("meta"):
+        model = Gpt(vocab_size=11, context=4, num_layers=4, num_heads=2, width=8)
+        if not tied:
+            model.head.output.weight = nn.Parameter(torch.empty(11, 8))
+    return model
+
+
+def refusals(given: Any, model: nn.Module | None = None, **settings: Any) -> list[str]:
+    strategy = DeviceMap(map=given, **settings)
+    return [str(problem) for problem in strategy.problems(FACTS) or strategy.problems_with(model or gpt(), FACTS)]
+
+
+def devices(strategy: DeviceMap, model: nn.Module, facts: Facts = FACTS) -> list[tuple[str, str]]:
+    assert strategy.problems(facts) + strategy.problems_with(model, facts) == []
+    return [(part.modules, part.device) for part in strategy.parts(model, facts)]
+
+
+def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
+    given: dict[str, int | str] = {"embed": 0, "blocks.0-1": 1, "blocks.2": 2, "rest": "cpu"}
+    assert devices(DeviceMap(map=given), gpt(tied=False)) == [
+        ("embed", "cuda:0"),
+        ("blocks.0-1", "cuda:1"),
+        ("blocks.2", "cuda:2"),
+        ("blocks.3, head", "cpu"),
+    ]
+    assert devices(DeviceMap(map={"blocks": "/gpu:1", "rest": 0}), gpt()) == [
+        ("embed", "cuda:0"),
+        ("blocks.0-3", "cuda:1"),
+        ("head", "cuda:0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"embd": 0, "rest": 1}, ["strategy.map.embd=0: no such module. Did you mean embed?"]),
+        (
+            {"q": 0, "rest": 1},
+            ["strategy.map.q=0: no such module. There are: embed, blocks.0-3, head."],
+        ),
+        ({"blocks.0-7": 0, "rest": 1}, ["strategy.map.blocks.0-7=0: no such modules: there are blocks.0-3."]),
+        ({"block.0-3": 0, "rest": 1}, ["strategy.map.block.0-3=0: no such modules. Did you mean blocks.0-3?"]),
+        ({"blocks.3-0": 0, "rest": 1}, ["strategy.map.blocks.3-0=0: runs backwards. Write blocks.0-3."]),
+        (
+            {"blocks.1.mlp": 0, "rest": 1},
+            ["strategy.map.blocks.1.mlp=0: lies inside the block blocks.1, and maps cut between blocks only. Use blocks.1."],  # noqa: E501
+        ),
+        (
+            {"blocks.0-2": 0, "blocks.2-3": 1, "rest": 0},
+            ["strategy.map.blocks.2-3=1: blocks.2 is in blocks.0-2 already. Name each block once."],
+        ),
+        (
+            {"embed": 0, "blocks": 0, "head": 0, "rest": 1},
+            ["strategy.map.rest=1: names nothing: the other keys name every block. Leave it out."],
+        ),
+        (
+            {"embed": 0, "blocks.0-2": 0, "head": 0},
+            [
+                ("strategy.map: no device for blocks.3.attention_norm.weight, "
+                "blocks.3.attention.queries_keys_values.weight, blocks.3.attention.project.weight, "
+                "blocks.3.mlp_norm.weight, blocks.3.mlp.expand.weight and 1 more. "
+                "Add blocks.3: DEVICE, or rest: DEVICE.")
+            ],
+        ),
+        (
+            {"embed": 0, "rest": 1},
+            [
+                ("strategy.map.rest=1: head.output.weight is the same tensor as embed.tokens.weight, which is on 0. "
+                "Tied weights stay on one device: put head on 0 too.")
+            ],
+        ),
+        (
+            {"embed": 0, "blocks.0": 0, "blocks.1": 1, "blocks.2": "cuda:0", "blocks.3": 1, "head": 0},
+            [
+                ("strategy.map: activations change their device 4 times on the way through the model, where 2 would "
+                "do. Use {embed:0,blocks.0-1:0,blocks.2-3:1,head:0}.")
+            ],
+        ),
+        ({}, ["strategy.map={}: places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."]),
+        (
+            {"embed": 4, "blocks": "gpu:x", "rest": 0},
+            [
+                "strategy.map.embed=4: no such GPU: there is the 4 of this host. They are counted from 0.",
+                "strategy.map.blocks=gpu:x: no device's name. Use cpu, cuda:0 or /gpu:0.",
+            ],
+        ),
+    ],
+)  # fmt: skip
+def test_a_bad_map_is_refused(given: dict[str, Any], said: list[str]) -> None:
+    assert refusals(given) == said
+
+
+def test_settings_that_do_not_go_together_are_refused() -> None:
+    assert refusals({"rest": 0}, devices=(0, 1)) == [
+        (
+            "strategy.devices=[0, 1]: has no effect beside strategy.map, which names its devices itself. Leave one "
+            "of the two out."
+        )
+    ]
+    assert refusals("auto", devices=()) == ["strategy.devices=[]: names no device. Name some, [0,1], or null for all."]
+    assert refusals("auto", devices=(0,), max_memory={"1": 3, "0": -1}) == [
+        "strategy.max_memory.1=3: no device of this run. There are: cuda:0.",
+        "strategy.max_memory.0=-1: must be more than 0.",
+    ]
+
+
+def test_what_does_not_fit_is_refused_with_the_sizes() -> None:
+    limit = 1.5 * BLOCK_BYTES / 2**30
+    assert refusals("auto", devices=(0, 1, 2), max_memory=limit) == [
+        (
+            f"strategy.max_memory={limit}: too little: the model needs 2.43e-05 GiB for parameters, gradients and "
+            "buffers, its largest block, blocks.0, 5.84e-06 GiB; cuda:0, cuda:1, cuda:2 take 2.63e-05 GiB. Give more "
+            "memory or more devices."
+        )
+    ]
+    assert refusals({"blocks.0-1": 1, "rest": 0}, max_memory={"1": limit}) == [
+        (
+            f"strategy.max_memory={{1:{limit}}}: cuda:1 takes 8.76e-06 GiB, and strategy.map puts 1.17e-05 GiB of "
+            "parameters, gradients and buffers there. Move blocks to another device."
+        )
+    ]
+
+
+def test_processes_that_have_nothing_to_do_are_refused() -> None:
+    tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
+    launch = Launch(kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("h", 1))
+    assert [str(problem) for problem in DeviceMap().problems(Facts(launch=launch))] == [
+        (
+            "strategy=device_map: torchrun started 2 processes, and a device map has work for one. "
+            "Use strategy=multi_worker_mirrored."
+        )
+    ]
+
+
+def test_auto_balances_bytes_and_keeps_tied_weights_together() -> None:
+    assert devices(DeviceMap(), gpt(tied=False), Facts(num_gpus=2)) == [
+        ("embed, blocks.0-1", "cuda:0"),
+        ("blocks.2-3, head", "cuda:1"),
+    ]
+    assert devices(DeviceMap(devices=(3, 1)), gpt()) == [
+        ("embed, blocks.0-1", "cuda:3"),
+        ("blocks.2-3", "cuda:1"),
+        ("head", "cuda:3"),
+    ]
+    assert devices(DeviceMap(), gpt(), Facts()) == [("embed, blocks.0-3, head", "cpu")]
+
+
+def test_auto_keeps_to_the_memory_of_each_device() -> None:
+    little = {"0": 2 * BLOCK_BYTES / 2**30}
+    assert devices(DeviceMap(devices=(0, 1), max_memory=little), gpt(tied=False))[0] == ("embed, blocks.0", "cuda:0")
+
+
+def test_the_fullest_place_holds_as_little_as_any_cut_allows() -> None:
+    sizes, none = [3, 1, 4, 1, 5, 9, 2, 6], [math.inf] * 3
+    assert balanced(sizes, none, leaders=list(range(8))) == [0, 0, 0, 0, 0, 1, 1, 2]  # 14, 11, 6
+    assert balanced(sizes, none, leaders=[0, 1, 2, 3, 4, 5, 6, 0]) == [0, 0, 1, 1, 1, 2, 2, 0]  # 10, 10, 11
+    assert balanced(sizes, [14, 14, 2], leaders=list(range(8))) is None
+
+
+def test_a_layer_list_inside_a_top_level_child_is_cut_and_what_is_left_stays_together() -> None:
+    inner = nn.Module()
+    inner.wte, inner.h, inner.norm = nn.Embedding(3, 2), nn.ModuleList([nn.Linear(2, 2)] * 1), nn.LayerNorm(2)
+    model = nn.Module()
+    model.transformer, model.head = inner, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    units = units_of(model)
+    assert [unit.name for unit in units] == ["transformer", "transformer.h.0", "head.0", "head.1"]
+    assert [name for name, _ in units[0].tensors()] == [
+        "transformer.wte.weight",
+        "transformer.norm.weight",
+        "transformer.norm.bias",
+    ]
+    assert units[0].entries == (inner, inner.wte, inner.norm)
+    given = {"transformer": 0, "transformer.h.0": 1, "head": 2}
+    assert assign(model, units, given, key="m").places == (0, 1, 2, 2)
+    assert assign(model, units, dict(reversed(given.items())), key="m").places == (0, 1, 2, 2)
+
+
+def test_what_the_model_itself_owns_is_placed_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    model.register_buffer("mean", torch.ones(2))
+    units = units_of(model)
+    assert [[name for name, _ in unit.tensors()] for unit in units] == [["scale"], ["mean"], ["0.weight", "0.bias"]]
+    assert assign(model, units, {"scale": 0, "rest": 1}, key="m").places == (0, 1, 1)
+
+
+def test_bytes_are_those_of_what_is_trained_and_tied_weights_count_once() -> None:
+    from trainkit.numerics.precision import Precision
+
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(1, affine=False), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    assert unit_bytes(units_of(model), model_bytes(Precision())) == [9 * 8, 2 * 4 + 8, 0]
+    model[0].weight.requires_grad = False
+    assert unit_bytes(units_of(model), model_bytes(Precision(value="fp64")))[0] == 9 * 8
+
+
+def test_names_that_count_up_are_shown_as_a_range() -> None:
+    assert collapsed(["0", "1", "a.0", "a.1", "a.3", "b"]) == ["0-1", "a.0-1", "a.3", "b"]
+
+
+class Nested(nn.Module):
+    """Takes and gives tensors inside tuples and dicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, pair: tuple[Tensor, int], *, more: dict[str, Tensor]) -> dict[str, tuple[Tensor, int]]:
+        return {"both": (pair[0] * self.weight + more["x"], pair[1])}
+
+
+class Caller(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Nested(), Nested()
+
+    def forward(self, x: Tensor) -> dict[str, tuple[Tensor, int]]:
+        out: dict[str, tuple[Tensor, int]] = self.second(self.first((x, 7), more={"x": x})["both"], more={"x": x})
+        return out
+
+
+def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
+    model = Caller()
+    model.second.to("meta")
+    layout = Layout(units=units_of(model), devices_by_unit=("cpu", "meta"), routed=True)
+    layout.move(model)
+    assert [param.device.type for param in model.parameters()] == ["cpu", "meta"]
+    tensor, number = model(torch.ones(2))["both"]
+    assert (tensor.device.type, number, layout.device.type) == ("meta", 7, "meta")

@@ -1,0 +1,184 @@
+"""One replica over several devices: its blocks where a map says, activations moved between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.values import above
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Facts, Numerics, Part
+from trainkit.strategies.collective import LocalCollective
+from trainkit.strategies.devices import device_problems, parse_device
+from trainkit.strategies.maps.fitting import Fitting, model_bytes
+from trainkit.strategies.maps.placing import Layout
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.reducers import LaneReducer, LocalReducer, Partials, Reducer
+from trainkit.strategies.synchronous import Synchronous
+
+__all__ = ["DeviceMap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMap(Synchronous):
+    """Train one replica on several devices, in one process.
+
+    Example:
+        >>> DeviceMap(map={"embed": "cpu", "rest": 0}).tasks(Facts(num_gpus=1))
+        (Task(role='worker', index=0, rank=0, device='cuda:0'),)
+    """
+
+    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
+    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
+    devices: Annotated[tuple[int | str, ...] | None, placement] = None
+    """Devices that `auto` fills, in this order; null: all GPUs, else the CPU."""
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    """GiB of parameters, gradients and buffers that a device takes: for all, or by device, `{0:20,1:40}`."""
+
+    def problems(self, facts: Facts) -> list[Problem]:
+        """Whether its devices exist; `problems_with` judges the map by the model."""
+        if facts.launch is not None and facts.launch.num_ranks > 1:
+            started = f"{facts.launch.kind} started {facts.launch.num_ranks} processes"
+            rule = f"{started}, and a device map has work for one. Use strategy=multi_worker_mirrored."
+            return [Problem(key="strategy", value="device_map", rule=rule)]
+        problems = [
+            found for key, device in self._named_devices() for found in device_problems(key, device, facts.num_gpus)
+        ]
+        if self.map == {}:
+            rule = "places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."
+            problems.append(Problem(key="strategy.map", value="{}", rule=rule))
+        if self.map != "auto" and self.devices is not None:
+            rule = "has no effect beside strategy.map, which names its devices itself. Leave one of the two out."
+            problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
+        if self.devices == ():
+            rule = "names no device. Name some, [0,1], or null for all."
+            problems.append(Problem(key="strategy.devices", value=[], rule=rule))
+        return problems or self._memory_problems(facts.num_gpus)
+
+    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+        """What is wrong with the map for this model."""
+        layout = self._fitting(Precision(value=facts.precision), facts.num_gpus).layout(model)  # type: ignore[arg-type]
+        return [] if isinstance(layout, Layout) else self._with_limits(layout)
+
+    def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
+        """A part for each stretch of the model on one device."""
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        layout = self._fitting(precision, facts.num_gpus).layout(model)
+        return layout.parts(model_bytes(precision)) if isinstance(layout, Layout) else ()
+
+    def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
+        """One."""
+        return 1
+
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:
+        """One task; its device is the first GPU of the map, else the CPU."""
+        found = self._used(facts.num_gpus)
+        return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
+
+    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - there is nobody to meet
+        """Nobody to meet."""
+        return LocalCollective()
+
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
+        """The lanes of a reproducible run, else nothing."""
+        if numerics.reproducible:
+            return _Returning(LaneReducer(lanes=numerics.lanes, rank=0, num_ranks=1))
+        return LocalReducer()
+
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Layout:  # noqa: ARG002
+        """The layout of this model on the devices of this host.
+
+        Raises:
+            ConfigError: the map does not fit the model.
+        """
+        layout = self._fitting(precision, torch.cuda.device_count()).layout(model)
+        if not isinstance(layout, Layout):
+            raise ConfigError(self._with_limits(layout))
+        return layout
+
+    def _fitting(self, precision: Precision, num_gpus: int) -> Fitting:
+        given = None if self.map == "auto" else self.map
+        return Fitting(
+            given=given if isinstance(given, Mapping) else None,
+            devices=self._used(num_gpus),
+            capacities=self._capacities(num_gpus),
+            bytes_of=model_bytes(precision),
+        )
+
+    def _with_limits(self, problems: list[Problem]) -> list[Problem]:
+        """Problems of memory, with the value that set the limits."""
+        key, limits = "strategy.max_memory", self.max_memory
+        if isinstance(limits, Mapping):
+            shown: object = "{" + ",".join(f"{device}:{gib}" for device, gib in limits.items()) + "}"
+        else:
+            shown = limits
+        return [replace(one, value=shown) if one.key == key else one for one in problems]
+
+    def _used(self, num_gpus: int) -> tuple[str, ...]:
+        """The devices of the map, in its order."""
+        if isinstance(self.map, Mapping):
+            named: Sequence[int | str] = tuple(self.map.values())
+        else:
+            named = self.devices or tuple(range(num_gpus)) or ("cpu",)
+        return tuple(dict.fromkeys(device for one in named if (device := parse_device(one)) is not None)) or ("cpu",)
+
+    def _capacities(self, num_gpus: int) -> dict[str, float]:
+        """Device -> the bytes it takes, where that is limited."""
+        if isinstance(self.max_memory, Mapping):
+            limits = {parse_device(_as_given(device)): gib for device, gib in self.max_memory.items()}
+            return {device: gib * 2**30 for device, gib in limits.items() if device is not None}
+        limit = self.max_memory
+        return {} if limit is None else dict.fromkeys(self._used(num_gpus), limit * 2**30)
+
+    def _named_devices(self) -> Iterator[tuple[str, int | str]]:
+        if isinstance(self.map, Mapping):
+            yield from ((f"strategy.map.{word}", device) for word, device in self.map.items())
+        yield from (("strategy.devices", device) for device in self.devices or ())
+
+    def _memory_problems(self, num_gpus: int) -> list[Problem]:
+        if not isinstance(self.max_memory, Mapping):
+            return []
+        problems, used = [], self._used(num_gpus)
+        for device, gib in self.max_memory.items():
+            key = f"strategy.max_memory.{device}"
+            if gib <= 0:
+                problems.append(Problem(key=key, value=gib, rule="must be more than 0."))
+            if parse_device(_as_given(device)) not in used:
+                rule = f"no device of this run. There are: {', '.join(used)}."
+                problems.append(Problem(key=key, value=gib, rule=rule))
+        return problems
+
+
+def _as_given(device: str) -> int | str:
+    """A device that stands as a key, where every name is text."""
+    return int(device) if str(device).isdigit() else device
+
+
+class _Returning:
+    """Gives each sum back on the device that its parts came from: the lanes add up in one vector, on one device."""
+
+    def __init__(self, lanes: LaneReducer) -> None:
+        self._reducer = lanes
+        self.lanes = lanes.lanes
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:
+        """The sums over all lanes."""
+        homes: list[torch.device] = []
+
+        def watched() -> Partials:
+            for lane, parts in partials:
+                known = homes or [packing.device] * len(parts)
+                homes[:] = [home if part is None else part.device for part, home in zip(parts, known, strict=True)]
+                yield lane, parts
+
+        sums = self._reducer.reduce(watched(), num_shards=num_shards, packing=packing)
+        return [None if total is None else total.to(home) for total, home in zip(sums, homes, strict=True)]

@@ -1,0 +1,1 @@
+"""Maps: which part of a model is placed where, for device maps and pipelines."""

@@ -1,0 +1,67 @@
+"""`auto`: the units of a model cut into runs of about equal size, one for each place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+__all__ = ["balanced"]
+
+
+def balanced(sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequence[int]) -> list[int] | None:
+    """Cut units into runs, in order, so that the fullest place holds least.
+
+    Args:
+        sizes: bytes of each unit.
+        capacities: bytes that each place takes, `math.inf` where there is no limit; a place may stay empty.
+        leaders: for each unit the one whose place it must share, itself for most.
+
+    Returns:
+        The number of the place of each unit; None where they do not fit.
+
+    Example:
+        >>> balanced([4, 1, 1, 4], [math.inf, math.inf], leaders=[0, 1, 2, 3])
+        [0, 0, 1, 1]
+        >>> balanced([4, 1, 1, 4], [3, 20], leaders=[0, 1, 2, 3])
+        [1, 1, 1, 1]
+    """
+    free = [at for at, leader in enumerate(leaders) if leader == at]
+    position = {at: number for number, at in enumerate(free)}
+    weights = [0] * len(free)
+    for size, leader in zip(sizes, leaders, strict=True):
+        weights[position[leader]] += size
+    cuts = _cuts(weights, capacities)
+    if cuts is None:
+        return None
+    place_of = [place for place, (start, end) in enumerate(cuts) for _ in range(start, end)]
+    return [place_of[position[leader]] for leader in leaders]
+
+
+def _cuts(weights: Sequence[int], capacities: Sequence[float]) -> list[tuple[int, int]] | None:
+    """(start, end) of each place's run: the partition with the least maximum, by dynamic programming."""
+    total = [0]
+    for weight in weights:
+        total.append(total[-1] + weight)
+    count = len(weights)
+    # best[end]: the least maximum of the places so far, where they hold the first `end` units
+    best = [0.0] + [math.inf] * count
+    starts: list[list[int]] = []
+    for capacity in capacities:
+        reached, chosen = [math.inf] * (count + 1), [0] * (count + 1)
+        for end in range(count + 1):
+            for start in range(end, -1, -1):
+                held = total[end] - total[start]
+                if held > capacity or held >= reached[end]:
+                    break
+                worst = max(best[start], held)
+                if worst < reached[end]:
+                    reached[end], chosen[end] = worst, start
+        best = reached
+        starts.append(chosen)
+    if math.isinf(best[count]):
+        return None
+    cuts, end = [], count
+    for chosen in reversed(starts):
+        cuts.append((chosen[end], end))
+        end = chosen[end]
+    return cuts[::-1]

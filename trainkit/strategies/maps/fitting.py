@@ -1,0 +1,112 @@
+"""From a map, or from `auto`, to a layout of a model; or to what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.errors import Problem
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.devices import parse_device
+from trainkit.strategies.maps.balance import balanced
+from trainkit.strategies.maps.judging import layout_problems, leaders_of
+from trainkit.strategies.maps.placing import Layout
+from trainkit.strategies.maps.syntax import assign
+from trainkit.strategies.maps.units import Unit, units_of
+
+__all__ = ["Fitting", "model_bytes", "unit_bytes"]
+
+_GIB = 2**30
+
+
+def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
+    """What a tensor of a model costs while it is trained: itself, its gradient, and masters of both where apart.
+
+    Example:
+        >>> model_bytes(Precision(value="bf16"))(nn.Parameter(Tensor(10)))
+        120
+    """
+    width, master = precision.model_dtype.itemsize, precision.master_dtype.itemsize
+    trained = 2 * width + (2 * master if precision.model_dtype is not precision.master_dtype else 0)
+
+    def bytes_of(tensor: Tensor) -> int:
+        if isinstance(tensor, nn.Parameter):
+            return tensor.numel() * (trained if tensor.requires_grad else width)
+        return tensor.numel() * (width if tensor.is_floating_point() else tensor.element_size())
+
+    return bytes_of
+
+
+def unit_bytes(units: Sequence[Unit], bytes_of: Callable[[Tensor], int]) -> list[int]:
+    """Bytes of each unit; a tied tensor counts where it comes first."""
+    seen: set[int] = set()
+    found = []
+    for unit in units:
+        own = {id(tensor): tensor for _, tensor in unit.tensors() if id(tensor) not in seen}
+        seen.update(own)
+        found.append(sum(bytes_of(tensor) for tensor in own.values()))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitting:
+    """How a model is laid out."""
+
+    given: Mapping[str, Any] | None
+    """The user's map; None: balanced by bytes."""
+    devices: Sequence[str]
+    """The devices in use, in order."""
+    capacities: Mapping[str, float]
+    """Device -> the bytes it takes; absent: no limit."""
+    bytes_of: Callable[[Tensor], int]
+    """What a tensor costs."""
+
+    def layout(self, model: nn.Module) -> Layout | list[Problem]:
+        """Lay the model out; it may be on the meta device."""
+        units = units_of(model)
+        sizes = unit_bytes(units, self.bytes_of)
+        if self.given is None:
+            return self._balanced(units, sizes)
+        assigned = assign(model, units, self.given, key="strategy.map")
+        problems = assigned.problems or layout_problems(
+            units, assigned, self.given, key="strategy.map", noun="device", same=parse_device
+        )
+        if problems:
+            return problems
+        devices = tuple(None if place is None else parse_device(place) for place in assigned.places)
+        layout = Layout(units=units, devices_by_unit=devices, routed=True)
+        return self._overfull(layout, sizes) or layout
+
+    def _balanced(self, units: Sequence[Unit], sizes: Sequence[int]) -> Layout | list[Problem]:
+        limits = [self.capacities.get(device, math.inf) for device in self.devices]
+        found = balanced(sizes, limits, leaders=leaders_of(units))
+        if found is None:
+            largest = max(range(len(units)), key=sizes.__getitem__)
+            rule = (
+                f"too little: the model needs {_gib(sum(sizes))} for parameters, gradients and buffers, its largest "
+                f"block, {units[largest].name}, {_gib(sizes[largest])}; {', '.join(self.devices)} take "
+                f"{_gib(sum(limits))}. Give more memory or more devices."
+            )
+            return [Problem(key="strategy.max_memory", rule=rule)]
+        devices = tuple(self.devices[place] for place in found)
+        return Layout(units=tuple(units), devices_by_unit=devices, routed=len(set(devices)) > 1)
+
+    def _overfull(self, layout: Layout, sizes: Sequence[int]) -> list[Problem]:
+        problems = []
+        for device, limit in self.capacities.items():
+            held = sum(size for size, one in zip(sizes, layout.devices_by_unit, strict=True) if one == device)
+            if held > limit:
+                rule = (
+                    f"{device} takes {_gib(limit)}, and strategy.map puts {_gib(held)} of parameters, gradients and "
+                    "buffers there. Move blocks to another device."
+                )
+                problems.append(Problem(key="strategy.max_memory", rule=rule))
+        return problems
+
+
+def _gib(num_bytes: float) -> str:
+    return f"{num_bytes / _GIB:.3g} GiB"
