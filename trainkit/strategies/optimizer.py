@@ -41,7 +41,7 @@ class Stepper:
             grads: one a parameter, in the order of `params`; None leaves the parameter out, as torch does.
             lr_factor: every group's own rate is multiplied by it.
         """
-        if self._kernels is not None:
+        if self._kernels is not None and all(grad is not None for grad in grads):
             for counter in self._counters:
                 counter.add_(1)
             for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.strategies.optimizer import Stepper
+
+
+def stepped(make, grads_of_steps, *, through_stepper):
+    """Two parameters after some steps; None leaves a parameter out of a step."""
+    params = [nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(2)]
+    optimizer = make(params)
+    stepper = Stepper(optimizer, params)
+    for grads in grads_of_steps:
+        given = [None if value is None else torch.full((3,), value) for value in grads]
+        if through_stepper:
+            stepper.step(given, 1.0)
+        else:
+            for param, grad in zip(params, given, strict=True):
+                param.grad = grad
+            optimizer.step()
+    return torch.stack([param.detach() for param in params])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: torch.optim.AdamW(params, lr=0.1, fused=True),
+        lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, fused=True),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(make):
+    steps = [(0.5, 0.2), (0.1, 0.3), (0.4, None), (0.2, 0.7)]
+
+    ours = stepped(make, steps, through_stepper=True)
+
+    assert torch.equal(ours, stepped(make, steps, through_stepper=False))
