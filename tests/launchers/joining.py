@@ -54,6 +54,11 @@ def train_with_a_bad_plan(place: Place, folder: str, port: int):
         return train(place, folder, port)
 
 
+def train_twice(place: Place, folder: str, port: int):
+    """The same, once more as soon as it is done."""
+    return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
+
+
 def train_unlike(place: Place, folder: str, port: int, own: list[list[str]], environ: dict[str, str] | None = None):
     """The same, each process with arguments of its own."""
     return train(place, folder, port, *own[place.rank], environ=environ)

@@ -39,6 +39,12 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path)
     assert result["weights_sha256"] == alone["weights_sha256"]
 
 
+def test_one_launch_may_train_again_and_again(start, tmp_path):
+    for rank in start(function="train_twice"):
+        assert [error for _, error, _ in rank] == [None, None]
+    assert folders(tmp_path) == ["run_1", "run_2"]
+
+
 def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, tmp_path):
     told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
     lines = [

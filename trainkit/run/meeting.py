@@ -1,14 +1,8 @@
 """Where the processes of a launch meet before they train: each finds the others, and none goes on alone.
 
-The store is the launcher's, or one that rank 0 opens. A store may outlive its ranks and still hold what dead ones said
-(that of torchrun's agents does), and no variable tells two of its groups apart: agents count restarts each for itself.
-So a group makes a prefix of its own, told by its rank 0 to those who ask by a name that nobody had before:
-
-    rank 1    arrival/1 = "1 of 2, named X"          rank 0    answer/X = PREFIX
-              PREFIX/present/1                                 ... until all are present
-
-Everything else is said below the prefix, in rounds: `first` (rank 0 does something, all learn what came of it) and
-`each` (all do something; where one fails, all fail).
+The store is the launcher's, or one that rank 0 opens. Once all have arrived (`trainkit.run.arriving`), everything is said
+in rounds: `first` (rank 0 does something, all learn what came of it) and `each` (all do something; where one fails, all
+fail).
 """
 
 from __future__ import annotations
@@ -16,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-import uuid
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -25,6 +18,7 @@ from typing import Any, Final, Self, TypeVar
 
 from trainkit.cluster.launch import Launch
 from trainkit.errors import HangError, PeerError
+from trainkit.run.arriving import follow, lead
 from trainkit.run.board import Board
 from trainkit.run.last_words import LastWords, last_words, words_from
 from trainkit.run.waiting import Patience
@@ -66,7 +60,10 @@ class Meeting:
         """Open or find the store, and wait until all are there."""
         with self._stack:
             self._board.open(self._stack, self._patience(lambda: [0]))
-            self.prefix = self._lead() if self.launch.rank == 0 else self._follow()
+            if self.launch.rank == 0:
+                self.prefix = lead(self._board, self.launch.num_ranks, self._patience)
+            else:
+                self.prefix = follow(self._board, self.launch, self._stack, self._patience(lambda: [0]))
             self._stack = self._stack.pop_all()
         return self
 
@@ -87,33 +84,6 @@ class Meeting:
                 time.sleep(_POLL_S)
                 left = self._board.add(f"{self.prefix}/left", 0)
 
-    def _lead(self) -> str:
-        """Answer all who arrive until every rank of this group has said that it is there."""
-        prefix = uuid.uuid4().hex
-        present, seen = {0}, 0
-        patience = self._patience(lambda: set(range(self.launch.num_ranks)) - present)
-        while True:
-            for number in range(seen + 1, self._board.add("trainkit/arrivals", 0) + 1):
-                if not self._board.has(f"trainkit/arrival/{number}"):
-                    break
-                seen = number
-                size, name = self._board.get(f"trainkit/arrival/{number}").decode().split()
-                if int(size) == self.launch.num_ranks:
-                    self._board.set(f"trainkit/answer/{name}", prefix)
-            missing = set(range(self.launch.num_ranks)) - present
-            present |= {rank for rank in missing if self._board.has(f"{prefix}/present/{rank}")}
-            if len(present) == self.launch.num_ranks:
-                return prefix
-            patience.wait(_POLL_S)
-
-    def _follow(self) -> str:
-        name = uuid.uuid4().hex
-        number = self._board.add("trainkit/arrivals", 1)
-        self._board.set(f"trainkit/arrival/{number}", f"{self.launch.num_ranks} {name}")
-        prefix: str = self._wait_for(f"trainkit/answer/{name}", 0).decode()
-        self._board.set(f"{prefix}/present/{self.launch.rank}", "")
-        return prefix
-
     def first(self, work: Callable[[], T]) -> T:
         """Let rank 0 do something and tell the others; collective.
 
@@ -128,7 +98,7 @@ class Meeting:
         """
         key = self._next_round()
         if self.launch.rank > 0:
-            told = json.loads(self._wait_for(key, 0, say=_nothing))  # rank 0 is there, and busy
+            told = json.loads(self._wait_for(key))
             if told["failed"] is not None:
                 raise self.peer_error(words_from(told["failed"]))
             result: T = told["result"]
@@ -224,16 +194,15 @@ class Meeting:
         self._rounds += 1
         return f"{self.prefix}/round/{self._rounds}"
 
-    def _wait_for(self, key: str, rank: int, *, say: Callable[[str], None] | None = None) -> bytes:
-        """A value that a rank sets; the ranks that rank 0 waits for are named by rank 0."""
-        patience = self._patience(lambda: [rank], say=say)
+    def _wait_for(self, key: str) -> bytes:
+        """A value that rank 0 sets, which is there and busy; whom it waits for, it says itself."""
+        patience = self._patience(lambda: [0], say=_nothing)
         try:
             while not self._board.has(key):
                 patience.wait(_POLL_S)
-            value: bytes = self._board.get(key)
+            return self._board.get(key)
         except RuntimeError as error:  # the store's DistError
-            raise HangError(f"{self.launch.place_of(rank)} is gone, and with it the store.") from error
-        return value
+            raise HangError(f"{self.launch.place_of(0)} is gone, and with it the store.") from error
 
     def _patience(self, missing: Callable[[], Iterable[int]], *, say: Callable[[str], None] | None = None) -> Patience:
         return Patience(

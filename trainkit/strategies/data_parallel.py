@@ -37,7 +37,7 @@ class DataParallel(Synchronous):
     elastic: ClassVar[bool] = True
 
     replicas: Annotated[int | Literal["auto"], placement] = "auto"
-    """Processes; auto: one a GPU, or 2 on a host without."""
+    """Processes of this host; auto: one a GPU, or 2 on a host without; in a launch, those that it started."""
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
     timeout_s: Annotated[float, placement] = 600.0
