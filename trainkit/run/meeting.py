@@ -1,8 +1,8 @@
 """Where the processes of a launch meet before they train: each finds the others, and none goes on alone.
 
-The store is the launcher's, or one that rank 0 opens. Once all have arrived (`trainkit.run.arriving`), everything is said
-in rounds: `first` (rank 0 does something, all learn what came of it) and `each` (all do something; where one fails, all
-fail).
+The store is the launcher's, or one that rank 0 opens. Once all have arrived (`trainkit.run.arriving`), everything is
+said in rounds: `first` (rank 0 does something, all learn what came of it) and `each` (all do something; where one
+fails, all fail).
 """
 
 from __future__ import annotations
