@@ -65,15 +65,15 @@ def test_below_the_minimum_the_run_is_given_up(folder, fake):
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1)))
     with pytest.raises(CrashLoopError) as caught:
         run_fakes(folder, 3, min_replicas=2, max_restarts=2, say=print)
-    assert str(caught.value) == (
+    assert str(caught.value).startswith(
         "gave up after 2 restarts that got no further than the checkpoint of step 2, with elastic.min_replicas=2 left: "
-        f"{str(caught.value).partition('left: ')[2]}"
+        "rank 0 was ended by SIGKILL while starting."
     )
 
 
 def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_path):
     (tmp_path / "gone").touch()
-    fake("steps=120 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
+    fake("steps=200 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
     said = []
 
     def say(line):
@@ -81,7 +81,7 @@ def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_
         if "is lost" in line:
             (tmp_path / "gone").unlink()
 
-    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, hang_timeout_s=1.0, say=say)
+    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, say=say)
     assert result == {"status": "finished", "attempt": 3}
     assert said[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
@@ -94,8 +94,8 @@ def test_a_stop_while_the_run_changes_its_size_ends_it(folder):
 
 
 def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake):
-    fake("steps=150 save=2 pause=0.01", fail=broken(1))
+    fake("steps=200 save=2 pause=0.01", fail=broken(1))
     said = []
-    result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, hang_timeout_s=1.0, say=said.append)
+    result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, say=said.append)
     assert result["status"] == "finished"
     assert [line.partition("again in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]

@@ -26,6 +26,8 @@ from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
 __all__ = ["Attempts"]
 
 _CLEAN: Final = frozenset(EXIT_CODES.values())
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at the pulses of the ranks, and at whether a lost replica is due."""
 _GRACE_S: Final = 0.1
 """How long the others have to say their last words once one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
@@ -101,7 +103,7 @@ class Attempts:
         if self.stop.requested:  # between two attempts
             self._ask_to_stop(group, self.stop.requested)
         while group.running:
-            event = self._next_event(min(1.0, self._hang_timeout_s / 4))
+            event = self._next_event(min(_LOOK_S, self._hang_timeout_s / 4))
             if event is None:
                 failure = hung(
                     self._folder,
