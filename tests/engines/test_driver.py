@@ -16,7 +16,7 @@ from tests.run.faking import assert_no_process_is_left, wait_for
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
-from trainkit.run.engines import rank
+from trainkit.run.engines.attempt import open_attempt, seen_attempt
 from trainkit.run.engines.base import Engine
 from trainkit.run.engines.driver import run_on
 from trainkit.run.folder import RunFolder
@@ -44,8 +44,8 @@ class Simple(Engine):
         if self.broken:
             raise RuntimeError("no room for 2 workers\n\tat org.apache")
         for _ in range(job.max_restarts + 1):
-            attempt = rank.open_attempt(job.cargo, "key")
-            assert rank.seen_attempt(job.cargo, "key") == attempt
+            attempt = open_attempt(job.cargo, "key")
+            assert seen_attempt(job.cargo, "key") == attempt
             started = [started_rank(job, number, attempt) for number in range(job.num_ranks)]
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 time.sleep(0.02)

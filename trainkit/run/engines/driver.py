@@ -11,8 +11,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainingError, TrainkitError
+from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
 from trainkit.run.engines.base import Connection, Engine, Job
-from trainkit.run.engines.rank import ATTEMPTS, cargo_of, failure_in, stop_file
+from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.run.plan import RunPlan
 from trainkit.run.rendezvous import HostedStore
@@ -47,8 +48,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[st
         TrainkitError: what a worker raised on purpose, or what the engine says.
     """
     cuda = any(task.device.startswith("cuda") for task in plan.tasks)
-    for left in (folder.path / ATTEMPTS, stop_file(folder)):
-        left.unlink(missing_ok=True)
+    forget_attempts(folder)
     with ExitStack() as stack:
         connection = stack.enter_context(engine.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
         store = stack.enter_context(HostedStore((connection.host, 0)))

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar
 
 from trainkit.config.values import above
 from trainkit.fields import placement
+from trainkit.run.engines.attempt import open_attempt
 from trainkit.run.engines.base import Engine, Job
-from trainkit.run.engines.rank import Place, open_attempt, run_rank
+from trainkit.run.engines.rank import Place, run_rank
 
 __all__ = ["Ray"]
 

@@ -14,8 +14,9 @@ from typing import Annotated, Any, ClassVar
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
+from trainkit.run.engines.attempt import may_restart, open_attempt, seen_attempt
 from trainkit.run.engines.base import Engine, Job
-from trainkit.run.engines.rank import Place, may_restart, open_attempt, run_rank, seen_attempt
+from trainkit.run.engines.rank import Place, run_rank
 
 __all__ = ["Spark"]
 

@@ -1,0 +1,117 @@
+"""An attempt of an engine at a run, as its processes see it through the run folder that they share."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.run.failure import Failure, culprit
+from trainkit.run.fence import Fence
+from trainkit.run.folder import RunFolder, write_json_atomically
+from trainkit.run.group import Exited
+from trainkit.run.last_words import read_last_words
+
+__all__ = ["RankError", "failure_in", "forget_attempts", "may_restart", "open_attempt", "seen_attempt", "stop_file"]
+
+_PATIENCE_S: Final = 60.0
+_POLL_S: Final = 0.1
+_ATTEMPTS: Final = ".attempts"
+"""The file of a run folder that counts them."""
+
+
+class RankError(RuntimeError):
+    """A rank ended otherwise than cleanly: the engine starts all again."""
+
+
+def open_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
+    """Prepare the folder for another attempt; for rank 0, before any other begins.
+
+    Args:
+        cargo: of `cargo_of`.
+        key: what `seen_attempt` knows this attempt by, where the engine cannot tell the others.
+
+    Returns:
+        The number of the attempt and the token of its fence, for every rank; None where a further attempt would end as
+        the last one did.
+    """
+    folder = RunFolder(Path(cargo["folder"]))
+    number = int(_attempts(folder).get("count", 0))
+    last = failure_in(folder) if number else None
+    attempt = None
+    if last is None or not last.final:
+        if number:
+            with _rank_0_says(folder) as file:
+                what = last.headline if last else "The processes are gone."
+                file.write(f"{what} {cargo['kind']} starts all again.\n")
+        folder.begin()
+        folder.live.mkdir(parents=True)
+        attempt = [str(number), Fence.put_up(folder).token]
+    write_json_atomically(folder.path / _ATTEMPTS, {"count": number + 1, "key": key, "attempt": attempt})
+    return attempt
+
+
+def seen_attempt(cargo: Mapping[str, Any], key: str) -> list[str] | None:
+    """What `open_attempt` gave rank 0, once it has; for the other ranks.
+
+    Raises:
+        RankError: rank 0 did not come, or this host does not see its folder.
+    """
+    folder, deadline = RunFolder(Path(cargo["folder"])), time.monotonic() + _PATIENCE_S
+    while (found := _attempts(folder)).get("key") != key:
+        if time.monotonic() > deadline:
+            raise RankError(f"rank 0 did not begin within {_PATIENCE_S:g} s in {folder.path}. Do all hosts share it?")
+        time.sleep(_POLL_S)
+    attempt: list[str] | None = found["attempt"]
+    return attempt
+
+
+def _attempts(folder: RunFolder) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads((folder.path / _ATTEMPTS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def _rank_0_says(folder: RunFolder) -> Any:
+    folder.logs.mkdir(parents=True, exist_ok=True)
+    return folder.log_of(0).open("a", encoding="utf-8")
+
+
+def stop_file(folder: RunFolder) -> Path:
+    """The file that asks every rank to save and stop; it says why."""
+    return folder.path / ".stop"
+
+
+def forget_attempts(folder: RunFolder) -> None:
+    """Begin to count anew; before the engine starts anything."""
+    for left in (folder.path / _ATTEMPTS, stop_file(folder)):
+        left.unlink(missing_ok=True)
+
+
+def may_restart(cargo: Mapping[str, Any]) -> bool:
+    """Whether a failed attempt is worth another: nobody asked for a stop, and it may end otherwise."""
+    folder = RunFolder(Path(cargo["folder"]))
+    last = failure_in(folder)
+    return not stop_file(folder).exists() and (last is None or not last.final)
+
+
+def failure_in(folder: RunFolder) -> Failure | None:
+    """The failure that came first in the last attempt; None where no rank left a word."""
+    found = {
+        rank: words
+        for path in folder.live.glob("rank_*.error.json")
+        if (rank := path.name.split("_")[1].split(".")[0]).isdigit() and (words := read_last_words(path)) is not None
+    }
+    if not found:
+        return None
+    exits = [Exited(attempt=0, rank=int(rank), code=1, moment=words.moment) for rank, words in found.items()]
+    failure = culprit(folder, exits, [])
+    words = found[str(failure.rank)]
+    if words.aftermath:
+        return replace(failure, headline=f"rank {failure.rank} lost another, which said nothing.")
+    return replace(failure, headline=words.message) if words.kinds[0] == RankError.__name__ else failure
