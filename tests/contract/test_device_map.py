@@ -5,17 +5,25 @@ A map that is written out is always computed that way; only `auto` on one device
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.contract.running import run, weights
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
+from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
+from trainkit.strategies.device_map import DeviceMap
+from trainkit.strategies.maps import placing
+from trainkit.strategies.maps.placing import Layout
 
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
@@ -64,6 +72,58 @@ def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: P
     case = replace(CLASSES, strategy="device_map", settings={"map": {"0": "cpu"}})
     with pytest.raises(ConfigError, match=r"strategy\.map: no device for 2\.weight, 2\.bias\. Add 2: DEVICE"):
         train(pool, case)
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The first block of every device map is on a second device, and fused kernels run there too."""
+
+    def spread(self: DeviceMap, *given: Any) -> Layout:
+        layout = whole(self, *given)
+        return replace(layout, devices_by_unit=("meta", *layout.devices_by_unit[1:]))
+
+    def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
+        del only
+        if device.type == "meta":
+            send(owner)
+
+    whole = DeviceMap.spread
+    monkeypatch.setattr(DeviceMap, "spread", spread)
+    monkeypatch.setattr(placing, "_move", move)
+    for module in ("sgd", "adam"):  # know by name where their fused kernels run
+        monkeypatch.setattr(import_module(f"torch.optim.{module}"), "_device_dtype_check_for_fused", lambda *_: None)
+    with SecondDevice():
+        yield
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize("reproducible", [False, True], ids=["free", "lanes"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_model_on_two_devices_is_that_of_the_reference(optimizer: str, reproducible: bool, pool: Pool) -> None:
+    base = replace(CLASSES, optimizer=optimizer, micro_size=5, max_norm=0.05, resume_at=4, reproducible=reproducible)
+    (rank,) = train(pool, mapped(base))
+    assert {key: tensor.device.type for key, tensor in rank.state.items() if key.startswith("param/")} == {
+        "param/0.weight": "meta",
+        "param/0.bias": "meta",
+        "param/2.weight": "cpu",
+        "param/2.bias": "cpu",
+    }
+    weights_here = {name: fetch(tensor) for name, tensor in rank.weights.items()}
+    assert reference.differences(weights_here, oracle(base)) == []
+
+
+@pytest.mark.usefixtures("two_devices")
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(CLASSES, precision="bf16", micro_size=5, max_norm=0.05),
+        replace(CLASSES, precision="fp32", model={"norm": True, "dropout": 0.3}, micro_size=6, max_norm=0.05),
+    ],
+    ids=["masters", "random"],
+)
+def test_two_devices_give_the_bits_of_one(base: Case, pool: Pool) -> None:
+    (expected,), (found,) = train(pool, base), train(pool, mapped(base))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, fetch(found.state[key]))] == []
 
 
 @pytest.mark.gpu

@@ -1,0 +1,98 @@
+"""A second device on a machine that has one: tensors with numbers that call themselves `meta`.
+
+Inside `SecondDevice`, what is moved to the meta device keeps its numbers, computes on them, and refuses to compute with
+a tensor of the CPU, as two GPUs do. Backward passes and in-place updates work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+META = torch.device("meta")
+
+
+class There(torch.Tensor):
+    """A tensor on the second device."""
+
+    here: Tensor
+
+    @staticmethod
+    def __new__(cls, here: Tensor) -> Self:
+        there: Self = torch.Tensor._make_wrapper_subclass(cls, here.shape, here.stride(), dtype=here.dtype, device=META)
+        there.here = here
+        return there
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch annotates it as an instance's
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        del types
+        return _call(func, args, kwargs or {})
+
+
+class SecondDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, the meta device is the second device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        return _call(func, args, kwargs or {})
+
+
+def send(module: nn.Module) -> None:
+    """Put a module's parameters there, as new ones; buffers too."""
+    for name, param in module._parameters.items():
+        if param is not None:
+            module._parameters[name] = nn.Parameter(There(param.detach().clone()))
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = There(buffer)
+    for child in module.children():
+        send(child)
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """A tensor's numbers, on the CPU."""
+    tensor = tensor.detach()
+    return tensor.here if isinstance(tensor, There) else tensor
+
+
+def _call(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    name = func.overloadpacket.__name__
+    known = {id(leaf.here): leaf for leaf in leaves if isinstance(leaf, There)}
+    given = kwargs.get("device")
+    there = any(isinstance(leaf, There) for leaf in leaves) if given is None else torch.device(given) == META
+    if name not in ("_to_copy", "copy_") and there:
+        _refuse_strangers(name, args, leaves)
+    plain = tree_map(lambda leaf: leaf.here if isinstance(leaf, There) else leaf, (args, dict(kwargs)))
+    if given is not None:
+        plain[1]["device"] = torch.device("cpu")
+    found = func(*plain[0], **plain[1])
+    if name.startswith("_foreach"):
+        if found is None:
+            return None
+        first = args[0]
+        return [There(one) if isinstance(like, There) else one for one, like in zip(found, first, strict=True)]
+    if name == "copy_":
+        return args[0]
+    return tree_map(lambda one: known[id(one)] if id(one) in known else _wrapped(one, there=there), found)
+
+
+def _refuse_strangers(name: str, args: Sequence[Any], leaves: Sequence[Tensor]) -> None:
+    """Lists of a foreach function may be of several devices, a number for all of them may not be of another."""
+    shared = [one for one in args if isinstance(one, Tensor)]
+    judged = leaves if not name.startswith("_foreach") or shared else []
+    assert len({isinstance(one, There) for one in judged}) < 2, f"{name} got tensors of two devices"
+
+
+def _wrapped(found: Any, *, there: bool) -> Any:
+    return There(found) if there and isinstance(found, Tensor) else found
