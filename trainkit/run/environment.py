@@ -17,7 +17,16 @@ from trainkit.config.schema import RunConfig
 from trainkit.run.folder import RunFolder, write_atomically, write_json_atomically
 from trainkit.run.secrets import redacted, redacted_argument
 
-__all__ = ["git_state", "num_cores", "packages", "worker_environ", "write_environment", "write_resolved"]
+__all__ = [
+    "git_state",
+    "num_cores",
+    "own_cores",
+    "packages",
+    "threads_of",
+    "worker_environ",
+    "write_environment",
+    "write_resolved",
+]
 
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
 _GIT_TIMEOUT_S: Final = 2.0
@@ -141,5 +150,29 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """How many cores this process may use."""
+    return len(own_cores())
+
+
+def own_cores() -> list[int]:
+    """The cores that this process may use: all, unless its launcher gave it some."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> int:
+    """Threads of a process that shares its cores with those of its launch that may use them too.
+
+    SLURM and mpirun may have given each process cores of its own; torchrun gives all of them all.
+
+    Args:
+        own: `host` and `cores` of the process.
+        places: those of all processes of the launch, this one among them.
+
+    Example:
+        >>> bound = [{"host": "a", "cores": [0, 1]}, {"host": "a", "cores": [2, 3]}, {"host": "b", "cores": [0, 1]}]
+        >>> free = [{"host": "a", "cores": [0, 1, 2, 3]}, {"host": "a", "cores": [0, 1, 2, 3]}]
+        >>> threads_of(bound[0], bound), threads_of(free[0], free)
+        (2, 2)
+    """
+    sharing = [one for one in places if one["host"] == own["host"] and not set(own["cores"]).isdisjoint(one["cores"])]
+    return max(1, len(own["cores"]) // len(sharing))

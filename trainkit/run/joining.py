@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.engine import failpoints
 from trainkit.errors import ConfigError
 from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
-from trainkit.run.environment import num_cores
+from trainkit.run.environment import own_cores, threads_of
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
 from trainkit.run.launched import ENDED, forget_folder, remember_folder, start_of_launch
@@ -67,6 +68,9 @@ def train_launched(
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
     with Meeting(launch, timeout_s=cfg.supervisor.join_timeout_s) as meeting, ExitStack() as stack:
         refuse_other_configs(meeting, cfg)
+        if "OMP_NUM_THREADS" not in os.environ:
+            places = meeting.gather({"host": socket.gethostname(), "cores": own_cores()})
+            torch.set_num_threads(threads_of(places[launch.rank], places))
         start = _start(meeting, cfg, run_dir)
         plan = meeting.each(lambda: make_plan(start.cfg, launch=launch))
         refuse_other_plans(meeting, plan)
@@ -99,11 +103,9 @@ def train_launched(
 
 
 def _prepare_process(launch: Launch) -> None:
-    """Network and threads of a process that shares its host with others."""
+    """The network of a process that may have others on its host."""
     for name, value in socket_environ(launch).items():
         os.environ.setdefault(name, value)
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, num_cores() // launch.num_local))
 
 
 def _start(meeting: Meeting, cfg: RunConfig, run_dir: Path | None) -> Start:
