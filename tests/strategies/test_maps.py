@@ -107,7 +107,7 @@ def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
         (
             {"embed": 4, "blocks": "gpu:x", "rest": 0},
             [
-                "strategy.map.embed=4: no such GPU: there is the 4 of this host. They are counted from 0.",
+                "strategy.map.embed=4: no such GPU: this host has 4, counted from 0.",
                 "strategy.map.blocks=gpu:x: no device's name. Use cpu, cuda:0 or /gpu:0.",
             ],
         ),

@@ -35,6 +35,6 @@ def device_problems(key: str, name: str | int, num_gpus: int) -> list[Problem]:
         return [Problem(key=key, value=name, rule="no device's name. Use cpu, cuda:0 or /gpu:0.")]
     index = int(device.partition(":")[2] or 0)
     if device != "cpu" and index >= num_gpus:
-        have = f"the {num_gpus} of this host" if num_gpus else "no GPU"
-        return [Problem(key=key, value=name, rule=f"no such GPU: there is {have}. They are counted from 0.")]
+        have = f"{num_gpus}, counted from 0" if num_gpus else "none"
+        return [Problem(key=key, value=name, rule=f"no such GPU: this host has {have}.")]
     return []
