@@ -78,15 +78,17 @@ def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
 
 @pytest.mark.skipif(SCHEMAS not in os.environ, reason=f"{SCHEMAS} names no Python with the engines' packages")
 @pytest.mark.parametrize(
-    ("check", "engine", "flags"),
+    ("check", "engine", "shared", "flags"),
     [
-        (VERTEX, "vertex", ("--machine", "g2-standard-24", "--accelerator", "NVIDIA_L4", "--time", "01:00:00")),
-        (SKYPILOT, "skypilot", ("--accelerator", "A100", "--setup", "pip install -e .")),
+        (
+            VERTEX, "vertex", "10.0.0.2:/runs",
+            ("--machine", "g2-standard-24", "--accelerator", "NVIDIA_L4", "--time", "01:00:00"),
+        ),
+        (SKYPILOT, "skypilot", "runs", ("--accelerator", "A100", "--setup", "pip install -e .")),
     ],
-)
-def test_the_engines_own_schema_takes_the_manifest(check, engine, flags, cwd):
-    shared = ("--shared", "10.0.0.2:/runs")
-    text = trainkit("emit", engine, *flags, *shared, *FLAGS, cwd=cwd)
+)  # fmt: skip
+def test_the_engines_own_schema_takes_the_manifest(check, engine, shared, flags, cwd):
+    text = trainkit("emit", engine, *flags, "--shared", shared, *FLAGS, cwd=cwd)
     done = subprocess.run(
         [os.environ[SCHEMAS], "-c", check], input=text, capture_output=True, text=True, check=False, cwd=cwd,
         env=os.environ | {"HOME": str(cwd)},  # skypilot makes folders there

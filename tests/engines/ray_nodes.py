@@ -1,8 +1,14 @@
 """A Ray cluster of this machine: ray_nodes.py FOLDER; says its address, then does `add` and `remove` from stdin."""
 
+import os
 import sys
+from pathlib import Path
 
-from ray.cluster_utils import Cluster
+# Where Ray notes the address of the newest cluster: in a folder that it takes to be there.
+os.environ["RAY_TMPDIR"] = sys.argv[1]
+Path(sys.argv[1], "ray").mkdir()
+
+from ray.cluster_utils import Cluster  # noqa: E402 - reads the variable
 
 
 def say(line):

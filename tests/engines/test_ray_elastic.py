@@ -51,9 +51,16 @@ def newest():
     return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
 
 
-def wait_for_step(step, process):
+def sizes():
+    """The numbers of replicas that the run has had, one after the other."""
+    lines = Path("run/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines if line.endswith("}")]
+    return [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
+
+
+def wait_until(reached, process):
     deadline = time.monotonic() + 200
-    while newest() < step:
+    while not reached():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -63,15 +70,18 @@ def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd, monkeypatch
     needs("ray", "pyarrow")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     assert train("alone").wait() == 0
+    slow = Path("slow").absolute()  # else a quick machine is done before there is a second node
+    monkeypatch.setenv("TRAINKIT_FAIL", f"phase=data,while={slow},action=slow")
     with ray_cluster() as (cluster, address):
         tell(cluster, "add")
         process = train("run", "cluster=ray", f"cluster.address={address}", *ELASTIC)
-        wait_for_step(300, process)
+        wait_until(lambda: newest() >= 300, process)
+        slow.touch()
         tell(cluster, "remove")
-        wait_for_step(newest() + 300, process)
+        wait_until(lambda: sizes() == [2, 1], process)
         tell(cluster, "add")
+        wait_until(lambda: sizes() == [2, 1, 2], process)
+        slow.unlink()
         assert process.wait(300) == 0
-    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    sizes = [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
-    assert sizes == [2, 1, 2]
+    assert sizes() == [2, 1, 2]
     assert sha256("run") == sha256("alone")

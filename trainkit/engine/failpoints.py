@@ -5,7 +5,7 @@
 Several, parted by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank; without
 `step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `while` only as long as that file
 exists. Actions: kill (SIGKILL), stop (SIGSTOP), hang (sleeps for ever), raise (RuntimeError), full (no space left on
-device), exit (ends the process with code 7, without a word).
+device), exit (ends the process with code 7, without a word), slow (sleeps for a twentieth of a second and goes on).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "eva
 """What a rank is doing, in the order of a step."""
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
-ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit")
+ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit", "slow")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +63,9 @@ class Failpoint:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if self.action == "exit":
             os._exit(7)
+        if self.action == "slow":
+            time.sleep(0.05)
+            return
         if self.action in ("kill", "stop"):
             os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
         while self.action != "stop":
