@@ -59,16 +59,21 @@ class Reader:
         return [self._keyed(epoch, index) for index in indices]
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
-        dataset = self._dataset
-        with suppress(Exception):  # read one by one below, the one that fails can be named
-            return [dataset[index] for index in indices] if self._many is None else self._many(indices)
-        return [self._named(index) for index in indices]
+        if self._many is not None:
+            with suppress(Exception):  # read one by one below, the one that fails can be named
+                found: Sequence[Any] = self._many(indices)
+                return found
+        dataset, index = self._dataset, -1
+        samples = []
+        try:
+            for index in indices:
+                samples.append(dataset[index])
+        except Exception as error:
+            raise _unreadable(index, error) from error
+        return samples
 
     def _keyed(self, epoch: int, index: int) -> Any:
         _set_generators(sample_key(self._seed, epoch, index))
-        return self._named(index)
-
-    def _named(self, index: int) -> Any:
         try:
             return self._dataset[index]
         except Exception as error:
