@@ -34,7 +34,7 @@ class Agreement:
     half a second's worth, and tells it with each answer, so that every rank asks after the same step.
 
     Args:
-        collective: the data ranks.
+        collective: all processes of the run.
         requested: why this process was asked to stop, or None.
         save_due: whether it is time to save; rank 0's word counts.
     """

@@ -46,7 +46,7 @@ def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) 
         num_steps=plan.num_steps,
         rate=plan.rate,
         state=State(plan=plan.batch),
-        is_owner=placed.rank == 0,
+        is_owner=placed.is_owner,
         model=placed.model,
         device=placed.device,
         collective=placed.collective,
@@ -81,8 +81,8 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
 
 def _refuse_other_steps(session: Restorable) -> None:
     """A rank that sees other checkpoints than the others would train something else, or wait for ever; collective."""
-    if session.placed.num_ranks > 1:
-        found = session.placed.collective.gather(torch.tensor([session.run.state.step]))
+    if session.placed.everyone.num_ranks > 1:
+        found = session.placed.everyone.gather(torch.tensor([session.run.state.step]))
         steps = [int(step.item()) for step in found]
         if len(set(steps)) > 1:
             seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))

@@ -79,7 +79,7 @@ class Session:
         self._keeper = Keeper(
             plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
         )
-        self._agreement = Agreement(self.placed.collective, requested, lambda: self._keeper.is_due)
+        self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
 
     def listen(self, on_phase: Callable[[str, int], None]) -> None:
         """Be told (phase, step) whenever this rank begins something else."""
@@ -137,7 +137,7 @@ class Session:
             journal=self._journal,
             timeline=Timeline(self._occasions(), self.run.state.step),
             last_step=self.plan.last_step,
-            interrupted=self._requested if self.placed.num_ranks == 1 else lambda: None,
+            interrupted=self._requested if self.placed.everyone.num_ranks == 1 else lambda: None,
         )
         return self._finish()
 
@@ -157,7 +157,7 @@ class Session:
             Occasion(act=self.save, next_after=next_after)
             for next_after in periods(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         ]
-        if self.placed.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
+        if self.placed.everyone.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
             found.append(Occasion(act=self._check_replicas, next_after=each_steps(cfg.numerics.check_replicas_every)))
         found.append(Occasion(act=self._agree, next_after=lambda step: step + self._agreement.interval))
         return [found[0], *(settling(one, self.parts.strategy) for one in found[1:])]
@@ -225,7 +225,7 @@ class Session:
         self._keeper.close()
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
-        self.placed.collective.sum(torch.zeros(1))
+        self.placed.everyone.sum(torch.zeros(1))
         sha256 = weights_sha256(self.parts.strategy.state(self.placed)) if self.run.is_owner else None
         return {**self._status(), **self.progress(), "weights_sha256": sha256}
 

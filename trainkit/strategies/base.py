@@ -18,6 +18,7 @@ from trainkit.errors import Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Objective
+from trainkit.strategies.pieces import Piece, Pieces
 
 __all__ = [
     "Facts",
@@ -161,7 +162,9 @@ class Placed:
     device_types: tuple[str, ...] = ()
     """The types of all devices that the model is on; that of `device` where nothing is said."""
     collective: Collective
-    """Sums of small tensors over the data ranks."""
+    """Sums of small tensors over the data ranks; every process of the run takes part and gets the answer."""
+    everyone: Collective = None  # type: ignore[assignment]  # set below
+    """The same over all processes of the run, where several compute a replica; else `collective`."""
     loss_scale: LossScale
     """The current loss scale."""
     precision: Precision
@@ -174,8 +177,14 @@ class Placed:
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
 
     def __post_init__(self) -> None:
-        """One device, where nothing else is said."""
+        """One device and one process a replica, where nothing else is said."""
         self.device_types = self.device_types or (self.device.type,)
+        self.everyone = self.everyone or self.collective
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process writes what a run writes once."""
+        return self.everyone.rank == 0
 
     @property
     def rank(self) -> int:
@@ -203,6 +212,9 @@ class Strategy(ABC):
 
     elastic: ClassVar[bool] = False
     """Whether a run may go on with fewer of its tasks, and with all again: where no rank holds what others lack."""
+
+    holds_pieces: ClassVar[bool] = False
+    """Whether ranks hold what others lack, so that a checkpoint is written and weights are hashed by all together."""
 
     @abstractmethod
     def problems(self, facts: Facts) -> list[Problem]:
@@ -296,7 +308,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def state(self, placed: Any) -> dict[str, Tensor]:
-        """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""
+        """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them, whole.
+
+        Collective where ranks hold what others lack (`holds_pieces`); then it is for models that fit on every rank.
+        """
+
+    def pieces(self, placed: Any) -> Pieces:
+        """What this rank writes of `state` into a checkpoint; every part of it is written by one rank.
+
+        All of it by the owner, unless ranks hold what others lack (`holds_pieces`).
+        """
+        return {name: (Piece.whole(tensor),) for name, tensor in self.state(placed).items()} if placed.is_owner else {}
 
     @abstractmethod
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 __all__ = ["GroupCollective", "LocalCollective"]
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +32,18 @@ class LocalCollective:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCollective:
-    """The ranks of a process group."""
+    """The ranks of a process group, or the data ranks that they make up.
+
+    Where several ranks compute one replica, all of them take part and get the same answer, but only one of each
+    replica is heard.
+    """
 
     rank: int
+    """Of this process; the data rank, where several ranks compute a replica."""
     num_ranks: int
     device: torch.device
+    voices: tuple[int, ...] = ()
+    """The rank of the group that speaks for each data rank, by data rank; empty: every rank for itself."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The elementwise sum over ranks, added in rank order; collective.
@@ -49,16 +59,19 @@ class GroupCollective:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor, by rank; shapes may differ in their first dim; collective."""
         here = tensor.detach().to(self.device)
-        sizes = self._exchange(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
+        sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
         lengths = [int(size.item()) for size in sizes]
         if len(set(lengths)) == 1:
-            return [part.to(tensor.device) for part in self._exchange(here)]
+            return [part.to(tensor.device) for part in self._heard(self._exchange_all(here))]
         padded = here.new_zeros((max(lengths), *here.shape[1:]))
         padded[: here.shape[0]] = here
-        parts = self._exchange(padded)
-        return [part[:length].to(tensor.device) for part, length in zip(parts, lengths, strict=True)]
+        parts = self._heard(self._exchange_all(padded))
+        return [part[:length].to(tensor.device) for part, length in zip(parts, self._heard(lengths), strict=True)]
 
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+    def _heard(self, parts: list[_T]) -> list[_T]:
+        return [parts[rank] for rank in self.voices] if self.voices else parts
+
+    def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, tensor.contiguous())
         return parts

@@ -72,6 +72,7 @@ class Synchronous(Strategy):
             device=spread.device,
             device_types=tuple(sorted({device.type for device in spread.devices})),
             collective=collective,
+            everyone=self.everyone(identity, collective),
             loss_scale=precision.loss_scale(),
             precision=precision,
             lanes=reducer.lanes,
@@ -85,6 +86,10 @@ class Synchronous(Strategy):
         )
         self.align(replica)
         return replica
+
+    def everyone(self, identity: Identity, collective: Collective) -> Collective:  # noqa: ARG002
+        """All processes of the run, where those are more than the data ranks."""
+        return collective
 
     def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Spread:  # noqa: ARG002
         """Where the tensors of the model go: all to this rank's device, where a subclass does not say otherwise."""
