@@ -112,7 +112,7 @@ class Loader:
     cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
     """true reads the whole dataset once into memory; auto does where it is in memory already."""
     num_workers: Annotated[int, speed, at_least(0)] = 0
-    """Processes that read samples ahead; 0 reads in the training process."""
+    """Processes that read samples ahead; 0 reads in the training process, small batches several at a time."""
     prefetch: Annotated[int, speed, at_least(1)] = 2
     """Batches that each worker holds ready."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"

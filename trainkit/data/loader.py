@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.direct import Direct
 from trainkit.data.iterable import Stream, StreamReader
 from trainkit.data.positions import Positions
 from trainkit.data.reading import Reader
-from trainkit.data.sources import Direct, Gatherer, Memory, Source, collated, whole_arrays
+from trainkit.data.sources import Gatherer, Memory, Source, collated, whole_arrays
 from trainkit.data.splits import size_of
 from trainkit.data.workers import Workers
 from trainkit.errors import ConfigError, DataError, Problem
@@ -26,7 +27,7 @@ class Loader:
     """Batches by ticket, by the fastest way that the dataset allows.
 
     - in memory (a dataset with `tensors()` or `gather(indices)`, or `loader.cache=true`): one indexed gather a ticket;
-    - `loader.num_workers=0`: samples are read and collated here;
+    - `loader.num_workers=0`: samples are read and collated here, small batches several at a time;
     - workers: read ahead by processes, from any step on, so that resuming costs nothing;
     - a `Stream`: read by position in its own order.
 
@@ -133,7 +134,8 @@ def _choose(
     if arrays is not None:
         return Memory(arrays, positions, device=device)
     if settings.num_workers == 0:
-        return Direct(Reader(dataset, seed=seed), positions, device=device)
+        reader = Reader(dataset, seed=seed)
+        return Direct(reader, positions, shards_at=shards_at, num_steps=num_steps, device=device)
     return Workers(
         dataset,
         positions,

@@ -1,4 +1,4 @@
-"""Where batches come from: memory, or a dataset that is read in this process."""
+"""Where batches come from, and those that are in memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainkit.data.reading import Reader
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
 
-__all__ = ["Arrays", "Direct", "Gatherer", "Memory", "Source", "collated", "shards_of", "whole_arrays"]
+__all__ = ["Arrays", "Gatherer", "Memory", "Source", "collated", "shards_of", "whole_arrays"]
 
 _CHUNK: Final = 1024
 """Samples collated at a time when a dataset is read into memory."""
@@ -65,26 +65,6 @@ class Memory:
             self._block = torch.from_numpy(self._positions.block).to(self._home)
         parts = [self._block[start:stop] for start, stop in spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-class Direct:
-    """Reads each sample when its step comes, in this process."""
-
-    def __init__(self, reader: Reader, positions: Positions, *, device: torch.device) -> None:
-        self._reader = reader
-        self._positions = positions
-        self._device = device
-
-    def read(self, ticket: Ticket) -> list[Any]:
-        """Read, collate and move; several shards are views of one collated batch."""
-        indices = self._positions.indices(ticket).tolist()
-        batch = self._reader.batch(self._positions.epoch(ticket), indices)
-        if self._device.type != "cpu":
-            batch = to_device(batch, self._device)
-        return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
-
-    def close(self) -> None:
-        """Nothing runs."""
 
 
 class Gatherer:
