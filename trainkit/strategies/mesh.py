@@ -1,0 +1,83 @@
+"""The axes over which the ranks of a run are arranged, multiplied in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from math import prod
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from trainkit.errors import Problem
+
+__all__ = ["Axes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """How many ranks each axis has; the first axis moves slowest, so that ranks of the last are neighbours.
+
+    Example:
+        >>> axes = Axes(replicate=2, tensor=2)
+        >>> axes.num_ranks, axes.coordinates(1), axes.coordinates(2)["replicate"]
+        (4, {'replicate': 0, 'shard': 0, 'stage': 0, 'tensor': 1}, 1)
+    """
+
+    replicate: int = 1
+    """Copies, each with shards of its own."""
+    shard: int = 1
+    """Ranks with shards of their own that hold parts of one copy."""
+    stage: int = 1
+    """Stretches of the model, one after the other."""
+    tensor: int = 1
+    """Parts of the single layers."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Their product."""
+        return prod(astuple(self))
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks, or groups of them, that get their own shards."""
+        return self.replicate * self.shard
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Axis -> a rank's place on it."""
+        found: dict[str, int] = {}
+        for axis in reversed(fields(self)):
+            rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
+        return dict(reversed(found.items()))
+
+    def ranks(self, axis: str, rank: int) -> list[int]:
+        """The ranks that differ from a rank in its place on one axis alone, itself among them."""
+        here = self.coordinates(rank)
+        return [self._rank_at({**here, axis: place}) for place in range(getattr(self, axis))]
+
+    def problems(self, num_ranks: int) -> list[Problem]:
+        """Whether they make up the ranks that there are.
+
+        Args:
+            num_ranks: processes of the run.
+        """
+        if self.num_ranks == num_ranks:
+            return []
+        used = [(axis.name, getattr(self, axis.name)) for axis in fields(self) if getattr(self, axis.name) > 1]
+        product = " x ".join(f"{size} ({name})" for name, size in used) or "1"
+        rule = f"{product} make {self.num_ranks} ranks, and the run has {num_ranks}."
+        return [Problem(key="strategy", rule=rule)]
+
+    def mesh(self, device_type: str) -> DeviceMesh:
+        """The mesh of the axes with more than one rank, by their names; collective, once a process group.
+
+        A single axis of one rank stays where no axis has more.
+        """
+        used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
+        used = used or {"replicate": 1}
+        return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+
+    def _rank_at(self, places: Mapping[str, int]) -> int:
+        rank = 0
+        for axis in fields(self):
+            rank = rank * getattr(self, axis.name) + places[axis.name]
+        return rank
