@@ -22,7 +22,7 @@ def test_the_end_prints_a_sample_and_keeps_it(tmp_path, capsys):
     run, sample = writing_run(tmp_path), Sample(prompt="def ", num_tokens=5)
 
     sample.run_start(run)
-    sample.run_end(run, {"status": "finished"})
+    sample.train_end(run, {"status": "finished"})
 
     kept = (tmp_path / "sample.txt").read_bytes().decode()  # an untrained model writes "\\r" too
     assert kept.startswith("def ")
@@ -34,7 +34,7 @@ def test_a_token_that_the_text_does_not_have_fails_no_training(tmp_path, caplog)
     run = writing_run(tmp_path)
     run.model = Gpt(vocab_size=100_000, context=8, num_layers=1, num_heads=1, width=4)
     with caplog.at_level(logging.WARNING):
-        Sample(num_tokens=20, top_k=None).run_end(run, {"status": "finished"})
+        Sample(num_tokens=20, top_k=None).train_end(run, {"status": "finished"})
 
     (record,) = caplog.records
     assert record.getMessage().startswith("sample: the dataset cannot decode what the model wrote: ")
@@ -42,10 +42,10 @@ def test_a_token_that_the_text_does_not_have_fails_no_training(tmp_path, caplog)
 
 def test_only_the_owner_of_a_finished_run_writes(tmp_path):
     run = writing_run(tmp_path)
-    Sample().run_end(run, {"status": "failed"})
-    Sample().run_end(run, {"status": "stopped"})
+    Sample().train_end(run, {"status": "failed"})
+    Sample().train_end(run, {"status": "stopped"})
     run.is_owner = False
-    Sample().run_end(run, {"status": "finished"})
+    Sample().train_end(run, {"status": "finished"})
 
     assert not (tmp_path / "sample.txt").exists()
 
@@ -60,3 +60,14 @@ def test_a_model_that_cannot_write_is_refused_at_the_start(tmp_path):
 def test_a_prompt_outside_the_vocabulary_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"callbacks.sample.prompt='': has no character of the dataset's vocabulary"):
         Sample(prompt="").run_start(writing_run(tmp_path))
+
+
+def test_every_rank_takes_part_where_the_model_is_computed_together(tmp_path, monkeypatch):
+    run = writing_run(tmp_path)
+    run.is_owner, run.computes_together = False, True
+    asked = []
+    monkeypatch.setattr(Sample, "text", lambda _, asking: asked.append(asking) or "text")
+    Sample().train_end(run, {"status": "finished"})
+
+    assert asked == [run]
+    assert not (tmp_path / "sample.txt").exists()

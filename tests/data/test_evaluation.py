@@ -43,3 +43,18 @@ def test_stopping_early_leaves_no_process():
     running = iter(batches(Squares(10), num_workers=1))
     next(running)
     running.close()
+
+
+@pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
+def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(dataset, settings):
+    split = dataset(6)
+    ranks = [
+        eval_batches(
+            split, batch_size=4, rank=rank, num_ranks=3, device=CPU, settings=LoaderSettings(**settings), together=True
+        )
+        for rank in range(3)
+    ]
+    seen = [[targets.tolist() for _, targets in one] for one in ranks]
+
+    assert [one.num_counted for one in ranks] == [1, 1, 0]
+    assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]

@@ -51,15 +51,17 @@ class Sample(Callback):
             rule = "has no character of the dataset's vocabulary."
             raise ConfigError([Problem(key="callbacks.sample.prompt", value=repr(self.prompt), rule=rule)])
 
-    def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
+    def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write the text, on the owner; a run that was stopped ends at once."""
-        if not run.is_owner or result.get("status") != "finished":
+        if result.get("status") != "finished" or not (run.is_owner or run.computes_together):
             return
         try:
             text = self.text(run)
         except (IndexError, KeyError, ValueError) as error:
             # A model of more tokens than the text has: no reason to fail a training that is done.
             _log.warning("sample: the dataset cannot decode what the model wrote: %s", error)
+            return
+        if not run.is_owner:  # it took part
             return
         (run.folder / "sample.txt").write_text(text + "\n", encoding="utf-8", newline="\n")
         sys.stdout.write(f"sample\n{_indented(text)}\n")

@@ -30,10 +30,25 @@ def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ra
 
 
 def eval_batches(
-    dataset: Any, *, batch_size: int, rank: int, num_ranks: int, device: torch.device, settings: LoaderSettings
+    dataset: Any,
+    *,
+    batch_size: int,
+    rank: int,
+    num_ranks: int,
+    device: torch.device,
+    settings: LoaderSettings,
+    together: bool = False,
 ) -> EvalBatches:
     """The batches of one rank; see `EvalBatches`."""
-    return EvalBatches(dataset, batch_size=batch_size, rank=rank, num_ranks=num_ranks, device=device, settings=settings)
+    return EvalBatches(
+        dataset,
+        batch_size=batch_size,
+        rank=rank,
+        num_ranks=num_ranks,
+        device=device,
+        settings=settings,
+        together=together,
+    )
 
 
 class EvalBatches:
@@ -42,6 +57,9 @@ class EvalBatches:
     A batch holds the same samples on any number of ranks, and the last one is as short as it must be: nothing is
     padded, so nothing is counted twice. It can be iterated over again and again; what is random in a sample is keyed
     as in epoch 0 with seed 0, the same at each evaluation.
+
+    Where ranks run the model together, every rank goes through equally many: one that is a batch short repeats a batch
+    of the split, which is not to be counted (`num_counted`).
 
     Example:
         >>> from trainkit.data.digits import Digits
@@ -60,12 +78,17 @@ class EvalBatches:
         num_ranks: int,
         device: torch.device,
         settings: LoaderSettings,
+        together: bool = False,
     ) -> None:
         self._dataset = dataset
         self._device = device
         self._settings = settings
         count = size_of(dataset)
-        starts = range(rank * batch_size, count, num_ranks * batch_size)
+        starts = list(range(rank * batch_size, count, num_ranks * batch_size))
+        self.num_counted = len(starts)
+        """Batches that are this rank's own; they come first."""
+        if together and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
+            starts.append(starts[-1] if starts else 0)
         self._ranges = [(start, min(start + batch_size, count)) for start in starts]
         stream = isinstance(dataset, Stream)
         self._arrays = None if stream or settings.cache is False else whole_arrays(dataset)
@@ -100,6 +123,8 @@ class EvalBatches:
     def _streamed(self, stream: Stream) -> Iterator[Any]:
         items, position = stream.items(0), 0
         for start, stop in self._ranges:
+            if start < position:  # a batch that is repeated
+                items, position = stream.items(0), 0
             samples = list(islice(items, start - position, stop - position))
             if len(samples) < stop - start:
                 raise stream.too_short(start + len(samples))

@@ -13,7 +13,9 @@ from trainkit.strategies.base import Placed
 __all__ = ["evaluate"]
 
 
-def evaluate(placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str) -> dict[str, float]:
+def evaluate(
+    placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
+) -> dict[str, float]:
     """Score the model on a split; collective.
 
     Args:
@@ -21,6 +23,8 @@ def evaluate(placed: Placed, objective: Objective, batches: Iterable[Any], *, sp
         objective: gives the loss and the metrics.
         batches: this rank's batches, on its device: together the ranks have every sample once.
         split: names the figures, `val/loss`.
+        num_counted: how many of the batches count, the first ones; None: all. The rest are there for other ranks, who
+            run the model together with this one.
 
     Returns:
         `split/loss`, the mean over all targets, and each metric, the same on every rank.
@@ -31,8 +35,10 @@ def evaluate(placed: Placed, objective: Objective, batches: Iterable[Any], *, sp
     model.eval()
     try:
         with torch.no_grad(), placed.precision.autocast(placed.device_types):
-            for batch in batches:
+            for place, batch in enumerate(batches):
                 loss = objective.loss(model, batch)
+                if num_counted is not None and place >= num_counted:
+                    continue
                 tally.add(loss.loss_sum, loss.weight)
                 for metric in metrics.values():
                     metric.update(loss, batch)

@@ -5,10 +5,12 @@ run_start          before the first step, everything placed
   log              a row of figures, every `log_every_steps`
   eval_end         figures of an evaluation
   checkpoint_saved a checkpoint stands complete in the run folder
+train_end          after the last step, while the ranks still stand together
 run_end            with the result, however the run ended
 
 Every hook is called on every rank, in order. A callback looks on: what it changes it must change alike on every rank
-(`run.request_stop`), and what it writes it writes where `run.is_owner`.
+(`run.request_stop`), and what it writes it writes where `run.is_owner`. The model is for `train_end` and the hooks
+before it; where `run.computes_together`, whoever runs it does so on every rank, with the same inputs.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class Run:
     """Where batches are."""
     collective: Collective
     """Sums over the data ranks."""
+    computes_together: bool = False
+    """Whether the ranks must run the model together, since each holds but a part of it."""
     notes: tuple[str, ...] = ()
     """What the summary says besides: what was displaced, shadowed, resumed."""
     datasets: Mapping[str, Any] = field(default_factory=dict)
@@ -98,6 +102,9 @@ class Callback:
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """A checkpoint is complete; on the owner only, since only it writes them."""
+
+    def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """The training ended as it should; on every rank, which may still exchange. `result` as in `run_end`."""
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """The run ended; `result` is what result.json holds."""

@@ -50,6 +50,7 @@ def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) 
         model=placed.model,
         device=placed.device,
         collective=placed.collective,
+        computes_together=plan.parts.strategy.computes_together,
         datasets=plan.parts.datasets,
         notes=notes,
     )

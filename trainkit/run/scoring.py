@@ -51,8 +51,11 @@ class Scorer:
             num_ranks=self._placed.num_ranks,
             device=self._placed.device,
             settings=self._plan.cfg.loader,
+            together=self._plan.parts.strategy.computes_together,
         )
-        figures = evaluate(self._placed, self._plan.parts.objective, batches, split=split)
+        figures = evaluate(
+            self._placed, self._plan.parts.objective, batches, split=split, num_counted=batches.num_counted
+        )
         self.figures.update(figures)
         row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
         for callback in self._callbacks:

@@ -227,7 +227,10 @@ class Session:
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))
         sha256 = weights_sha256(self.parts.strategy.state(self.placed)) if self.run.is_owner else None
-        return {**self._status(), **self.progress(), "weights_sha256": sha256}
+        result = {**self._status(), **self.progress(), "weights_sha256": sha256}
+        for callback in self.callbacks:
+            callback.train_end(self.run, result)
+        return result
 
     def progress(self) -> dict[str, Any]:
         """How far the run has come, as result.json says it."""

@@ -216,6 +216,9 @@ class Strategy(ABC):
     holds_pieces: ClassVar[bool] = False
     """Whether ranks hold what others lack, so that a checkpoint is written and weights are hashed by all together."""
 
+    computes_together: ClassVar[bool] = False
+    """Whether a forward pass is an exchange between ranks: whoever runs the model then does so on every rank."""
+
     @abstractmethod
     def problems(self, facts: Facts) -> list[Problem]:
         """What is wrong with this strategy in these surroundings; pure, before any process starts."""
