@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,7 +19,11 @@ from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import Overlapping, Reducer
 from trainkit.strategies.spread import Spread
 
-__all__ = ["Replica", "masters_apart", "replica_state", "restore_replica"]
+__all__ = ["JoinNorms", "Replica", "masters_apart", "replica_state", "restore_replica"]
+
+JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
+"""(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
+all gradients of the model; the same on every rank; collective."""
 
 
 @dataclass(kw_only=True)
@@ -56,6 +60,8 @@ class Replica(Placed):
     """Where backward began last: (factor, dtype) and its () tensor, which most steps share."""
     sums: list[Tensor | None] | None = None
     """Gradients of a lane's earlier shards, where masters are apart."""
+    join_norms: JoinNorms | None = None
+    """Where ranks hold parts of the gradients, or some of them: makes their norms those of the whole."""
 
     @cached_property
     def masters_apart(self) -> bool:

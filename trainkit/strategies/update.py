@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -37,17 +38,18 @@ def apply_update(
     present = [grad for grad in grads if grad is not None]
     if replica.sparse:
         grads, present = with_values(grads)
+    norms_of = partial(_norms, replica, grads, present)
     if divisor.counted:
         _normalise(present, sums[-1], divisor.value)
     scale = replica.loss_scale
-    if (scale.moves or replica.numerics.skip_nonfinite) and not _all_finite(present):
+    if (scale.moves or replica.numerics.skip_nonfinite) and not _all_finite(norms_of(float("inf"))):
         if replica.buffers.names:
             replica.buffers.reset()
         replica.loss_scale = scale.after(overflow=True)
         return (Status.retry if scale.moves else Status.skipped), None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
-    norm = None if update.max_norm is None else _clip(present, update.max_norm)
+    norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
     replica.stepper.step(grads, update.lr_factor)
     if replica.masters_apart:
         replica.refresh_params()
@@ -64,17 +66,17 @@ def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> No
     _scale(grads, factor)
 
 
-def _all_finite(grads: list[Tensor]) -> bool:
-    """Whether every gradient is finite. Waits for the device."""
-    return bool(torch.isfinite(_norms(grads, float("inf")).max()).item())
+def _all_finite(norms: Tensor) -> bool:
+    """Whether every gradient is finite, by its largest element. Waits for the device."""
+    return bool(torch.isfinite(norms.max()).item())
 
 
-def _clip(grads: list[Tensor], max_norm: float) -> Tensor:
+def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:
     """Scale gradients down to a global norm; returns the norm before.
 
     Norms of whole variables, combined in canonical order: norms of pieces would depend on how they were cut.
     """
-    norm: Tensor = torch.linalg.vector_norm(_norms(grads, 2.0))
+    norm: Tensor = torch.linalg.vector_norm(norms)
     _scale(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
@@ -85,9 +87,13 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
 
 
-def _norms(grads: list[Tensor], order: float) -> Tensor:
-    """(number of gradients,) the norm of each, on the device of the first."""
-    norms = torch._foreach_norm(grads, order)  # noqa: SLF001 - what torch's own clipping calls
+def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
+    """The norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
+    norms = torch._foreach_norm(present, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:
-        return torch.stack([norm.to(norms[0].device) for norm in norms])
-    return torch.stack(norms)
+        norms = tuple(norm.to(norms[0].device) for norm in norms)
+    here = torch.stack(norms)
+    if replica.join_norms is None:
+        return here
+    held = [place for place, grad in enumerate(grads) if grad is not None and (not grad.is_sparse or grad._nnz())]  # noqa: SLF001
+    return replica.join_norms(here, held, order)
