@@ -78,6 +78,11 @@ class Precision:
     def adapt(self, model: nn.Module) -> nn.Module:
         """The model in its dtype, taking floating inputs of any dtype: data does not know the precision of a run."""
         model = model.to(dtype=self.model_dtype)
+        self.accept_floats(model)
+        return model
+
+    def accept_floats(self, model: nn.Module) -> None:
+        """Let a model of this dtype take floating inputs of any."""
         if self.model_dtype is not torch.float32:
             dtype = self.model_dtype
 
@@ -85,7 +90,6 @@ class Precision:
                 return tree_map(lambda value: _cast(value, dtype), (args, kwargs))
 
             model.register_forward_pre_hook(cast, with_kwargs=True)
-        return model
 
     def apply_globally(self, device_type: str) -> None:
         """Set the process-wide switch of float32 matrix products on CUDA."""

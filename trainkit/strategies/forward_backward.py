@@ -112,7 +112,7 @@ class StepWork:
         if watched:
             self._enter("backward")
         if replica.buffers.names:
-            replica.buffers.end_forward(self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size)
+            replica.buffers.end_forward(self._share(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         if replica.overlapping is not None and shard == self.ticket.shards[-1]:
             replica.overlapping.arm(replica.reduced)
@@ -131,6 +131,10 @@ class StepWork:
     def _enter(self, phase: str) -> None:
         if self.replica.on_phase is not None:
             self.replica.on_phase(phase, self.ticket.step)
+
+    def _share(self, shard: int) -> float:
+        """A shard's samples over the step's."""
+        return self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
 
     def _seed(self, total: Tensor) -> Tensor:
         """Where backward begins: the gradient of loss scale times mean loss by the summed loss, () like the loss.

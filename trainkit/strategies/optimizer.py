@@ -188,11 +188,11 @@ def restore_optimizer_state(
     Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
     """
     slots: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key in tensors:
         kind, _, rest = key.partition("/")
         slot, _, name = rest.partition("/")
-        if kind == "optimizer":
-            slots.setdefault(name, {})[slot] = tensor
+        if kind == "optimizer" and name in params:  # a tensor that is not asked for need not be read
+            slots.setdefault(name, {})[slot] = tensors[key]
     state = optimizer.state_dict()
     names = {id(param): name for name, param in params.items()}
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]

@@ -19,11 +19,22 @@ from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import Overlapping, Reducer
 from trainkit.strategies.spread import Spread
 
-__all__ = ["JoinNorms", "Replica", "masters_apart", "replica_state", "restore_replica"]
+__all__ = ["Held", "JoinNorms", "Replica", "masters_apart", "replica_state", "restore_replica"]
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
 all gradients of the model; the same on every rank; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """A model with its tensors where they belong."""
+
+    model: nn.Module
+    params: dict[str, nn.Parameter]
+    """Trainable parameters of the model by canonical name."""
+    masters: dict[str, nn.Parameter]
+    """What the optimizer updates: `params` itself, or copies in higher precision."""
 
 
 @dataclass(kw_only=True)

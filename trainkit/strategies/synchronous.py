@@ -19,7 +19,7 @@ from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.reducers import Reducer
-from trainkit.strategies.replica import Replica, masters_apart, replica_state, restore_replica
+from trainkit.strategies.replica import Held, Replica, masters_apart, replica_state, restore_replica
 from trainkit.strategies.spread import OnOneDevice, Spread
 from trainkit.strategies.update import apply_update
 
@@ -62,13 +62,11 @@ class Synchronous(Strategy):
         spread = self.spread(model, identity, precision)
         for device in spread.devices:
             precision.apply_globally(device.type)
-        initial = masters_apart(model, precision, spread)  # before rounding
-        model = spread.move(precision.adapt(model))
-        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        masters = initial or params
+        held = self.hold(model, precision, spread)
+        masters = held.masters
         reducer = self.make_reducer(collective, numerics)
-        replica = Replica(
-            model=model,
+        replica = self.make_replica(
+            held,
             device=spread.device,
             device_types=tuple(sorted({device.type for device in spread.devices})),
             collective=collective,
@@ -76,16 +74,25 @@ class Synchronous(Strategy):
             loss_scale=precision.loss_scale(),
             precision=precision,
             lanes=reducer.lanes,
-            params=params,
-            masters=masters,
             stepper=Stepper(make_optimizer(masters), list(masters.values())),
-            buffers=StepBuffers(model, precision.master_dtype),
-            keys=BlockKeys(model, seed=numerics.seed, devices=spread.devices),
+            buffers=StepBuffers(held.model, precision.master_dtype),
+            keys=BlockKeys(held.model, seed=numerics.seed, devices=spread.devices),
             reducer=reducer,
             numerics=numerics,
         )
         self.align(replica)
         return replica
+
+    def hold(self, model: nn.Module, precision: Precision, spread: Spread) -> Held:
+        """Put the tensors of a model where they belong, in the numbers they are held in; collective."""
+        initial = masters_apart(model, precision, spread)  # before rounding
+        model = spread.move(precision.adapt(model))
+        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        return Held(model=model, params=params, masters=initial or params)
+
+    def make_replica(self, held: Held, **rest: Any) -> Replica:
+        """What a step works on; a strategy that keeps more than others do makes one of its own."""
+        return Replica(model=held.model, params=held.params, masters=held.masters, **rest)
 
     def everyone(self, identity: Identity, collective: Collective) -> Collective:  # noqa: ARG002
         """All processes of the run, where those are more than the data ranks."""
@@ -111,12 +118,16 @@ class Synchronous(Strategy):
 
     def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
         """Forward and backward over this rank's shards, one reduction, one update."""
-        work = StepWork(placed, ticket, batches, training)
+        work = self.work(placed, ticket, batches, training)
         sums = work.run()
         if placed.on_phase is not None:
             placed.on_phase("update", ticket.step)
         status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step))
         return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+        """What computes a ticket."""
+        return StepWork(placed, ticket, batches, training)
 
     def state(self, placed: Replica) -> dict[str, Tensor]:
         """Parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""

@@ -89,7 +89,8 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
     """The norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
-    norms = torch._foreach_norm(present, order)  # noqa: SLF001 - what torch's own clipping calls
+    filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty part has no largest element
+    norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:
         norms = tuple(norm.to(norms[0].device) for norm in norms)
     here = torch.stack(norms)

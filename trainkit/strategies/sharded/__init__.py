@@ -1,0 +1,1 @@
+"""What strategies share that cut parameters over ranks: where a part lies, saving and restoring it, norms, steps."""

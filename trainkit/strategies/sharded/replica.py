@@ -1,0 +1,138 @@
+"""A replica whose parameters are cut over ranks: its own parts as plain tensors, which the optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import CheckpointError
+from trainkit.strategies.optimizer import optimizer_state, restore_optimizer_state
+from trainkit.strategies.pieces import Piece, Pieces
+from trainkit.strategies.replica import Replica
+from trainkit.strategies.sharded.cuts import Cut, local_part
+
+__all__ = ["ShardedReplica", "restore_pieces", "sharded_pieces"]
+
+
+@dataclass(kw_only=True)
+class ShardedReplica(Replica):
+    """What of a model is on one rank.
+
+    `params` and `masters` are the parts of the trainable parameters that are here, as plain tensors in the memory of
+    the model's own parameters: the optimizer, its kernels and the update are those of a whole replica. Where nothing
+    is cut (a single rank), it is one.
+    """
+
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    """Where each parameter's part lies, trainable or not; empty where the replica is whole."""
+    owners: dict[str, nn.Parameter] = field(default_factory=dict)
+    """The model's own parameters, which backward gives their gradients, by canonical name."""
+    expect: Callable[[bool], None] | None = None
+    """Is told before a shard whether it is the last of this rank and step, where that decides what is exchanged."""
+    reload: Callable[[], None] | None = None
+    """Is called when parameters were replaced, where the model may hold what it has gathered of them."""
+    stand_in: Any = None
+    """A batch for a rank that has none in a step, and must take part in the exchanges of the others."""
+
+    def take_grads(self) -> list[Tensor | None]:
+        """Take the parts of the gradients that came since the last call; None for a parameter without."""
+        if not self.cuts:
+            return super().take_grads()
+        grads = [self.owners[name].grad for name in self.params]
+        for name in self.params:
+            self.owners[name].grad = None
+        return [None if grad is None else local_part(grad) for grad in grads]
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """The parts of all parameters, trainable or not."""
+        return {name: self.params[name] if name in self.params else local_part(self.owners[name]) for name in self.cuts}
+
+
+def sharded_pieces(replica: ShardedReplica) -> Pieces:
+    """What this rank writes into a checkpoint: its parts, and, if it is the owner, what is whole everywhere."""
+    found: dict[str, tuple[Piece, ...]] = {}
+    for name, part in replica.parts.items():
+        _add(found, f"param/{name}", part, replica.cuts[name], replica.is_owner)
+    for key, tensor in optimizer_state(replica.stepper.optimizer, replica.params).items():
+        _add(found, key, tensor, replica.cuts[_name_of(key)], replica.is_owner)
+    saved = replica.model.state_dict(keep_vars=True)
+    for name, buffer in replica.model.named_buffers():
+        if replica.is_owner and name in saved:
+            found[f"buffer/{name}"] = (Piece.whole(local_part(buffer)),)
+    return found
+
+
+def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> None:
+    """Take this rank's parts of the whole tensors of a checkpoint; each is asked for once, or for its shape as well.
+
+    Raises:
+        CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
+    """
+    saved = replica.model.state_dict(keep_vars=True)
+    buffers = {f"buffer/{n}": local_part(b) for n, b in replica.model.named_buffers() if n in saved}
+    _refuse_others(replica, buffers, tensors)
+    parts = {f"param/{name}": part for name, part in replica.parts.items()}
+    with torch.no_grad():
+        for key, part in parts.items():
+            whole, cut = tensors[key], replica.cuts[_name_of(key)]
+            _refuse_shape(key, whole, cut.shape)
+            part.copy_(whole[cut.region])
+        for key, buffer in buffers.items():
+            _refuse_shape(key, tensors[key], tuple(buffer.shape))
+            buffer.copy_(tensors[key])
+    restore_optimizer_state(replica.stepper.optimizer, replica.params, _Local(tensors, replica.cuts))
+    replica.stepper.forget()
+    if replica.reload is not None:
+        replica.reload()
+
+
+def _add(found: dict[str, tuple[Piece, ...]], key: str, part: Tensor, cut: Cut, is_owner: bool) -> None:
+    if tuple(part.shape) != cut.size:  # a count of steps: the same on every rank
+        if is_owner:
+            found[key] = (Piece.whole(part),)
+    elif cut.is_written and not cut.is_empty:
+        found[key] = (cut.piece(part),)
+
+
+def _name_of(key: str) -> str:
+    """The parameter that a name of a checkpoint is about."""
+    kind, _, rest = key.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
+
+
+class _Local(Mapping[str, Tensor]):
+    """The tensors of a checkpoint, each cut to this rank's part when it is asked for."""
+
+    def __init__(self, wholes: Mapping[str, Tensor], cuts: Mapping[str, Cut]) -> None:
+        self._wholes, self._cuts = wholes, cuts
+
+    def __getitem__(self, key: str) -> Tensor:
+        cut, whole = self._cuts.get(_name_of(key)), self._wholes[key]
+        return whole if cut is None else cut.take(whole)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wholes)
+
+    def __len__(self) -> int:
+        return len(self._wholes)
+
+
+def _refuse_others(replica: ShardedReplica, buffers: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    own = [*(f"param/{name}" for name in replica.cuts), *buffers]
+    lines = [f"{key} is missing there" for key in own if key not in tensors]
+    known = set(own)
+    lines += [f"{key} is not in this model" for key in tensors if key not in known and not key.startswith("optimizer/")]
+    if lines:
+        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
+
+
+def _refuse_shape(key: str, there: Tensor, here: tuple[int, ...]) -> None:
+    if tuple(there.shape) != here:
+        line = f"{key} is {tuple(there.shape)} there and {here} here"
+        raise CheckpointError(f"the checkpoint is of another model: {line}.")
