@@ -5,8 +5,11 @@ Made-up data, in memory: what is measured is steps. A step takes the same number
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,8 @@ class Workload:
     """Samples of a step, over all processes."""
     steps: int
     """Steps of a measurement; a third of them before the clock starts."""
+    window: int
+    """Steps that are timed together."""
     overrides: tuple[str, ...]
     """The same for trainkit's command."""
     make_model: Callable[[], nn.Module]
@@ -69,12 +74,40 @@ def _tokens() -> tuple[Tensor, Tensor]:
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
+class Windows:
+    """The clock of a measurement: `tick` after every step.
+
+    Example:
+        >>> clock = Windows(WORKLOADS["gpt"], steps=60)
+        >>> for _ in range(60):
+        ...     clock.tick()
+        >>> clock.seconds_a_step < 1
+        True
+    """
+
+    def __init__(self, workload: Workload, steps: int) -> None:
+        self._size, self._first, self._count = workload.window, steps // 3, 0
+        self._stamps: list[float] = []
+
+    def tick(self) -> None:
+        """A step is done."""
+        self._count += 1
+        if self._count >= self._first and (self._count - self._first) % self._size == 0:
+            self._stamps.append(time.perf_counter())
+
+    @property
+    def seconds_a_step(self) -> float:
+        """The median of the windows after the first third of the steps."""
+        return statistics.median(later - stamp for stamp, later in pairwise(self._stamps)) / self._size
+
+
 _ALL = (
     Workload(
         key="convnet",
         title="convnet 32-64-128 on 28 x 28 images, batch 128",
         batch=128,
         steps=180,
+        window=10,
         overrides=(
             "model=convnet", "data=synthetic", "data.shape=[1,28,28]", f"data.num_samples={SAMPLES}",
             "loader.cache=true", "batch.global_size=128",
@@ -87,6 +120,7 @@ _ALL = (
         title="GPT, 4 layers of width 128, context 128, batch 16",
         batch=16,
         steps=60,
+        window=4,
         overrides=(
             "model=gpt", "model.context=128", "data=synthetic_tokens", "data.vocab_size=256", "data.context=128",
             f"data.num_samples={SAMPLES}", "objective=language_modelling", "objective.padding=false",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.pair import LR, WORKLOADS, Workload
+from benchmarks.pair import LR, WORKLOADS, Windows, Workload
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -39,15 +38,13 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
 
 
-def timed(step: Callable[[], None], steps: int) -> float:
-    """Seconds a step, after a third of them."""
-    warm = steps // 3
-    for _ in range(warm):
+def timed(step: Callable[[], None], workload: Workload, steps: int) -> float:
+    """Seconds a step."""
+    clock = Windows(workload, steps)
+    for _ in range(steps):
         step()
-    start = time.perf_counter()
-    for _ in range(steps - warm):
-        step()
-    return (time.perf_counter() - start) / (steps - warm)
+        clock.tick()
+    return clock.seconds_a_step
 
 
 def by_hand(workload: Workload, steps: int) -> float:
@@ -75,7 +72,7 @@ def _loop(workload: Workload, steps: int, model: nn.Module) -> float:
         workload.loss(model, inputs, targets).backward()
         optimizer.step()
 
-    return timed(step, steps)
+    return timed(step, workload, steps)
 
 
 def accelerate(workload: Workload, steps: int) -> float:
@@ -93,7 +90,7 @@ def accelerate(workload: Workload, steps: int) -> float:
         accelerator.backward(workload.loss(model, inputs, targets))
         optimizer.step()
 
-    taken = timed(step, steps)
+    taken = timed(step, workload, steps)
     accelerator.end_training()
     return taken
 
@@ -106,12 +103,10 @@ def lightning(workload: Workload, steps: int) -> float:
     warnings.simplefilter("ignore")
 
     class Clock(pl.Callback):
-        start = end = 0.0
+        windows = Windows(workload, steps)
 
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            if trainer.global_step == steps // 3:
-                self.start = time.perf_counter()
-            self.end = time.perf_counter()
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.windows.tick()
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
@@ -138,7 +133,7 @@ def lightning(workload: Workload, steps: int) -> float:
     )
     loader = DataLoader(TensorDataset(*workload.make_data()), batch_size=workload.batch // WORLD, shuffle=True)
     trainer.fit(Module(), loader)
-    return (clock.end - clock.start) / (steps - steps // 3)
+    return clock.windows.seconds_a_step
 
 
 def _endless(loader: Any) -> Any:
