@@ -79,6 +79,8 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     yield from _idle_rates(values)
     if not values["numerics"]["reproducible"]:
         yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    if values["compile"]["mode"] == "off":
+        yield "compile.backend", "has no effect with compile.mode=off."
     if values["eval"]["metric"] is None:
         yield "eval.mode", "has no effect without eval.metric."
     if values["loader"]["num_workers"] == 0:

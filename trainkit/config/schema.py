@@ -22,6 +22,7 @@ __all__ = [
     "Batch",
     "Checkpoint",
     "Clip",
+    "Compile",
     "Elastic",
     "Eval",
     "Loader",
@@ -87,6 +88,16 @@ class Clip:
 
     max_norm: Annotated[float | None, maths, above(0)] = None
     """Largest global norm of a step's gradient; null does not clip."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """What torch.compile does with the model."""
+
+    mode: Annotated[Literal["off", "default", "max-autotune"], speed] = "off"
+    """How hard it tries; what a model draws at random then differs from an eager run's, in its numbers alone."""
+    backend: Annotated[str, speed] = "inductor"
+    """What the graphs are handed to: inductor makes code of them, aot_eager runs them as they are, to find faults."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +224,10 @@ class RunConfig:
     """The climb of the learning rate to its peak."""
     clip: Clip = field(default_factory=Clip)
     """Bounds on the gradient."""
+    activation_checkpointing: Annotated[Literal["none", "full"] | int | list[str], speed, at_least(1)] = "none"
+    """What backward computes again instead of keeping: nothing, every block, every n-th, or modules by class."""
+    compile: Compile = field(default_factory=Compile)
+    """What torch.compile does with the model."""
     numerics: Numerics = field(default_factory=Numerics)
     """How sums are formed."""
     loader: Loader = field(default_factory=Loader)

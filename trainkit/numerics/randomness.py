@@ -12,14 +12,16 @@ not covered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from trainkit.numerics.hashing import hash64, key32, mix64, name_id
 
-__all__ = ["BlockKeys", "blocks_of", "draws_at_random", "draws_nothing", "sample_key"]
+__all__ = ["BlockKeys", "blocks_of", "draws_at_random", "draws_nothing", "keys_of", "sample_key", "sets_key"]
 
 _MASK = (1 << 64) - 1
 
@@ -65,11 +67,27 @@ class BlockKeys:
         for name, block in blocks_of(model):
             if name in self.names:
                 block.register_forward_pre_hook(self._key_setter(name_id(name)))
+        for module in model.modules():
+            _KEYS[module] = self
 
     def enter(self, *, step: int, shard: int) -> None:
         """Say which step and shard the coming forward passes belong to."""
         if self.names:
             self._state = hash64(self._seed, step, shard)
+
+    @property
+    def state(self) -> int:
+        """The step and shard that forward passes belong to now, for `at`."""
+        return self._state
+
+    @contextmanager
+    def at(self, state: int) -> Iterator[None]:
+        """Let the forward passes inside belong to the step and shard of an earlier `state`: a recomputation's."""
+        now, self._state = self._state, state
+        try:
+            yield
+        finally:
+            self._state = now
 
     def _key_setter(self, block_id: int) -> Any:
         generators = self._generators
@@ -79,7 +97,21 @@ class BlockKeys:
             for generator in generators:
                 generator.manual_seed(key)
 
+        set_key.sets_key = True  # type: ignore[attr-defined]
         return set_key
+
+
+_KEYS: WeakKeyDictionary[nn.Module, BlockKeys] = WeakKeyDictionary()
+
+
+def keys_of(module: nn.Module) -> BlockKeys | None:
+    """The keys of the model that a module is part of; None before it has some."""
+    return _KEYS.get(module)
+
+
+def sets_key(hook: object) -> bool:
+    """Whether a forward hook is one of those that key a block's randomness."""
+    return getattr(hook, "sets_key", False)
 
 
 def sample_key(seed: int, epoch: int, sample: int) -> int:

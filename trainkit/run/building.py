@@ -21,8 +21,9 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Numerics, Strategy, Weighing
+from trainkit.strategies.shaping import Shaping
 
-__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer", "numerics_of"]
+__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer", "numerics_of", "shaping_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ def numerics_of(cfg: RunConfig) -> Numerics:
         lanes=cfg.numerics.lanes,
         skip_nonfinite=cfg.numerics.on_nonfinite == "skip",
     )
+
+
+def shaping_of(cfg: RunConfig) -> Shaping:
+    """What of the model is recomputed, and what compiled."""
+    return Shaping(recompute=cfg.activation_checkpointing, compile_mode=cfg.compile.mode, backend=cfg.compile.backend)
 
 
 def build_model(cfg: RunConfig) -> nn.Module:

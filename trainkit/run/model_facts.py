@@ -8,7 +8,9 @@ from torch import nn
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.randomness import draws_at_random
+from trainkit.run.building import shaping_of
 from trainkit.run.plan import RunPlan
+from trainkit.strategies.shaping import shaping_notes, shaping_problems
 
 __all__ = ["model_notes"]
 
@@ -20,17 +22,20 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
         ConfigError: the strategy cannot place this model as it is asked to, or batch statistics would be taken of a
             single sample.
     """
-    problems = plan.parts.strategy.problems_with(model, plan.facts)
+    strategy, shaping = plan.parts.strategy, shaping_of(plan.cfg)
+    problems = strategy.problems_with(model, plan.facts)
+    named = plan.cfg.strategy["_target_"].rpartition(".")[2]
+    problems += shaping_problems(model, shaping, compiles=strategy.compiles, strategy=named)
     if problems:
         raise ConfigError(problems)
     statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]  # noqa: SLF001
     _refuse_single_samples(plan, statistics)
-    notes, said = list(plan.parts.strategy.notes()), []
+    notes, said = [*strategy.notes(), *shaping_notes(model, shaping)], []
     if any(draws_at_random(module) for module in model.modules()):
         said.append("draws random numbers")
     if statistics:
         said.append("keeps batch statistics")
-    if not said or not plan.micro_follows or plan.parts.strategy.changes_maths:
+    if not said or not plan.micro_follows or strategy.changes_maths:
         return notes
     what = " and ".join(said)
     micro = plan.batch.micro_size

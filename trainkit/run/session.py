@@ -20,13 +20,14 @@ from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
 from trainkit.errors import TrainingError
 from trainkit.run.beginning import run_of, training_of
-from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.building import build_model, make_optimizer, shaping_of
 from trainkit.run.keeping import Keeper
 from trainkit.run.occasions import each_steps, periods, settling
 from trainkit.run.plan import RunPlan
 from trainkit.run.scoring import Scorer
 from trainkit.run.stopping import REASONS
 from trainkit.strategies.base import Placed
+from trainkit.strategies.shaping import shape
 
 __all__ = ["Session"]
 
@@ -64,7 +65,7 @@ class Session:
         self._data_state: dict[str, Any] | None = None
         self._on_phase: Callable[[str, int], None] | None = None
         self._cleanup = ExitStack()
-        model = build_model(self.cfg)
+        model = shape(build_model(self.cfg), shaping_of(self.cfg), compiles=self.parts.strategy.compiles)
         self.placed: Placed = self.parts.strategy.place(
             model,
             identity=identity,

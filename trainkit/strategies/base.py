@@ -19,6 +19,7 @@ from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Objective
 from trainkit.strategies.pieces import Piece, Pieces
+from trainkit.strategies.shaping import Compiles
 
 __all__ = [
     "Facts",
@@ -213,6 +214,9 @@ class Strategy(ABC):
     elastic: ClassVar[bool] = False
     """Whether a run may go on with fewer of its tasks, and with all again: where no rank holds what others lack."""
 
+    compiles: ClassVar[Compiles] = "blocks"
+    """What it calls as one, and torch.compile may make one of: the whole model, its blocks, or nothing."""
+
     holds_pieces: ClassVar[bool] = False
     """Whether ranks hold what others lack, so that a checkpoint is written and weights are hashed by all together."""
 
@@ -266,7 +270,8 @@ class Strategy(ABC):
         """Put the model where it is computed; collective over the ranks of the run.
 
         Args:
-            model: initialised on the CPU in float32, alike on every rank.
+            model: initialised on the CPU in float32, alike on every rank, and shaped (`trainkit.strategies.shaping`):
+                forward passes that are recomputed or compiled are in place.
             identity: who this process is.
             precision: the numbers to use.
             numerics: the numbers settings.

@@ -12,6 +12,7 @@ from trainkit.strategies.base import Numerics
 from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.reducers import BackendReducer, LaneReducer, LocalReducer, Reducer
 from trainkit.strategies.replica import Replica
+from trainkit.strategies.shaping import Compiles
 
 __all__ = ["DataParallel"]
 
@@ -25,6 +26,7 @@ class DataParallel(Grouped):
     """
 
     elastic: ClassVar[bool] = True
+    compiles: ClassVar[Compiles] = "model"
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
         """The lanes of a reproducible run, else the backend's all-reduce."""

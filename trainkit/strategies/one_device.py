@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
@@ -14,6 +14,7 @@ from trainkit.strategies.base import Facts, Numerics
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
 from trainkit.strategies.reducers import LaneReducer, LocalReducer, Reducer
+from trainkit.strategies.shaping import Compiles
 from trainkit.strategies.synchronous import Synchronous
 
 __all__ = ["OneDevice"]
@@ -27,6 +28,8 @@ class OneDevice(Synchronous):
         >>> OneDevice(device="cpu").tasks(Facts())
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
+
+    compiles: ClassVar[Compiles] = "model"
 
     device: Annotated[str, placement] = "auto"
     """`auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, `/gpu:1`."""

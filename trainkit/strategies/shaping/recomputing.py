@@ -1,0 +1,117 @@
+"""A forward pass that keeps its inputs alone, and is computed again when backward needs the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.numerics.randomness import draws_nothing, keys_of
+
+__all__ = ["Recomputed"]
+
+
+class Recomputed:
+    """The forward pass of a module, in place of its own: `module.forward = Recomputed(module)`.
+
+    No module is wrapped, so that names stay what they are. The second computation draws what the first one drew, also
+    where another shard was computed in between, and leaves buffers as it found them.
+
+    Args:
+        module: the module; its forward as it is now is what will be computed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.inner = module, module.forward
+        self._draws = not draws_nothing(module)
+        self._updated: list[tuple[nn.Module, str]] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        before = self._buffers()
+        outputs = checkpoint(
+            self.inner,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=self._draws,
+            context_fn=self._contexts(before),
+            **kwargs,
+        )
+        if self._updated is None:
+            self._updated = _moved(self.module, before)
+            # the entries that the recomputation shall not carry
+            kept = {(id(owner), name) for owner, name in self._updated}
+            before[:] = [entry for entry in before if (id(entry[0]), entry[1]) in kept]
+        return outputs
+
+    def _buffers(self) -> list[_Entry]:
+        """Copies of the buffers that the forward pass updates; of all, until the first one has shown which."""
+        chosen = _places(self.module) if self._updated is None else self._updated
+        found = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
+        return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
+
+    def _contexts(
+        self, before: list[_Entry]
+    ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+        keys = keys_of(self.module)
+        state = None if keys is None else keys.state
+
+        @contextmanager
+        def again() -> Iterator[None]:
+            with _as_before(before), nullcontext() if keys is None or state is None else keys.at(state):
+                yield
+
+        return lambda: (nullcontext(), again())
+
+
+_Entry = tuple[nn.Module, str, Tensor]
+"""A buffer's module and name, and what it held."""
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()  # noqa: SLF001 - has no public name
+        if buffer is not None
+    ]
+
+
+def _moved(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
+    """The buffers that differ from what they held; by value: batch normalisation counts no version."""
+    held = {(id(owner), name): tensor for owner, name, tensor in before}
+    now = [(owner, name, owner._buffers[name]) for owner, name in _places(module)]  # noqa: SLF001
+    return [
+        (owner, name)
+        for owner, name, buffer in now
+        if (earlier := held.get((id(owner), name))) is None or buffer is None or not _equal(buffer, earlier)
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@contextmanager
+def _as_before(before: list[_Entry]) -> Iterator[None]:
+    """The buffers as the first computation found them, and afterwards as they are now; through `.data`, unnoticed."""
+    now = [(owner, name, owner._buffers[name]) for owner, name, _ in before]  # noqa: SLF001
+    found = [(owner, name, buffer.detach().clone()) for owner, name, buffer in now if buffer is not None]
+    _write(before)
+    try:
+        yield
+    finally:
+        _write(found)
+
+
+def _write(entries: list[_Entry]) -> None:
+    for owner, name, tensor in entries:
+        buffer = owner._buffers[name]  # noqa: SLF001
+        if buffer is not None:
+            buffer.data.copy_(tensor)
