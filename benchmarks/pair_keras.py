@@ -37,7 +37,7 @@ def train(workload: Workload, steps: int, *, replicas: int) -> float:
         )
     clock = Windows(workload, steps)
     ticking = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: clock.tick()  # noqa: ARG005 - Keras gives them by name
+        on_train_batch_end=lambda batch, logs: clock.tick()
     )
     model.fit(batches, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=[ticking])
     return clock.seconds_a_step
