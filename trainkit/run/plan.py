@@ -10,7 +10,7 @@ import torch
 
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
-from trainkit.config.build import build
+from trainkit.config.build import build, resolve_target
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
@@ -104,7 +104,13 @@ def make_plan(
     engine = cluster if isinstance(cluster, Engine) else None
     gpus = _num_gpus(engine) if num_gpus is None else num_gpus
     parts = build_parts(cfg, splits)
-    facts = Facts(numerics=parts.numerics, num_gpus=gpus, precision=parts.precision.value, launch=launch)
+    facts = Facts(
+        numerics=parts.numerics,
+        num_gpus=gpus,
+        precision=parts.precision.value,
+        optimizer=_class_of(cfg.optimizer),
+        launch=launch,
+    )
     problems = parts.strategy.problems(facts)
     problems += _elastic_problems(cfg, parts, facts, engine) if not problems else []
     if problems:
@@ -139,6 +145,12 @@ def make_plan(
         rate=_rate(cfg, parts, batch, num_steps),
         micro_follows=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
     )
+
+
+def _class_of(node: Mapping[str, Any]) -> type | None:
+    """What a node builds; None where that is a function's to say."""
+    target = resolve_target(node["_target_"])
+    return target if isinstance(target, type) else None
 
 
 def _num_gpus(engine: Engine | None) -> int:

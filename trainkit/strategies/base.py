@@ -134,6 +134,8 @@ class Facts:
     """CUDA devices of this host."""
     precision: str = "fp32"
     """The precision's name."""
+    optimizer: type | None = None
+    """The optimizer's class; None where it is not known."""
     launch: Launch | None = None
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
