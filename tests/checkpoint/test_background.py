@@ -39,9 +39,9 @@ def test_the_second_save_uses_the_buffers_of_the_first(tmp_path):
     saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
     saver.save(step=1, tensors={"param/w": weight}, meta={})
     saver.wait()
-    first = saver._buffers["param/w"].data_ptr()
+    first = saver._snapshot.buffers["param/w"].data_ptr()
     saver.save(step=2, tensors={"param/w": weight + 1}, meta={})
-    assert saver._buffers["param/w"].data_ptr() == first
+    assert saver._snapshot.buffers["param/w"].data_ptr() == first
     assert [entry.step for entry in saver.close()] == [1, 2]
     assert load(tmp_path / "step_00000002").tensors["param/w"].tolist() == [2, 2, 2]
 

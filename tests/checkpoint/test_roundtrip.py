@@ -1,4 +1,6 @@
 import json
+import os
+import shutil
 
 import pytest
 import safetensors.torch
@@ -7,6 +9,8 @@ import torch
 from trainkit.engine.checkpoint import begin, commit, load, save, scan, weights_sha256, write_part
 from trainkit.engine.checkpoint.dtypes import DTYPES
 from trainkit.errors import CheckpointError
+from trainkit.strategies.pieces import Piece
+from trainkit.strategies.stored import region_of, shape_of
 
 
 def content():
@@ -70,22 +74,71 @@ def test_the_index_names_shape_dtype_and_pieces(tmp_path):
     assert index == {"tensors": {"param/w": {"dtype": "F32", "shape": [2, 3], "pieces": pieces}}, "aliases": {}}
 
 
+def rows(whole, start, stop):
+    return Piece(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
+
+
 def test_pieces_of_several_ranks_make_one_tensor(tmp_path):
     whole = torch.arange(10.0).reshape(5, 2)
     draft = begin(tmp_path, 8)
     parts = [
-        write_part(draft, {"param/w": whole[:3]}, rank=0, pieces={"param/w": ([0, 0], [5, 2])}),
-        write_part(draft, {"param/w": whole[3:]}, rank=1, pieces={"param/w": ([3, 0], [5, 2])}),
+        write_part(draft, {"param/w": [rows(whole, 1, 3)]}, rank=0),
+        write_part(draft, {"param/w": [rows(whole, 3, 5), rows(whole, 0, 1)]}, rank=1),
     ]
     commit(draft, step=8, parts=parts, meta={}, aliases={})
     assert torch.equal(load(tmp_path / "step_00000008").tensors["param/w"], whole)
 
 
-def test_what_was_loaded_outlives_its_files(tmp_path):
+def test_what_is_being_loaded_outlives_its_folder(tmp_path):
     save(tmp_path, step=0, tensors=content(), meta={})
     tensors = load(tmp_path / "step_00000000").tensors
-    (tmp_path / "step_00000000" / "rank_00000.safetensors").write_bytes(b"\xff" * 500)
-    assert torch.equal(tensors["param/weight"], content()["param/weight"])
+    shutil.rmtree(tmp_path / "step_00000000")
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in content().items())
+
+
+def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path):
+    save(tmp_path, step=0, tensors=content(), meta={})
+    folder = tmp_path / "step_00000000"
+    tensors = load(folder).tensors
+    path = folder / "rank_00000.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(b"\xff" * size)
+    with pytest.raises(CheckpointError) as caught:
+        tensors["param/weight"]
+    assert str(caught.value) == (
+        f"checkpoint {folder} is damaged: rank_00000.safetensors was changed after it was verified."
+    )
+    os.truncate(path, size // 2)
+    with pytest.raises(CheckpointError, match=r"rank_00000\.safetensors was cut short after it was verified\.$"):
+        tensors["param/weight"]
+
+
+def test_a_tensor_is_read_when_it_is_asked_for(tmp_path):
+    whole, draft = torch.arange(20.0).reshape(5, 4), begin(tmp_path, 8)
+    cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
+    pieces = [Piece(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
+    parts = [write_part(draft, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
+    commit(draft, step=8, parts=parts, meta={}, aliases={})
+    tensors = load(tmp_path / "step_00000008").tensors
+    for number in (0, 2):  # what is read first needs neither
+        os.truncate(tmp_path / "step_00000008" / f"rank_0000{number}.safetensors", 0)
+    assert shape_of(tensors, "param/w") == (5, 4)
+    region = (slice(3, 5), slice(0, 1))
+    assert torch.equal(region_of(tensors, "param/w", region), whole[region])
+    with pytest.raises(CheckpointError, match="was cut short"):
+        tensors["param/w"]
+
+
+@pytest.mark.parametrize(
+    ("cuts", "wrong"),
+    [([(0, 2), (3, 5)], "its pieces hold 8 of 10 numbers"), ([(0, 3), (2, 4)], "its pieces overlap")],
+)
+def test_pieces_that_do_not_make_up_a_tensor_are_never_written(tmp_path, cuts, wrong):
+    whole, draft = torch.arange(10.0).reshape(5, 2), begin(tmp_path, 8)
+    parts = [write_part(draft, {"param/w": [rows(whole, *cut)]}, rank=rank) for rank, cut in enumerate(cuts)]
+    with pytest.raises(CheckpointError) as caught:
+        commit(draft, step=8, parts=parts, meta={}, aliases={})
+    assert str(caught.value) == f"param/w cannot be saved: {wrong}."
 
 
 def test_nothing_is_pickled(tmp_path):

@@ -5,7 +5,19 @@ import importlib
 
 import pytest
 
-MODULES = ["device_map", "devices", "maps.balance", "maps.fitting", "maps.syntax", "maps.units", "packing", "spread"]
+MODULES = [
+    "device_map",
+    "devices",
+    "maps.balance",
+    "maps.fitting",
+    "maps.syntax",
+    "maps.units",
+    "packing",
+    "pieces",
+    "spread",
+    "stored",
+    "telling",
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

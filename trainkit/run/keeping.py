@@ -7,16 +7,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trainkit.config.watched import Watched
-from trainkit.engine.checkpoint import BackgroundSaver, Loaded, Retention
+from trainkit.engine.checkpoint import (
+    BackgroundSaver,
+    Loaded,
+    Retention,
+    SaverOfPieces,
+    sha256_of_pieces,
+    weights_sha256,
+)
 from trainkit.engine.events import Callback, Run
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
+from trainkit.strategies.stored import chosen
 
 __all__ = ["Keeper"]
 
 
 class Keeper:
     """Writes the checkpoints of a run, one a step at most; every rank has one, and the owner's writes.
+
+    Where ranks hold what others lack, every rank writes its pieces: then `save`, `announce` and `close` are collective.
 
     Args:
         plan: what was decided.
@@ -46,9 +56,12 @@ class Keeper:
             keep_best=self._settings.keep_best,
             mode="max" if Watched.of(plan.cfg.eval).mode == "max" else "min",
         )
-        self._saver = BackgroundSaver(
-            run.folder / "checkpoints", retention=retention, background=self._settings.background, confirm=confirm
-        )
+        root, background = run.folder / "checkpoints", self._settings.background
+        alone = not self._strategy.holds_pieces or placed.everyone.num_ranks == 1
+        kept: dict[str, Any] = {"retention": retention, "background": background, "confirm": confirm}
+        self._saver = BackgroundSaver(root, **kept)
+        self._together = None if alone else SaverOfPieces(root, placed.everyone, **kept)
+        self._writer = self._together or self._saver
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
 
@@ -63,12 +76,17 @@ class Keeper:
         """Whether there is a checkpoint of this very step."""
         return self._saved_at == self._run.state.step
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether this rank writes something."""
+        return self._together is not None or self._run.is_owner
+
     def mark(self) -> None:
-        """Count the step as saved, by the owner: every rank does."""
+        """Count the step as saved, by whoever writes it: every rank does."""
         self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
 
     def save(self, *, data: Mapping[str, Any] | None, metric: float | None) -> None:
-        """Write a checkpoint of this step; for the owner.
+        """Write a checkpoint of this step; for every rank that takes part.
 
         Args:
             data: the state of the loader.
@@ -86,8 +104,11 @@ class Keeper:
             "strategy": self._strategy.remember(self._placed),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
         }
-        tensors = self._strategy.state(self._placed)
-        self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
+        if self._together is not None:
+            pieces = self._strategy.pieces(self._placed)
+            self._together.save(step=state.step, pieces=pieces, meta=meta, metric=metric)
+        else:
+            self._saver.save(step=state.step, tensors=self._strategy.state(self._placed), meta=meta, metric=metric)
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Take up a checkpoint as if nothing had happened; returns the state of the loader."""
@@ -103,20 +124,28 @@ class Keeper:
 
     def start_from(self, loaded: Loaded) -> None:
         """Take over weights alone: a new training that begins where another ended."""
-        weights = {name: tensor for name, tensor in loaded.tensors.items() if not name.startswith("optimizer/")}
+        weights = chosen(loaded.tensors, lambda name: not name.startswith("optimizer/"))
         self._strategy.load_state(self._placed, weights)
 
     def announce(self) -> None:
         """Tell the callbacks of what was written since the last call."""
-        for checkpoint in self._saver.finished():
+        if self._together is not None:
+            self._together.proceed()
+        for checkpoint in self._writer.finished():
             for callback in self._callbacks:
                 callback.checkpoint_saved(self._run, checkpoint.folder)
 
     def close(self) -> None:
         """Wait for what is being written, and tell of it."""
-        self._saver.wait()
+        self._writer.wait()
         self.announce()
-        self._saver.close()
+        self._writer.close()
+
+    def weights_sha256(self) -> str | None:
+        """The hash of all weights, on the owner; None elsewhere. Collective where ranks hold what others lack."""
+        if self._together is not None:
+            return sha256_of_pieces(self._strategy.pieces(self._placed), self._placed.everyone)
+        return weights_sha256(self._strategy.state(self._placed)) if self._run.is_owner else None
 
 
 def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:

@@ -14,7 +14,7 @@ import torch
 from trainkit.cluster.identity import Identity
 from trainkit.data.loader import Loader
 from trainkit.engine.agreement import Agreement
-from trainkit.engine.checkpoint import Loaded, weights_sha256
+from trainkit.engine.checkpoint import Loaded
 from trainkit.engine.events import Callback, overriding
 from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
@@ -187,13 +187,13 @@ class Session:
         self._journal.proceed()
 
     def save(self) -> None:
-        """Write a checkpoint of this step, once; the owner writes it."""
+        """Write a checkpoint of this step, once; the owner writes it, or each rank its pieces."""
         if self._keeper.has_saved:
             return
         self.flush()
         self._keeper.mark()
         self._enter("save")
-        if self.run.is_owner:
+        if self._keeper.takes_part:
             self._journal.pause()
             self._keeper.save(data=self._loader.state(), metric=self._scorer.metric)
             self._journal.proceed()
@@ -206,6 +206,7 @@ class Session:
 
     def _agree(self) -> None:
         answer = self._agreement.ask()
+        self._keeper.announce()
         if answer.save:
             self.save()
         if answer.stop is not None:
@@ -227,8 +228,7 @@ class Session:
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))
-        sha256 = weights_sha256(self.parts.strategy.state(self.placed)) if self.run.is_owner else None
-        result = {**self._status(), **self.progress(), "weights_sha256": sha256}
+        result = {**self._status(), **self.progress(), "weights_sha256": self._keeper.weights_sha256()}
         for callback in self.callbacks:
             callback.train_end(self.run, result)
         return result

@@ -14,6 +14,7 @@ from trainkit.config.values import above, below
 from trainkit.fields import maths
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
+from trainkit.strategies.stored import chosen
 
 __all__ = ["Outer", "Window"]
 
@@ -122,12 +123,12 @@ class Window:
         views = _parameters(replica).views(self.momentum)
         return {_SLOT + name: view for name, view in zip(replica.masters, views, strict=True)}
 
-    def load_state(self, replica: Replica, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def load_state(self, replica: Replica, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Take over what `state` gave; returns the tensors that are not the outer optimizer's."""
         own = [tensors.get(_SLOT + name) for name in replica.masters]
         kept = self.outer.lr is not None and any(tensor is not None for tensor in own)
         self.momentum = _parameters(replica).pack(own) if kept else None
-        return {name: tensor for name, tensor in tensors.items() if not name.startswith(_SLOT)}
+        return chosen(tensors, lambda name: not name.startswith(_SLOT))
 
 
 def _parameters(replica: Replica) -> Packing:

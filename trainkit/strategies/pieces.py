@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from itertools import combinations
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
+from trainkit.strategies.telling import tell_all
 
-__all__ = ["Piece", "Pieces", "assembled"]
+__all__ = ["Piece", "Pieces", "assembled", "misfit", "streamed"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,43 +55,88 @@ def assembled(pieces: Pieces, everyone: Collective) -> dict[str, Tensor]:
         pieces: what this rank holds; each part of a tensor is with one rank alone.
         everyone: all processes of the run.
     """
-    if everyone.num_ranks == 1:
-        return {name: _joined(parts) for name, parts in sorted(pieces.items())}
-    told = [_told(pieces, name) for name in sorted(pieces)]
-    heard = [json.loads(bytes(part.tolist())) for part in everyone.gather(_as_bytes(told))]
-    found: dict[str, Tensor] = {}
-    for name in sorted({name for rank in heard for name, *_ in rank}):
-        own = [part.tensor.detach().reshape(-1) for part in pieces.get(name, ())]
-        kind = next(getattr(torch, dtype) for rank in heard for other, dtype, *_ in rank if other == name)
-        device = own[0].device if own else torch.device("cpu")
-        rows = everyone.gather(torch.cat(own) if own else torch.empty(0, dtype=kind, device=device))
-        shape = next(shape for rank in heard for other, _, shape, _ in rank if other == name)
-        whole = torch.empty(shape, dtype=kind, device=device)
-        for row, rank in zip(rows, heard, strict=True):
-            start = 0
-            for offset, size in next((cuts for other, _, _, cuts in rank if other == name), ()):
-                count = torch.Size(size).numel()
-                region = tuple(slice(first, first + length) for first, length in zip(offset, size, strict=True))
-                whole[region] = row[start : start + count].reshape(size).to(device)
-                start += count
-        found[name] = whole
-    return found
+    return dict(streamed(pieces, everyone))
 
 
-def _told(pieces: Pieces, name: str) -> list[object]:
-    parts = pieces[name]
+def streamed(
+    pieces: Pieces, everyone: Collective, *, order: Callable[[str], Any] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Name after name with its whole tensor, on every rank; collective at each name. Memory: one whole tensor.
+
+    Args:
+        pieces: what this rank holds; each part of a tensor is with one rank alone.
+        everyone: all processes of the run.
+        order: what names are sorted by; None: the names themselves.
+
+    Raises:
+        ValueError: the pieces of a tensor do not make it up.
+    """
+    heard = tell_all({name: _told(parts) for name, parts in pieces.items() if parts}, everyone)
+    for name in sorted({name for rank in heard for name in rank}, key=order):
+        told = [(rank, said[name]) for rank, said in enumerate(heard) if name in said]
+        cuts = [(cut["offset"], cut["size"]) for _, said in told for cut in said["cuts"]]
+        if wrong := misfit(told[0][1]["shape"], cuts):
+            raise ValueError(f"{name}: {wrong}")
+        yield name, _gathered(told, pieces.get(name, ()), everyone)
+
+
+def misfit(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
+    """Why rectangular parts do not make up a whole; None where each of its numbers is in one of them.
+
+    Args:
+        shape: of the whole.
+        cuts: offset and size of every part.
+
+    Example:
+        >>> misfit([4], [([0], [2]), ([2], [2])])
+        >>> misfit([4], [([0], [2]), ([3], [1])])
+        'its pieces hold 3 of 4 numbers'
+    """
+    held = sum(torch.Size(size).numel() for _, size in cuts)
+    if held != torch.Size(shape).numel():
+        return f"its pieces hold {held} of {torch.Size(shape).numel()} numbers"
+    for offset, size in cuts:
+        if len(offset) != len(shape) or len(size) != len(shape) or min([*offset, *size], default=0) < 0:
+            return "a piece is of another shape"
+        if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
+            return "a piece reaches beyond it"
+    full = [(offset, size) for offset, size in cuts if torch.Size(size).numel()]
+    return "its pieces overlap" if any(_meet(*one, *other) for one, other in combinations(full, 2)) else None
+
+
+def _meet(offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]) -> bool:
+    return all(
+        start < other + other_length and other < start + length
+        for start, length, other, other_length in zip(offset, size, other_offset, other_size, strict=True)
+    )
+
+
+def _told(parts: Sequence[Piece]) -> dict[str, Any]:
+    cuts = [{"offset": part.offset, "size": list(part.tensor.shape)} for part in parts]
     dtype = str(parts[0].tensor.dtype).removeprefix("torch.")
-    return [name, dtype, parts[0].shape, [[part.offset, list(part.tensor.shape)] for part in parts]]
+    return {"dtype": dtype, "shape": parts[0].shape, "cuts": cuts}
 
 
-def _as_bytes(content: object) -> Tensor:
-    return torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8)
-
-
-def _joined(parts: Sequence[Piece]) -> Tensor:
-    if len(parts) == 1:
-        return parts[0].tensor.detach()
-    whole = parts[0].tensor.new_empty(parts[0].shape)
-    for part in parts:
-        whole[part.region] = part.tensor.detach()
+def _gathered(told: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[Piece], everyone: Collective) -> Tensor:
+    """A whole tensor; on the host, but for the only rank's own, which may be the very tensor it holds."""
+    first = told[0][1]
+    if everyone.num_ranks == 1 and len(own) == 1:
+        return own[0].tensor.detach()
+    dtype: torch.dtype = getattr(torch, first["dtype"])
+    whole = torch.empty(first["shape"], dtype=dtype)
+    for rank, said in told:
+        for place, cut in enumerate(said["cuts"]):
+            mine = own[place].tensor.detach() if rank == everyone.rank else torch.empty(cut["size"], dtype=dtype)
+            region = (slice(start, start + size) for start, size in zip(cut["offset"], cut["size"], strict=True))
+            whole[tuple(region)] = mine if everyone.num_ranks == 1 else _shared(mine, rank)
     return whole
+
+
+def _shared(tensor: Tensor, source: int) -> Tensor:
+    """The tensor of a rank of the default group, on every rank; collective. As bytes: not every backend knows bf16."""
+    on_gpu = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    content = tensor.to(device).contiguous()
+    if content.numel():
+        dist.broadcast(content.reshape(-1).view(torch.uint8), src=source)
+    return content

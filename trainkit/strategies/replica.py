@@ -18,6 +18,7 @@ from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_opti
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import Overlapping, Reducer
 from trainkit.strategies.spread import Spread
+from trainkit.strategies.stored import shape_of
 
 __all__ = ["Held", "JoinNorms", "Replica", "masters_apart", "replica_state", "restore_replica"]
 
@@ -159,9 +160,9 @@ def _refuse_mismatch(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
     lines = [f"{key} is missing there" for key in own if key not in tensors]
     lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith("optimizer/")]
     lines += [
-        f"{key} is {tuple(tensors[key].shape)} there and {tuple(tensor.shape)} here"
+        f"{key} is {tuple(shape_of(tensors, key))} there and {tuple(tensor.shape)} here"
         for key, tensor in own.items()
-        if key in tensors and tensors[key].shape != tensor.shape
+        if key in tensors and shape_of(tensors, key) != tensor.shape
     ]
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""

@@ -12,7 +12,8 @@ from trainkit.engine.checkpoint.background import BackgroundSaver
 from trainkit.engine.checkpoint.loading import Loaded, load, newest_valid
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, prune, save, write_part
-from trainkit.engine.checkpoint.weights import weights_sha256
+from trainkit.engine.checkpoint.together import SaverOfPieces
+from trainkit.engine.checkpoint.weights import sha256_of_pieces, weights_sha256
 from trainkit.engine.manifest import Checkpoint, read_manifest, scan
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Loaded",
     "Part",
     "Retention",
+    "SaverOfPieces",
     "begin",
     "commit",
     "load",
@@ -29,6 +31,7 @@ __all__ = [
     "read_manifest",
     "save",
     "scan",
+    "sha256_of_pieces",
     "weights_sha256",
     "write_part",
 ]

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import save, untied
+from trainkit.engine.checkpoint.snapshot import Snapshot
 from trainkit.engine.manifest import Checkpoint
 
 __all__ = ["BackgroundSaver"]
@@ -38,7 +38,7 @@ class BackgroundSaver:
         self._confirm = confirm
         self._retention = retention
         self._background = background
-        self._buffers: dict[str, Tensor] = {}
+        self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._finished: list[Checkpoint] = []
@@ -66,7 +66,7 @@ class BackgroundSaver:
             self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
             return
         unique, tied = untied(tensors)
-        arguments.update(tensors=self._snapshot(unique), aliases={**tied, **(aliases or {})})
+        arguments.update(tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
         # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that nobody takes for a checkpoint.
         self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
         self._thread.start()
@@ -103,7 +103,7 @@ class BackgroundSaver:
         try:
             self.wait()
         finally:
-            self._buffers.clear()
+            self._snapshot.buffers.clear()
         return self.finished()
 
     def _write(self, **arguments: Any) -> None:
@@ -116,18 +116,3 @@ class BackgroundSaver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
-
-    def _snapshot(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies on the host; waits for the device once, after all copies are under way."""
-        self._buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
-        for name, tensor in tensors.items():
-            self._buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
-        return dict(self._buffers)
-
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
-            return buffer
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

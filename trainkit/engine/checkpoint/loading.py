@@ -1,20 +1,18 @@
-"""Reading a checkpoint: verified before anything of it is used, into memory of our own."""
+"""Reading a checkpoint: verified before anything of it is used, then tensor by tensor."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from trainkit.engine.checkpoint.dtypes import DTYPES
-from trainkit.engine.checkpoint.tensor_file import read_tensors
+from trainkit.engine.checkpoint.stored import StoredTensors
+from trainkit.engine.checkpoint.tensor_file import TensorFile
 from trainkit.engine.manifest import Checkpoint, NewerFormatError, damaged, read_manifest, survey
 from trainkit.errors import CheckpointError
 
@@ -27,7 +25,7 @@ class Loaded:
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
-    """By name, on the host, contiguous; a tied name gives the very tensor of the name it is tied to."""
+    """By name, on the host, contiguous, read when asked for; a tied name gives the very tensor of its name."""
     aliases: Mapping[str, str]
     """Tied name -> the name it was written under."""
     meta: Mapping[str, Any]
@@ -35,9 +33,9 @@ class Loaded:
 
 
 def load(folder: Path) -> Loaded:
-    """Read and verify one checkpoint.
+    """Verify one checkpoint: every byte of it is read, and its tensors again when they are asked for.
 
-    Nothing stays mapped: the folder may be pruned or replaced while its tensors are in use.
+    Nothing is mapped: the folder may be pruned or replaced while its tensors are in use.
 
     Raises:
         CheckpointError: incomplete, or damaged: names the file.
@@ -45,15 +43,14 @@ def load(folder: Path) -> Loaded:
     checkpoint = read_manifest(folder)
     index = _read_json(checkpoint, "index.json")
     rest = _read_json(checkpoint, "meta.json")
-    stored = {
-        name: read_tensors(folder / name, record)
+    files = {
+        name: TensorFile.verified(folder / name, record)
         for name, record in checkpoint.files.items()
         if name.endswith(".safetensors")
     }
     try:
-        tensors = {name: _assemble(entry, name, stored) for name, entry in index["tensors"].items()}
         aliases: dict[str, str] = dict(index["aliases"])
-        tensors.update({alias: tensors[name] for alias, name in aliases.items()})
+        tensors = StoredTensors(index["tensors"], aliases, files)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise damaged(folder, f"index.json does not fit the tensors ({error})") from None
     meta = {**rest, "position": checkpoint.position, "fingerprint": checkpoint.fingerprint}
@@ -101,23 +98,3 @@ def _read_json(checkpoint: Checkpoint, name: str) -> Any:
     if hashlib.sha256(content).hexdigest() != record.sha256:
         raise damaged(checkpoint.folder, f"{name} is not what was written (SHA-256 differs)")
     return json.loads(content)
-
-
-def _assemble(entry: Mapping[str, Any], name: str, stored: Mapping[str, Mapping[str, Tensor]]) -> Tensor:
-    """A whole tensor out of its pieces; a single piece is taken as it is."""
-    shape, pieces = tuple(entry["shape"]), entry["pieces"]
-    if len(pieces) == 1:
-        tensor = stored[pieces[0]["file"]][name]
-        if tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {shape}")
-        return tensor
-    if sum(math.prod(piece["size"]) for piece in pieces) != math.prod(shape):
-        raise ValueError(f"the pieces of {name} do not cover it")
-    whole = torch.empty(shape, dtype=DTYPES[entry["dtype"]])
-    for piece in pieces:
-        region = tuple(slice(start, start + size) for start, size in zip(piece["offset"], piece["size"], strict=True))
-        part = stored[piece["file"]][name]
-        if tuple(part.shape) != tuple(piece["size"]):
-            raise ValueError(f"a piece of {name} has shape {tuple(part.shape)}, not {piece['size']}")
-        whole[region].copy_(part)
-    return whole

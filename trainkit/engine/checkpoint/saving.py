@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from torch import Tensor
 
@@ -21,8 +21,9 @@ from trainkit.engine.checkpoint.tensor_file import write_bytes, write_tensors
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes, scan
 from trainkit.errors import CheckpointError
+from trainkit.strategies.pieces import Piece, Pieces, misfit
 
-__all__ = ["Part", "begin", "commit", "prune", "save", "write_part"]
+__all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "unwritten", "write_part"]
 
 TEMPORARY: Final = ".tmp_"
 """How the names of folders begin that are being written, or being removed."""
@@ -35,7 +36,17 @@ class Part:
     file: str
     record: FileRecord
     tensors: Mapping[str, Mapping[str, Any]]
-    """Tensor name -> {"dtype", "shape" of the whole, "offset" and "size" of the piece in this file}."""
+    """Name in this file -> {"name" of the tensor, "dtype", "shape" of the whole, "offset" and "size" of the piece}."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What another rank makes the same part of."""
+        record = {"num_bytes": self.record.num_bytes, "sha256": self.record.sha256}
+        return {"file": self.file, "record": record, "tensors": dict(self.tensors)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
+        return cls(file=content["file"], record=FileRecord(**content["record"]), tensors=content["tensors"])
 
 
 def save(
@@ -67,11 +78,11 @@ def save(
     draft = begin(root, step)
     try:
         unique, tied = untied(tensors)
-        part = write_part(draft, unique)
+        part = write_part(draft, {name: (Piece.whole(tensor),) for name, tensor in unique.items()})
         tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
         checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=confirm)
     except OSError as error:
-        raise _unwritten(root, step, error) from error
+        raise unwritten(root, step, error) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     prune(root, retention or Retention(), step=step)
@@ -86,37 +97,48 @@ def begin(root: Path, step: int) -> Path:
         draft = root / f"{TEMPORARY}{folder_name(step)}"
         draft.mkdir(parents=True)
     except OSError as error:
-        raise _unwritten(root, step, error) from error
+        raise unwritten(root, step, error) from error
     return draft
 
 
-def write_part(
-    draft: Path,
-    tensors: Mapping[str, Tensor],
-    *,
-    rank: int = 0,
-    pieces: Mapping[str, tuple[Sequence[int], Sequence[int]]] | None = None,
-) -> Part:
-    """Write the tensors of one rank; every rank of a sharded model writes its own, side by side.
+def write_part(draft: Path, pieces: Pieces, *, rank: int = 0) -> Part:
+    """Write what one rank holds; every rank of a sharded model writes its own file, side by side.
 
     Args:
         draft: from `begin`.
-        tensors: what this rank holds.
+        pieces: what this rank holds.
         rank: names the file.
-        pieces: name -> (offset, shape of the whole) for tensors of which this rank holds a piece.
+
+    Raises:
+        CheckpointError: a tensor that no checkpoint can hold.
+        OSError: the disk said no.
     """
+    held = {file_key(name, place): (name, piece) for name, parts in pieces.items() for place, piece in enumerate(parts)}
+    for name, piece in held.values():
+        refuse_unwritable(name, piece.tensor)
     file = f"rank_{rank:05d}.safetensors"
-    record = write_tensors(draft / file, tensors)
-    entries = {}
-    for name, tensor in tensors.items():
-        offset, whole = (pieces or {}).get(name, ([0] * tensor.dim(), tensor.shape))
-        entries[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(whole),
-            "offset": list(offset),
-            "size": list(tensor.shape),
+    record = write_tensors(draft / file, {key: piece.tensor for key, (_, piece) in held.items()})
+    entries = {
+        key: {
+            "name": name,
+            "dtype": NAMES[piece.tensor.dtype],
+            "shape": list(piece.shape),
+            "offset": list(piece.offset),
+            "size": list(piece.tensor.shape),
         }
+        for key, (name, piece) in held.items()
+    }
     return Part(file=file, record=record, tensors=entries)
+
+
+def file_key(name: str, place: int) -> str:
+    """How a tensor's piece is called in the file of a rank that holds several: no name of a module has a `#`.
+
+    Example:
+        >>> file_key("param/w", 0), file_key("param/w", 1)
+        ('param/w', 'param/w#1')
+    """
+    return name if place == 0 else f"{name}#{place}"
 
 
 def commit(
@@ -171,9 +193,16 @@ def prune(root: Path, retention: Retention, *, step: int) -> None:
 def _index(parts: Iterable[Part]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for part in parts:
-        for name, entry in part.tensors.items():
-            tensor = index.setdefault(name, {"dtype": entry["dtype"], "shape": entry["shape"], "pieces": []})
-            tensor["pieces"].append({"file": part.file, "offset": entry["offset"], "size": entry["size"]})
+        for key, entry in part.tensors.items():
+            name, kind = entry["name"], {"dtype": entry["dtype"], "shape": entry["shape"]}
+            tensor = index.setdefault(name, {**kind, "pieces": []})
+            if not kind.items() <= tensor.items():
+                raise CheckpointError(f"{name} cannot be saved: its pieces are of several shapes or dtypes.")
+            called = {} if key == name else {"key": key}
+            tensor["pieces"].append({"file": part.file, **called, "offset": entry["offset"], "size": entry["size"]})
+    for name, tensor in index.items():
+        if wrong := misfit(tensor["shape"], [(piece["offset"], piece["size"]) for piece in tensor["pieces"]]):
+            raise CheckpointError(f"{name} cannot be saved: {wrong}.")
     return index
 
 
@@ -225,8 +254,9 @@ def _json(content: Any) -> bytes:
     return json.dumps(content, indent=1).encode()
 
 
-def _unwritten(root: Path, step: int, error: OSError) -> CheckpointError:
+def unwritten(root: Path, step: int, error: OSError, *, who: str = "") -> CheckpointError:
+    """The error of a checkpoint that the disk refuses; `who` says which rank's, where several write."""
     kept = scan(root)
     last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
     reason = error.strerror or str(error)
-    return CheckpointError(f"the checkpoint of step {step} could not be written below {root}: {reason}. {last}.")
+    return CheckpointError(f"the checkpoint of step {step} could not be written below {root}: {who}{reason}. {last}.")

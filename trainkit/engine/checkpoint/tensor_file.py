@@ -1,7 +1,8 @@
-"""One safetensors file: hashed while it is written, and while it is read.
+"""One safetensors file: hashed while it is written, and before anything of it is used.
 
-An own writer and reader of the format (an 8-byte length, a JSON header, raw bytes): the bytes are hashed on their way,
-so that a checkpoint is read once, never mapped, and nothing of it is kept that was not verified.
+An own writer and reader of the format (an 8-byte length, a JSON header, raw bytes): the bytes are hashed on their way.
+A file is read twice, once to verify it and once tensor by tensor, and never mapped: what is loaded takes no more memory
+than what is asked for at a time.
 
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
@@ -12,9 +13,12 @@ import hashlib
 import json
 import math
 import os
+import weakref
+import zlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +26,7 @@ from torch import Tensor
 from trainkit.engine.checkpoint.dtypes import DTYPES, NAMES, bytes_of
 from trainkit.engine.manifest import FileRecord, damaged
 
-__all__ = ["read_tensors", "write_bytes", "write_tensors"]
+__all__ = ["TensorFile", "write_bytes", "write_tensors"]
 
 _CHUNK: Final = 8 << 20
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
@@ -81,50 +85,110 @@ class _Writer:
         return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
 
 
-def read_tensors(path: Path, record: FileRecord) -> dict[str, Tensor]:
-    """Read a whole file into memory of our own, and verify it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """Where a tensor lies in the file."""
 
-    The header is untrusted until the hash is right: sizes are bounded by the size of the file.
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    crc: int
 
-    Raises:
-        CheckpointError: the bytes are not those that were written.
+
+class TensorFile:
+    """A verified file, kept open: its tensors are read when they are asked for, even where its name is gone by then.
+
+    Every byte was compared with the SHA-256 of the manifest once; what is read again is compared with that reading.
     """
-    try:
-        with path.open("rb") as file:
-            return _Reader(file, path, record).read()
-    except OSError as error:
-        raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+
+    def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _Entry]) -> None:
+        self._path, self._file, self._entries = path, file, entries
+        weakref.finalize(self, file.close)
+
+    @classmethod
+    def verified(cls, path: Path, record: FileRecord) -> Self:
+        """Open a file and read all of it, keeping nothing but where its tensors are.
+
+        The header is untrusted until the hash is right: sizes are bounded by the size of the file.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+        try:
+            file = path.open("rb", buffering=0)
+        except OSError as error:
+            raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+        try:
+            return cls(path, file, _Scan(file, path, record).entries())
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError):
+                raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+            raise
+
+    def kind_of(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and shape of a tensor.
+
+        Raises:
+            KeyError: it is not in this file.
+        """
+        return self._entries[key].dtype, self._entries[key].shape
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor into memory of our own.
+
+        Raises:
+            CheckpointError: it cannot be read any more, or is not what was verified.
+        """
+        entry = self._entries[key]
+        buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        target, crc = buffer.numpy().data, 0
+        try:
+            self._file.seek(entry.start)
+            for start in range(0, entry.num_bytes, _CHUNK):
+                piece = target[start : start + _CHUNK]
+                if not _filled(self._file, piece):
+                    raise damaged(self._path.parent, f"{self._path.name} was cut short after it was verified")
+                crc = zlib.crc32(piece, crc)
+        except OSError as error:
+            raise damaged(self._path.parent, f"{self._path.name} cannot be read any more ({error})") from None
+        if crc != entry.crc:
+            raise damaged(self._path.parent, f"{self._path.name} was changed after it was verified")
+        return buffer.view(entry.dtype).reshape(entry.shape)
 
 
-class _Reader:
+class _Scan:
+    """One reading of a whole file, from its first byte to its last."""
+
     def __init__(self, file: BinaryIO, path: Path, record: FileRecord) -> None:
         self._file = file
         self._path = path
         self._record = record
         self._digest = hashlib.sha256()
+        self._chunk = bytearray(min(_CHUNK, max(record.num_bytes, 1)))
 
-    def read(self) -> dict[str, Tensor]:
+    def entries(self) -> dict[str, _Entry]:
         try:
-            tensors = self._tensors()
+            entries = self._scanned()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError):  # a crafted header
             raise self._damage() from None
         if self._file.read(1) or self._digest.hexdigest() != self._record.sha256:
             raise self._damage()
-        return tensors
+        return entries
 
-    def _tensors(self) -> dict[str, Tensor]:
+    def _scanned(self) -> dict[str, _Entry]:
         length = int.from_bytes(self._take(8), "little")
         if length > min(_MAX_HEADER, self._record.num_bytes - 8):
             raise self._damage()
-        entries = self._entries(self._take(length), self._record.num_bytes - 8 - length)
-        tensors = {}
-        for name, dtype, shape, num_bytes in entries:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            self._fill(buffer.numpy().data)
-            tensors[name] = buffer.view(dtype).reshape(shape)
-        return tensors
+        first = 8 + length
+        listed = self._listed(self._take(length), self._record.num_bytes - first)
+        return {
+            name: _Entry(dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=self._pass(num_bytes))
+            for name, dtype, shape, at, num_bytes in listed
+        }
 
-    def _entries(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int]]:
+    def _listed(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
         """The tensors in the order of their bytes, which must follow each other without a gap."""
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -133,25 +197,40 @@ class _Reader:
             (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
             if begin != at or end - begin != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
                 raise self._damage()
-            entries.append((name, dtype, shape, end - begin))
+            entries.append((name, dtype, shape, begin, end - begin))
             at = end
         if at != data_bytes:
             raise self._damage()
         return entries
 
     def _take(self, num_bytes: int) -> bytes:
-        content = self._file.read(num_bytes)
-        if len(content) != num_bytes:
+        content = bytearray(num_bytes)
+        if not _filled(self._file, memoryview(content)):
             raise self._damage()
         self._digest.update(content)
-        return content
+        return bytes(content)
 
-    def _fill(self, target: memoryview) -> None:
-        for start in range(0, len(target), _CHUNK):
-            piece = target[start : start + _CHUNK]
-            if self._file.readinto(piece) != len(piece):  # type: ignore[attr-defined]  # BufferedReader has it
+    def _pass(self, num_bytes: int) -> int:
+        """Read on, and return the CRC of what was read."""
+        crc = 0
+        for start in range(0, num_bytes, _CHUNK):
+            piece = memoryview(self._chunk)[: min(_CHUNK, num_bytes - start)]
+            if not _filled(self._file, piece):
                 raise self._damage()
             self._digest.update(piece)
+            crc = zlib.crc32(piece, crc)
+        return crc
 
     def _damage(self) -> Exception:
         return damaged(self._path.parent, f"{self._path.name} is not what was written (SHA-256 differs)")
+
+
+def _filled(file: BinaryIO, target: memoryview) -> bool:
+    """Read until the target is full; False where the file ends before."""
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])  # type: ignore[attr-defined]  # FileIO has it
+        if not count:
+            return False
+        done += count
+    return True

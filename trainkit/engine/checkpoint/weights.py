@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from trainkit.engine.checkpoint.dtypes import bytes_of
+from trainkit.objectives.base import Collective
+from trainkit.strategies.pieces import Pieces, streamed
 
-__all__ = ["weights_sha256"]
+__all__ = ["sha256_of_pieces", "weights_sha256"]
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
@@ -24,9 +26,31 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
         >>> weights_sha256({"param/w": torch.zeros(2), "optimizer/momentum/w": torch.ones(2)})[:8]
         'af5570f5'
     """
-    split = (name.partition("/") for name in tensors)
-    named = sorted((name, kind) for kind, _, name in split if kind in ("param", "buffer"))
     digest = hashlib.sha256()
-    for name, kind in named:
-        digest.update(bytes_of(tensors[f"{kind}/{name}"]))
+    for name in sorted(filter(_counts, tensors), key=_canonical):
+        digest.update(bytes_of(tensors[name]))
     return digest.hexdigest()
+
+
+def sha256_of_pieces(pieces: Pieces, everyone: Collective) -> str:
+    """The same of tensors that lie in pieces on several ranks; collective. Memory: one whole tensor on each rank.
+
+    Args:
+        pieces: what this rank holds, by the names of a checkpoint.
+        everyone: all processes of the run.
+    """
+    weights = {name: parts for name, parts in pieces.items() if _counts(name)}
+    digest = hashlib.sha256()
+    for _, tensor in streamed(weights, everyone, order=_canonical):
+        digest.update(bytes_of(tensor))
+    return digest.hexdigest()
+
+
+def _counts(name: str) -> bool:
+    return name.startswith(("param/", "buffer/"))
+
+
+def _canonical(name: str) -> tuple[str, str]:
+    """Sorted by what follows the kind, then by the kind."""
+    kind, _, rest = name.partition("/")
+    return rest, kind

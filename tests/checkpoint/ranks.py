@@ -1,0 +1,140 @@
+"""Ranks that hold a state in pieces, each doing its part of a save; run by the pool."""
+
+from __future__ import annotations
+
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.pool import Place
+from trainkit.engine import failpoints
+from trainkit.engine.checkpoint import Retention, SaverOfPieces, sha256_of_pieces
+from trainkit.engine.checkpoint import together as module
+from trainkit.errors import CheckpointError
+from trainkit.strategies.collective import GroupCollective
+from trainkit.strategies.pieces import Piece, Pieces, assembled
+from trainkit.strategies.telling import tell_all as _tell_all
+
+
+def state() -> dict[str, Tensor]:
+    """What the ranks hold together."""
+    weight = torch.arange(10.0).reshape(5, 2)
+    return {
+        "param/b": torch.tensor([1.5, 2.5]).to(torch.bfloat16),
+        "param/w": weight,
+        "buffer/count": torch.tensor(7),
+        "optimizer/momentum/w": weight.double() / 3,
+        "buffer/nothing": torch.empty(0, 4),
+    }
+
+
+def held(place: Place, scale: float = 1.0) -> Pieces:
+    """What a rank has of it: the last holds nothing, and the second has two pieces of the weight."""
+    whole = {name: (tensor * scale).to(tensor.dtype) for name, tensor in state().items()}
+    if place.rank == 0:
+        kept = ("param/b", "buffer/count", "buffer/nothing")
+        return {**{name: [Piece.whole(whole[name])] for name in kept}, "param/w": [_rows(whole["param/w"], 1, 3)]}
+    if place.rank == 1:
+        weight, momentum = whole["param/w"], whole["optimizer/momentum/w"]
+        return {"param/w": [_rows(weight, 0, 1), _rows(weight, 3, 5)], "optimizer/momentum/w": [Piece.whole(momentum)]}
+    return {"param/w": ()}
+
+
+def _rows(whole: Tensor, start: int, stop: int) -> Piece:
+    return Piece(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
+
+
+def together(place: Place) -> GroupCollective:
+    """The ranks of the task."""
+    return GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=torch.device("cpu"))
+
+
+def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
+    """The whole state, and the hash of its weights."""
+    pieces = held(place)
+    return assembled(pieces, together(place)), sha256_of_pieces(pieces, together(place))
+
+
+def save_twice(place: Place, root: Path, background: bool) -> list[int]:
+    """Two checkpoints, of which the first goes; what changes after the call is not saved."""
+    saver = SaverOfPieces(root, together(place), retention=Retention(keep_last=1, keep_best=0), background=background)
+    for step in (1, 2):
+        pieces = held(place, scale=float(step))
+        saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)
+        for parts in pieces.values():
+            for piece in parts:
+                piece.tensor.zero_()
+    return [one.step for one in saver.close()]
+
+
+def proceed_until_it_stands(place: Place, root: Path) -> int:
+    """Save beside the training, and say how often one had to look until the checkpoint stood."""
+    saver = SaverOfPieces(root, together(place))
+    saver.save(step=3, pieces=held(place), meta={})
+    looks = 0
+    while not _any(saver.finished(), place):
+        saver.proceed()
+        looks += 1
+    saver.proceed()  # nothing is under way: no exchange
+    return looks
+
+
+def _any(found: list[Any], place: Place) -> bool:
+    return bool(together(place).sum(torch.tensor([len(found)])))
+
+
+def fail(place: Place, root: Path, rank: int, failure: str) -> str:
+    """A save that fails on one rank; what each is told."""
+    saver = SaverOfPieces(root, together(place))
+    saver.save(step=1, pieces=held(place), meta={})
+    saver.wait()
+    if place.rank == rank:
+        failpoints._armed = failpoints.parse(f"rank={rank},phase=save,action={failure}")
+    try:
+        saver.save(step=2, pieces=held(place), meta={})
+        saver.wait()
+    except (CheckpointError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        failpoints._armed = ()
+    return "saved"
+
+
+def fill_the_disk(place: Place, root: Path) -> str:
+    """No file of rank 1 may grow beyond 64 KiB: half of its part is written."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    large = torch.zeros(1 << 16)
+    pieces = {f"param/{place.rank}": [Piece.whole(large)]}
+    saver = SaverOfPieces(root, together(place))
+    try:
+        if place.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
+        saver.save(step=2, pieces=pieces, meta={})
+        saver.close()
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    return "saved"
+
+
+def save_apart(place: Place, root: Path) -> str:
+    """Each rank has a folder of its own, as on hosts that share none."""
+    module._PATIENCE_S = 0.1  # type: ignore[misc]
+    if place.rank == 1:
+        module.tell_all = lambda content, everyone: [  # type: ignore[assignment]
+            text.replace(str(root), f"{root}/elsewhere") if isinstance(text, str) and text.startswith("/") else text
+            for text in _tell_all(content, everyone)
+        ]
+    try:
+        SaverOfPieces(root, together(place)).save(step=2, pieces=held(place), meta={})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        module._PATIENCE_S, module.tell_all = 10.0, _tell_all  # type: ignore[misc]
+    return "saved"

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.checkpoint.ranks import state
+from trainkit.engine.checkpoint import load, scan, weights_sha256
+
+HERE = "tests.checkpoint.ranks"
+
+
+def test_pieces_of_several_ranks_are_assembled_on_each_to_the_bit(pool):
+    for found, sha256 in pool.run(f"{HERE}.assemble", num_ranks=3, group=True):
+        assert found.keys() == state().keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
+        assert sha256 == weights_sha256(state())
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool, tmp_path, background):
+    finished = pool.run(f"{HERE}.save_twice", tmp_path, background, num_ranks=3, group=True)
+    assert finished == [[1, 2], [], []]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000002"]
+    loaded = load(tmp_path / "step_00000002")
+    assert loaded.meta["rank"] == 0
+    assert loaded.checkpoint.metric == 0.5
+    assert sorted(loaded.checkpoint.files) == [
+        "index.json", "meta.json", "rank_00000.safetensors", "rank_00001.safetensors",
+    ]  # fmt: skip
+    expected = {name: (tensor * 2.0).to(tensor.dtype) for name, tensor in state().items()}
+    assert loaded.tensors.keys() == expected.keys()
+    assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.items())
+
+
+def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(pool, tmp_path):
+    looks = pool.run(f"{HERE}.proceed_until_it_stands", tmp_path, num_ranks=2, group=True)
+    assert looks[0] == looks[1] >= 1
+    assert [one.step for one in scan(tmp_path)] == [3]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(pool, tmp_path, rank):
+    told = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
+    who = "rank 1: " if rank else ""
+    assert (
+        told
+        == [
+            f"CheckpointError: the checkpoint of step 2 could not be written below {tmp_path}: {who}No space left on "
+            f"device. The last complete one is {tmp_path}/step_00000001."
+        ]
+        * 3
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
+
+
+def test_half_a_part_is_no_checkpoint(pool, tmp_path):
+    told = pool.run(f"{HERE}.fill_the_disk", tmp_path, num_ranks=2, group=True)
+    assert (
+        told
+        == [
+            f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large. "
+            "There is no earlier one."
+        ]
+        * 2
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_one_rank_is_told_to_the_others(pool, tmp_path):
+    told = pool.run(f"{HERE}.fail", tmp_path, 1, "raise", num_ranks=2, group=True)
+    assert told == ["CheckpointError: failpoint in save of step 2", "RuntimeError: failpoint in save of step 2"]
+    assert [one.step for one in scan(tmp_path)] == [1]
+
+
+def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool, tmp_path):
+    told = pool.run(f"{HERE}.save_apart", tmp_path, num_ranks=2, group=True)
+    assert (
+        told
+        == [
+            f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 made: each rank writes its own part "
+            "of a checkpoint there. Give all hosts one run folder, by a file system that they share."
+        ]
+        * 2
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,238 @@
+"""Saving what lies in pieces on several ranks: every rank writes its own file, and one completes the checkpoint.
+
+What the ranks agree on, they exchange between steps, never from a thread: an exchange beside the training's own would
+meet those in another order on every rank.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+
+from trainkit.engine.checkpoint.retention import Retention
+from trainkit.engine.checkpoint.saving import Part, begin, commit, file_key, prune, unwritten, write_part
+from trainkit.engine.checkpoint.snapshot import Snapshot
+from trainkit.engine.failpoints import reached
+from trainkit.engine.manifest import Checkpoint
+from trainkit.errors import CheckpointError
+from trainkit.objectives.base import Collective
+from trainkit.strategies.pieces import Pieces
+from trainkit.strategies.telling import tell_all
+
+__all__ = ["SaverOfPieces"]
+
+_T = TypeVar("_T")
+_PATIENCE_S: Final = 10.0
+"""A network file system may show a new folder late to another host."""
+
+
+@dataclass(kw_only=True)
+class _UnderWay:
+    """A save between its copy to the host and its manifest."""
+
+    step: int
+    draft: Path
+    meta: Mapping[str, Any]
+    metric: float | None
+    writing: threading.Thread | None = None
+    part: Part | None = None
+    error: BaseException | None = None
+
+
+class SaverOfPieces:
+    """Saves one checkpoint at a time, written by all ranks; a rank pays for the copy of its pieces to the host.
+
+    `save`, `proceed`, `wait` and `close` are called by all ranks alike, and are exchanges while a save is under way.
+    A checkpoint that one rank cannot write is an error on every rank, and nothing is left of it.
+
+    Args:
+        root: the `checkpoints` folder, which all ranks see.
+        everyone: all processes of the run; rank 0 completes the checkpoints.
+        retention: what to keep; None keeps everything.
+        background: whether the files are written beside the training.
+        confirm: asked by rank 0 before a checkpoint gets its name; raises where the folder is another's by now.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        everyone: Collective,
+        *,
+        retention: Retention | None = None,
+        background: bool = True,
+        confirm: Callable[[], None] | None = None,
+    ) -> None:
+        self._root, self._everyone = root, everyone
+        self._retention, self._background, self._confirm = retention or Retention(), background, confirm
+        self._snapshot = Snapshot()
+        self._under_way: _UnderWay | None = None
+        self._finished: list[Checkpoint] = []
+
+    def save(self, *, step: int, pieces: Pieces, meta: Mapping[str, Any], metric: float | None = None) -> None:
+        """Copy this rank's pieces to the host and write them beside the training; collective.
+
+        On return the tensors may change. With `background=False` the checkpoint exists on return.
+
+        Args:
+            step: updates completed.
+            pieces: what this rank writes; each part of a tensor is with one rank alone.
+            meta: JSON, that of rank 0 is kept.
+            metric: what best is judged by, where known.
+
+        Raises:
+            CheckpointError: this one, or the one before it, could not be written; the same on every rank.
+        """
+        self.wait()
+        draft = self._begin(step)
+        found = _UnderWay(step=step, draft=draft, meta=meta, metric=metric)
+        if self._background:
+            pieces = self._copied(pieces)
+            found.writing = threading.Thread(target=self._write, args=(found, pieces), name="checkpoint", daemon=True)
+        self._under_way = found
+        if found.writing is None:
+            self._write(found, pieces)
+            self.wait()
+        else:
+            found.writing.start()
+
+    def proceed(self) -> None:
+        """Complete the checkpoint under way, if all ranks have written their files; collective while there is one.
+
+        Raises:
+            CheckpointError: it could not be written; the same on every rank.
+        """
+        if self._under_way is not None:
+            writing = self._under_way.writing
+            mine = torch.tensor([int(writing is not None and writing.is_alive())])
+            if not any(int(busy) for busy in self._everyone.gather(mine)):
+                self._complete(self._under_way)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint under way is complete; collective while there is one.
+
+        Raises:
+            CheckpointError: it could not be written; the same on every rank.
+        """
+        if self._under_way is not None:
+            if self._under_way.writing is not None:
+                self._under_way.writing.join()
+            self._complete(self._under_way)
+
+    def finished(self) -> list[Checkpoint]:
+        """The checkpoints completed since the last call, on rank 0; no exchange."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> list[Checkpoint]:
+        """Wait, give the buffers back, and return what `finished` would; collective while a save is under way.
+
+        Raises:
+            CheckpointError: the last save could not be written; the same on every rank.
+        """
+        try:
+            self.wait()
+        finally:
+            self._snapshot.buffers.clear()
+        return self.finished()
+
+    @property
+    def _completes(self) -> bool:
+        return self._everyone.rank == 0
+
+    def _begin(self, step: int) -> Path:
+        """The folder that all ranks write into; rank 0 makes it."""
+        draft = self._agreed(lambda: begin(self._root, step) if self._completes else None)
+        folder = Path(tell_all(str(draft), self._everyone)[0])
+        try:
+            self._agreed(lambda: _refuse_unseen(folder, self._everyone.rank))
+        except CheckpointError:
+            if self._completes:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    def _copied(self, pieces: Pieces) -> Pieces:
+        keys = {(name, place): file_key(name, place) for name, parts in pieces.items() for place in range(len(parts))}
+        copies = self._snapshot.take({key: pieces[name][place].tensor for (name, place), key in keys.items()})
+        return {
+            name: [replace(piece, tensor=copies[keys[name, place]]) for place, piece in enumerate(parts)]
+            for name, parts in pieces.items()
+        }
+
+    def _write(self, found: _UnderWay, pieces: Pieces) -> None:
+        rank = self._everyone.rank
+        try:
+            if rank:  # rank 0 gets there when it completes the checkpoint
+                reached("save", found.step)
+            if any(pieces.values()) or not rank:
+                found.part = write_part(found.draft, pieces, rank=rank)
+        except OSError as error:
+            found.error = unwritten(self._root, found.step, error, who=f"rank {rank}: ")
+        except BaseException as error:  # noqa: BLE001 - told to all ranks, and raised by each
+            found.error = error
+
+    def _complete(self, found: _UnderWay) -> None:
+        self._under_way = None
+        try:
+            self._agreed(lambda: _raise(found.error))
+            parts = tell_all(None if found.part is None else found.part.to_json(), self._everyone)
+            self._agreed(lambda: self._commit(found, [Part.from_json(part) for part in parts if part is not None]))
+        finally:
+            if self._completes:
+                shutil.rmtree(found.draft, ignore_errors=True)
+
+    def _commit(self, found: _UnderWay, parts: list[Part]) -> None:
+        if not self._completes:
+            return
+        try:
+            done = commit(
+                found.draft,
+                step=found.step,
+                parts=parts,
+                meta=found.meta,
+                aliases={},
+                metric=found.metric,
+                confirm=self._confirm,
+            )
+        except OSError as error:
+            raise unwritten(self._root, found.step, error) from error
+        self._finished.append(done)
+        prune(self._root, self._retention, step=found.step)
+
+    def _agreed(self, act: Callable[[], _T]) -> _T:
+        """Do something; where it fails on one rank, it fails on all."""
+        result, error = None, None
+        try:
+            result = act()
+        except Exception as caught:  # noqa: BLE001 - raised again, once the others know
+            error = caught
+        told = tell_all(None if error is None else str(error), self._everyone)
+        if error is not None:
+            raise error
+        if failed := [text for text in told if text is not None]:
+            raise CheckpointError(failed[0])
+        return result  # type: ignore[return-value] # nothing was raised
+
+
+def _raise(error: BaseException | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _refuse_unseen(folder: Path, rank: int) -> None:
+    """Raise where this rank does not see what rank 0 has made."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise CheckpointError(
+                f"rank {rank} does not see {folder}, which rank 0 made: each rank writes its own part of a checkpoint "
+                "there. Give all hosts one run folder, by a file system that they share."
+            )
+        time.sleep(0.05)

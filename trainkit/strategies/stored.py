@@ -1,0 +1,82 @@
+"""Tensors that are read when they are asked for: a checkpoint larger than this process's memory can be taken over."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+__all__ = ["Stored", "chosen", "region_of", "shape_of"]
+
+
+class Stored(Mapping[str, Tensor]):
+    """Tensors by name on the host; each look at one may read it anew, so a user of several parts keeps it."""
+
+    @abstractmethod
+    def shape_of(self, name: str) -> torch.Size:
+        """The shape of a tensor; nothing is read."""
+
+    @abstractmethod
+    def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """A part of a tensor; no more is read than what was written together with it."""
+
+
+def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
+    """The shape of a tensor, which is read only where the mapping cannot tell.
+
+    Example:
+        >>> shape_of({"param/w": torch.zeros(2, 3)}, "param/w")
+        torch.Size([2, 3])
+    """
+    return tensors.shape_of(name) if isinstance(tensors, Stored) else tensors[name].shape
+
+
+def region_of(tensors: Mapping[str, Tensor], name: str, region: tuple[slice, ...]) -> Tensor:
+    """A part of a tensor, without the rest where the mapping can do so.
+
+    Example:
+        >>> region_of({"param/w": torch.arange(6).reshape(3, 2)}, "param/w", (slice(1, 2), slice(0, 2)))
+        tensor([[2, 3]])
+    """
+    return tensors.region_of(name, region) if isinstance(tensors, Stored) else tensors[name][region]
+
+
+def chosen(tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> Mapping[str, Tensor]:
+    """Those whose names are chosen, read no earlier than before.
+
+    Example:
+        >>> sorted(chosen({"param/w": torch.zeros(2), "optimizer/step/w": torch.ones(())}, lambda n: n[0] == "p"))
+        ['param/w']
+    """
+    return _Chosen(tensors, chooses)
+
+
+class _Chosen(Stored):
+    def __init__(self, tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> None:
+        self._tensors = tensors
+        self._names = {name: None for name in tensors if chooses(name)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._known(name)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape_of(self, name: str) -> torch.Size:
+        return shape_of(self._tensors, self._known(name))
+
+    def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        return region_of(self._tensors, self._known(name), region)
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise KeyError(name)
+        return name
