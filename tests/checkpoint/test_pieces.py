@@ -42,27 +42,21 @@ def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(poo
 def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(pool, tmp_path, rank):
     told = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
     who = "rank 1: " if rank else ""
-    assert (
-        told
-        == [
-            f"CheckpointError: the checkpoint of step 2 could not be written below {tmp_path}: {who}No space left on "
-            f"device. The last complete one is {tmp_path}/step_00000001."
-        ]
-        * 3
+    expected = (
+        f"CheckpointError: the checkpoint of step 2 could not be written below {tmp_path}: {who}No space left on "
+        f"device. The last complete one is {tmp_path}/step_00000001."
     )
+    assert told == [expected] * 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
 
 def test_half_a_part_is_no_checkpoint(pool, tmp_path):
     told = pool.run(f"{HERE}.fill_the_disk", tmp_path, num_ranks=2, group=True)
-    assert (
-        told
-        == [
-            f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large. "
-            "There is no earlier one."
-        ]
-        * 2
+    expected = (
+        f"the checkpoint of step 2 could not be written below {tmp_path}: rank 1: File too large. "
+        "There is no earlier one."
     )
+    assert told == [expected] * 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,12 +68,9 @@ def test_an_error_of_one_rank_is_told_to_the_others(pool, tmp_path):
 
 def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool, tmp_path):
     told = pool.run(f"{HERE}.save_apart", tmp_path, num_ranks=2, group=True)
-    assert (
-        told
-        == [
-            f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 made: each rank writes its own part "
-            "of a checkpoint there. Give all hosts one run folder, by a file system that they share."
-        ]
-        * 2
+    expected = (
+        f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 made: each rank writes its own "
+        "part of a checkpoint there. Give all hosts one run folder, by a file system that they share."
     )
+    assert told == [expected] * 2
     assert list(tmp_path.iterdir()) == []
