@@ -1,0 +1,65 @@
+"""A training that goes from one strategy to another by way of the files of a checkpoint; run by the pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.contract.stepping import Case, _Rank
+from tests.support.pool import Place, Pool
+from trainkit.engine.checkpoint import SaverOfPieces, load, save, sha256_of_pieces, weights_sha256
+from trainkit.strategies.base import Facts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossed:
+    """What one rank has seen."""
+
+    losses: list[float]
+    """The mean loss of every step that it made, over all ranks."""
+    sha256: str | None
+    """The hash of the weights it saved; None where it does not know it."""
+
+
+def cross(pool: Pool, case: Case, *, source: Path | None, target: Path, saves_at: int) -> list[Crossed]:
+    """Take up a checkpoint, train on to `case.num_steps`, and save on the way; what each rank has seen."""
+    num_ranks = len(case.make_strategy().tasks(Facts()))
+    if num_ranks == 1:
+        return [cross_rank(None, case, source, target, saves_at)]
+    crossed: list[Crossed] = pool.run(
+        "tests.contract.crossing.cross_rank", case, source, target, saves_at, num_ranks=num_ranks, timeout_s=60
+    )
+    return crossed
+
+
+def cross_rank(place: Place | None, case: Case, source: Path | None, target: Path, saves_at: int) -> Crossed:
+    """One rank of it."""
+    rank = _Rank(place, case)
+    placed = rank._place(0)
+    try:
+        if source is not None:
+            loaded = load(source)
+            rank.at.step = loaded.checkpoint.step
+            rank.strategy.load_state(placed, loaded.tensors)
+        rank.strategy.prepare(placed)
+        rank._steps(placed, saves_at)
+        sha256 = _save(rank.strategy, placed, target, saves_at)
+        rank._steps(placed, case.num_steps)
+        return Crossed(losses=rank._losses(placed), sha256=sha256)
+    finally:
+        rank.strategy.leave(placed)
+
+
+def _save(strategy: Any, placed: Any, target: Path, step: int) -> str | None:
+    """As the engine does: by all ranks where they hold pieces, else by the owner."""
+    if strategy.holds_pieces and placed.everyone.num_ranks > 1:
+        saver, pieces = SaverOfPieces(target, placed.everyone), strategy.pieces(placed)
+        saver.save(step=step, pieces=pieces, meta={})
+        saver.close()
+        return sha256_of_pieces(pieces, placed.everyone)
+    if not placed.is_owner:
+        return None
+    tensors = strategy.state(placed)
+    save(target, step=step, tensors=tensors, meta={})
+    return weights_sha256(tensors)

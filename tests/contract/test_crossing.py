@@ -1,0 +1,97 @@
+"""Checkpoints cross: what any strategy saved is what one device would have, and any other continues from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.crossing import Crossed, cross
+from tests.contract.stepping import Case, oracle
+from tests.support.pool import Pool
+from trainkit.engine.checkpoint import load
+
+PLACES: dict[str, tuple[str, dict[str, Any]]] = {
+    "one_device": ("one_device", {}),
+    "mirrored 2": ("mirrored", {"replicas": 2}),
+    "fsdp 2": ("fsdp", {"replicas": 2}),
+    "device_map": ("device_map", {"map": {"rest": "cpu"}}),
+    "fsdp 4": ("fsdp", {"replicas": 4}),
+    "fsdp 2 x 2": ("fsdp", {"replicas": 4, "replicate": 2}),
+}
+"""Where the training is placed, in the order in which it goes from one to the next."""
+
+SAVED, LAST = 4, 9
+SLOTS = {"sgd": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq", "step"}}
+# 37 points in batches of 16: the epoch's last is short. Not AdamW with BatchNorm: see test_strategies.
+BASES = {
+    "sgd": Case(optimizer="sgd", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8, "norm": True}),
+    "adamw": Case(optimizer="adamw", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8}),
+}
+
+Source = Callable[[str], Path]
+
+
+def at(place: str, base: Case, **changes: Any) -> Case:
+    strategy, settings = PLACES[place]
+    return replace(base, strategy=strategy, settings=settings, **changes)
+
+
+@pytest.fixture(scope="module")
+def source(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """The checkpoint of step 4 of one device, by optimizer."""
+    root = tmp_path_factory.mktemp("source")
+
+    def folder(optimizer: str) -> Path:
+        target = root / optimizer / f"step_{SAVED:08d}"
+        if not target.exists():
+            case = replace(BASES[optimizer], num_steps=SAVED)
+            cross(pool, case, source=None, target=target.parent, saves_at=SAVED)
+        return target
+
+    return folder
+
+
+@pytest.mark.parametrize("optimizer", BASES)
+@pytest.mark.parametrize("place", PLACES)
+def test_every_strategy_saves_the_state_that_one_device_saves_and_continues_from_it(
+    place: str, optimizer: str, source: Source, pool: Pool, tmp_path: Path
+) -> None:
+    case, here = at(place, BASES[optimizer]), source(optimizer)
+    ranks = cross(pool, case, source=here, target=tmp_path, saves_at=SAVED)
+    expected, found = load(here), load(tmp_path / here.name)
+    assert found.tensors.keys() == expected.tensors.keys()
+    assert {name.split("/")[1] for name in found.tensors if name.startswith("optimizer/")} == SLOTS[optimizer]
+    for name, tensor in expected.tensors.items():
+        assert found.tensors[name].dtype is tensor.dtype, name
+        assert torch.equal(found.tensors[name], tensor), name
+    assert_continues(ranks, case)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_each_strategy_continues_what_the_one_before_has_trained(place: str, pool: Pool, tmp_path: Path) -> None:
+    names = list(PLACES)
+    earlier, base = names[names.index(place) - 1], BASES["adamw"]
+    trained = cross(pool, at(earlier, base, num_steps=SAVED), source=None, target=tmp_path, saves_at=SAVED)
+    case = at(place, base)
+    ranks = cross(pool, case, source=tmp_path / f"step_{SAVED:08d}", target=tmp_path / "again", saves_at=SAVED)
+    assert {rank.sha256 for rank in ranks} - {None} == {trained[0].sha256}
+    assert_continues(ranks, case)
+
+
+def assert_continues(ranks: list[Crossed], case: Case) -> None:
+    expected = oracle(case).losses[SAVED:]
+    for rank in ranks:
+        assert rank.losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_sharded_training_is_written_by_all_its_ranks(pool: Pool, tmp_path: Path) -> None:
+    cross(pool, at("fsdp 4", BASES["adamw"], num_steps=1), source=None, target=tmp_path, saves_at=1)
+    index = json.loads((tmp_path / "step_00000001" / "index.json").read_text())
+    files = [piece["file"] for piece in index["tensors"]["param/0.weight"]["pieces"]]
+    assert sorted(files) == [f"rank_{rank:05d}.safetensors" for rank in range(4)]
