@@ -6,7 +6,7 @@ and summed like a gradient. Momentum thus acts once a step, however many shards 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -41,19 +41,36 @@ class StepBuffers:
         The buffers are put back afterwards.
         """
         self.begin_step()
-        before = [(id(tensor), tensor._version) for tensor in self.tensors()]  # noqa: SLF001 - has no public name
+        before = self.versions()
         changed: list[float] = []
         yield changed
-        now = self.tensors()
-        after = [(id(tensor), tensor._version) for tensor in now]  # noqa: SLF001
-        # Values too: torch's batch normalisation updates its statistics without counting a version.
-        differs = [not torch.equal(tensor, start) for tensor, start in zip(now, self._start, strict=True)]
-        changed.extend(float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True))
+        changed.extend(self.changed_since(before))
         self.reset()
 
+    def versions(self) -> list[tuple[int, int]]:
+        """What `changed_since` compares with."""
+        return [(id(tensor), tensor._version) for tensor in self.tensors()]  # noqa: SLF001 - has no public name
+
+    def changed_since(self, before: Sequence[tuple[int, int]]) -> list[float]:
+        """1.0 for each buffer that a forward pass has updated since `versions` was asked and the step begun."""
+        # Values too: torch's batch normalisation updates its statistics without counting a version.
+        differs = [not torch.equal(tensor, start) for tensor, start in zip(self.tensors(), self._start, strict=True)]
+        after = self.versions()
+        return [float(old != new or moved) for old, new, moved in zip(before, after, differs, strict=True)]
+
     def settle(self, changed: Sequence[float]) -> None:
-        """Keep only the buffers that a forward pass updates, on any rank."""
-        self._chosen = [place for place, flag in zip(self._all, changed, strict=True) if flag]
+        """Keep only the buffers that a forward pass updates, on any rank; also in the middle of a step."""
+        kept = [place for place, flag in enumerate(changed) if flag]
+        if self._start:
+            self._start = [self._start[place] for place in kept]
+        if self._sums is not None:
+            self._sums = [self._sums[place] for place in kept]
+        self._chosen = [self._all[place] for place in kept]
+
+    def settle_like(self, other: StepBuffers) -> None:
+        """Keep those that the buffers of a copy of the model keep."""
+        chosen = {id(place) for place in other._chosen}
+        self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
 
     def shapes(self) -> list[torch.Size]:
         """The shapes of what `take` gives."""
@@ -64,18 +81,20 @@ class StepBuffers:
         self._start = [tensor.detach().clone() for tensor in self.tensors()]
         self._sums = None
 
-    def end_forward(self, share: float) -> None:
+    def end_forward(self, share: float, within: Container[nn.Module] | None = None) -> None:
         """Read what the forward pass left; before backward, which may recompute it.
 
         Args:
             share: this shard's samples over the step's.
+            within: the modules that it ran; None: all.
         """
         if not self._chosen:
             return
         # Integers (counters) are summed as shares of what they advanced by; those add up to the advance.
         parts = [
-            (tensor.detach() if start.is_floating_point() else tensor - start).to(self._dtype) * share
-            for tensor, start in zip(self.tensors(), self._start, strict=True)
+            (tensor.detach() if start.is_floating_point() else tensor - start).to(self._dtype)
+            * (share if within is None or owner in within else 0.0)
+            for tensor, start, (owner, _) in zip(self.tensors(), self._start, self._chosen, strict=True)
         ]
         if self._sums is None:
             self._sums = parts

@@ -76,10 +76,10 @@ class StepWork:
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
         num_shards = self.training.plan.num_shards(self.ticket.step)
-        sums = self.replica.reducer.reduce(self._partials(), num_shards=num_shards, packing=packing)
+        sums = self.replica.reducer.reduce(self.partials(), num_shards=num_shards, packing=packing)
         return sums if self.replica.exchanged is None else in_all_places(self.replica, sums, self._sparse)
 
-    def _partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+    def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
         """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
         lanes = self.replica.lanes
         numbered = zip(self.ticket.shards, self.batches, strict=True)

@@ -45,6 +45,10 @@ class Packing:
         """Elements of the vector."""
         return self.offsets[-1]
 
+    def on(self, device: torch.device) -> Packing:
+        """The same layout on another device."""
+        return Packing(self.shapes, self.dtype, device, num_grads=self.num_grads)
+
     def empty(self) -> Tensor:
         """A vector of zeros."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)

@@ -1,0 +1,142 @@
+"""Central storage is the training of one device: threads compute, the variables are in one place."""
+
+from dataclasses import replace
+from pathlib import Path
+from threading import current_thread
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.running import run, weights
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference
+from tests.support.pool import Pool
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.central import CentralStorage, copies
+from trainkit.strategies.central.copies import ThreadWork
+from trainkit.strategies.forward_backward import StepWork
+
+CLASSES = Case(task="classes", global_size=16, micro_size=16)
+TOKENS = Case(task="tokens", global_size=8, micro_size=8)
+
+
+def central(case: Case, threads: int) -> Case:
+    return replace(case, strategy="central_storage", settings={"compute_devices": ["cpu"] * threads})
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
+def test_ten_steps_are_those_of_the_reference(base: Case, optimizer: str, threads: int, pool: Pool) -> None:
+    case = central(replace(base, optimizer=optimizer, micro_size=2, max_norm=0.05), threads)
+    (rank,) = train(pool, case)
+    assert reference.differences(rank.weights, oracle(case)) == []
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 4])
+def test_reproducible_runs_have_the_bits_of_one_device(threads: int, pool: Pool) -> None:
+    base = Case(
+        precision="fp32",
+        optimizer="adamw",
+        reproducible=True,
+        global_size=20,
+        micro_size=3,
+        model={"norm": True, "dropout": 0.3},
+        max_norm=0.5,
+    )
+    (expected,), (found,) = train(pool, base), train(pool, central(base, threads))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(CLASSES, precision="bf16", optimizer="adamw", micro_size=5),
+        replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8),
+        replace(CLASSES, precision="fp64", model={"norm": True, "dropout": 0.3}, micro_size=6, resume_at=4),
+    ],
+    ids=["masters", "scaled", "random"],
+)
+def test_precision_randomness_and_resume_are_those_of_one_device(base: Case, pool: Pool) -> None:
+    (expected,), (found,) = train(pool, base), train(pool, central(base, 2))
+    assert found.scale == expected.scale
+    # the order of summation differs; what is summed was rounded to 8, 11 and 53 bits
+    rtol = {"bf16": 2.0**-7, "fp16_mixed": 2.0**-10, "fp64": 1e-12}[base.precision]
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
+
+
+def test_copies_elsewhere_are_brought_up_to_date_after_every_update(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(CLASSES, micro_size=3, model={"norm": True}, resume_at=4)
+    (expected,) = train(pool, central(case, 2))
+    monkeypatch.setattr(copies, "_on", lambda param, _: nn.Parameter(param.detach().clone()))
+    (found,) = train(pool, central(case, 2))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.gpu
+def test_a_gpu_and_the_cpu_compute_with_variables_of_the_cpu(pool: Pool) -> None:
+    case = replace(CLASSES, micro_size=4, optimizer="adamw", model={"norm": True})
+    (expected,) = train(pool, case)
+    (found,) = train(pool, replace(case, strategy="central_storage", settings={"compute_devices": [0, "cpu"]}))
+    assert {tensor.device.type for tensor in found.state.values()} == {"cpu"}
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-9, atol=1e-12)
+
+
+def test_every_compute_device_has_a_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = set()
+
+    def counted(work: ThreadWork, shard: int, batch: object) -> object:
+        seen.add((current_thread().name, work.replica.model))
+        return StepWork._shard(work, shard, batch)
+
+    monkeypatch.setattr(ThreadWork, "_shard", counted)
+    train(pool, central(replace(CLASSES, micro_size=4, num_steps=1), 3))
+    assert len({model for _, model in seen}) == 3
+    assert {name.rpartition("_")[0] for name, _ in seen} == {"compute"}
+
+
+def test_ending_it_ends_its_threads_and_gives_torch_its_own_back(tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    overrides = ("data=points", "model=net", "epochs=2", "batch.global_size=8", "batch.micro_size=2")
+    expected = run(tmp_path / "one", *overrides)
+    found = run(tmp_path / "central", "strategy=central_storage", *overrides)
+    assert torch.get_num_threads() == before
+    assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
+    for name, tensor in weights(expected).items():
+        torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
+    def home(**settings: object) -> str:
+        return CentralStorage(**settings).tasks(Facts(num_gpus=2))[0].device  # type: ignore[arg-type]
+
+    assert home() == "cpu"
+    assert home(compute_devices=(1,)) == "cuda:1"
+    assert home(parameter_device="/gpu:1") == "cuda:1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"compute_devices": ()}, "strategy.compute_devices=[]: names no device. Leave it out for all."),
+        ({"compute_devices": (0, 0)}, "strategy.compute_devices=[0, 0]: names cuda:0 twice. A GPU computes one copy."),
+        ({"compute_devices": (3,)}, "strategy.compute_devices=3: no such GPU: this host has 2, counted from 0."),
+        (
+            {"parameter_device": "gpu:x"},
+            "strategy.parameter_device=gpu:x: no device's name. Use cpu, cuda:0 or /gpu:0.",
+        ),
+        (
+            {"compute_devices": ("cpu",) * 9},
+            "strategy.compute_devices=9: more devices than numerics.lanes=8. Use at most that many, or more lanes.",
+        ),
+    ],
+)
+def test_devices_that_cannot_be_are_refused(settings: dict[str, object], expected: str) -> None:
+    facts = Facts(num_gpus=2, numerics=Numerics(reproducible=True))
+    (problem,) = CentralStorage(**settings).problems(facts)  # type: ignore[arg-type]
+    assert str(problem) == expected

@@ -1,0 +1,125 @@
+"""Copies of the central model on the devices that compute, each refreshed from it after every update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import RLock
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.numerics.randomness import BlockKeys
+from trainkit.objectives.base import Loss
+from trainkit.strategies.base import Placed
+from trainkit.strategies.buffers import StepBuffers
+from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.replica import Replica
+from trainkit.strategies.shaping.recomputing import Recomputed
+
+__all__ = ["Central", "ThreadWork", "computing_copy"]
+
+
+@dataclass(kw_only=True)
+class Central(Placed):
+    """The variables, and the copies that compute. `model` and `device` are the first copy's."""
+
+    variables: Replica
+    """The model whose parameters are updated, on the parameter device, with the optimizer."""
+    copies: list[Replica]
+    """A replica a compute device; where that is the parameter device, its parameters are the variables themselves."""
+    threads: ThreadPoolExecutor
+    """A thread a copy."""
+    lock: RLock | None
+    """Held through what draws random numbers, where threads draw from one generator."""
+    had_threads: int = field(default_factory=torch.get_num_threads)
+    """Torch's threads before this strategy divided them."""
+
+    def refresh(self) -> None:
+        """Bring the copies up to date: parameters on other devices, and buffers."""
+        for one in self.copies:
+            _copy(list(one.params.values()), list(self.variables.params.values()))
+            _copy(list(one.model.buffers()), list(self.variables.model.buffers()))
+
+    def scale_from_here(self) -> None:
+        """Give everybody the current loss scale."""
+        for one in (self.variables, *self.copies):
+            one.loss_scale = self.loss_scale
+
+    def settle(self) -> None:
+        """Let everybody know of the gradients and buffers what the first copy has discovered."""
+        first = self.copies[0]
+        for one in (self.variables, *self.copies[1:]):
+            one.used, one.some_unused, one.sparse, one.exchanged = (
+                first.used,
+                first.some_unused,
+                first.sparse,
+                first.exchanged,
+            )
+            one.buffers.settle_like(first.buffers)
+            assert first.packing is not None
+            one.packing = first.packing.on(one.device)
+
+
+@torch.no_grad()
+def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    for tensor, value in zip(into, values, strict=True):
+        if tensor.data_ptr() != value.data_ptr():
+            tensor.data.copy_(value)
+
+
+def computing_copy(variables: Replica, device: torch.device) -> Replica:
+    """A replica for a device to compute with.
+
+    Args:
+        variables: the central model.
+        device: where the copy computes; on the variables' own device it shares their parameters.
+    """
+    held = {id(p): _on(p, device) for p in variables.model.parameters()}
+    model = copy.deepcopy(variables.model, held).to(device)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return Replica(
+        model=model,
+        device=device,
+        collective=variables.collective,
+        loss_scale=variables.loss_scale,
+        precision=variables.precision,
+        lanes=variables.lanes,
+        params=params,
+        masters=variables.masters if variables.masters_apart else params,
+        stepper=variables.stepper,
+        buffers=StepBuffers(model, variables.precision.master_dtype),
+        keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device]),
+        reducer=variables.reducer,
+        numerics=variables.numerics,
+    )
+
+
+def _on(param: nn.Parameter, device: torch.device) -> nn.Parameter:
+    return nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+
+
+class ThreadWork(StepWork):
+    """The shards of one thread. Threads that draw from one generator take turns while a model draws from it."""
+
+    def __init__(self, *args: Any, lock: RLock | None) -> None:
+        super().__init__(*args)
+        self._lock = lock
+        self._draws_in_backward = lock is not None and any(
+            isinstance(module.forward, Recomputed) for module in self.replica.model.modules()
+        )
+
+    def _shard(self, shard: int, batch: Any) -> Any:
+        if self._lock is None or not self._draws_in_backward:
+            return super()._shard(shard, batch)
+        with self._lock:
+            return super()._shard(shard, batch)
+
+    def _forward(self, shard: int, batch: Any) -> Loss:
+        if self._lock is None:
+            return super()._forward(shard, batch)
+        with self._lock:
+            return super()._forward(shard, batch)
