@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -19,6 +19,7 @@ from trainkit.config.build import build, resolve_target
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import Facts, Numerics, Status, Strategy, Training, Update, Weighing
 
@@ -59,6 +60,23 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 }
 
 
+class Trial(NamedTuple):
+    """What a task is made of."""
+
+    model: Callable[..., nn.Module]
+    data: Callable[[], Any]
+    loss_sum: reference.LossSum
+    objective: Callable[[], Objective]
+
+
+TASKS = {
+    "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, Classification),
+    "tokens": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
+    "gpt": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
+    "resnet": Trial(zoo.small_resnet, zoo.Pictures, zoo.classes_sum, Classification),
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One training."""
@@ -67,7 +85,8 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     """Keys of the strategy that differ from its YAML."""
     task: str = "classes"
-    """`classes`: points, each a target; `tokens`: sequences with unequal numbers of targets."""
+    """`classes`: points, each a target; `tokens`: sequences with unequal numbers of targets; `gpt` and `resnet`: the
+    repo's own models, on these sequences and on images."""
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
     global_size: int = 8
@@ -85,11 +104,12 @@ class Case:
 
     def make_model(self) -> nn.Module:
         """The model at step 0."""
-        return zoo.Net(**self.model) if self.task == "classes" else zoo.Attention(**self.model)
+        made: nn.Module = TASKS[self.task].model(**self.model)
+        return made
 
-    def make_data(self) -> zoo.Points | zoo.Sentences:
+    def make_data(self) -> Any:
         """The training samples."""
-        return zoo.Points() if self.task == "classes" else zoo.Sentences()
+        return TASKS[self.task].data()
 
     def rate(self, step: int) -> float:
         """The learning rate of an update."""
@@ -125,7 +145,7 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     num_ranks = len(case.make_strategy().tasks(Facts()))
     if num_ranks == 1:
         return [run_rank(None, case)]
-    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=num_ranks, timeout_s=30)
+    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=num_ranks, timeout_s=120)
     return trained
 
 
@@ -135,7 +155,7 @@ def oracle(case: Case) -> reference.Trained:
     return reference.train(
         case.make_model(),
         [data[index] for index in range(len(data))],
-        zoo.classes_sum if case.task == "classes" else zoo.tokens_sum,
+        TASKS[case.task].loss_sum,
         optimizer=reference.sgd(momentum=0.9) if case.optimizer == "sgd" else reference.adamw(weight_decay=0.1),
         rate=case.rate,
         num_steps=case.num_steps,
@@ -165,7 +185,7 @@ class _Rank:
         count = len(self.data)
         self.order = SampleOrder(num_samples=count, seed=case.seed)
         plan = BatchPlan(num_samples=count, global_size=case.global_size, micro_size=case.micro_size)
-        objective = Classification() if case.task == "classes" else zoo.CountedTokens()
+        objective = TASKS[case.task].objective()
         per_sample = objective.weight_per_sample(self.data[0])
         weighing = Weighing(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
         self.training = Training(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
