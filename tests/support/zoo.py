@@ -8,11 +8,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainkit.models import resnet
+from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Supervised
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
@@ -60,6 +63,37 @@ class Attention(nn.Module):
         mixed = functional.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x), is_causal=True)
         outputs: Tensor = self.head(x + mixed)
         return outputs
+
+
+def small_gpt(*, width: int = 8, num_layers: int = 3, dropout: float = 0.0, bias: bool = True) -> nn.Module:
+    """The repo's own, for the sentences: its output layer shares the weight of the embedding."""
+    sizes = {"vocab_size": TOKENS, "context": LENGTH, "num_layers": num_layers, "num_heads": 2, "width": width}
+    return fill(Gpt(**sizes, dropout=dropout, bias=bias))
+
+
+def small_resnet() -> nn.Module:
+    """The repo's own with narrow stages: convolutions, batch statistics, shortcuts."""
+    with mock.patch.object(resnet, "_WIDTHS", (4, 4, 8, 8)), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(5)
+        return resnet.ResNet(depth=18, num_classes=CLASSES)
+
+
+class Pictures:
+    """19 images of 3 x 8 x 8 in three classes."""
+
+    def __init__(self) -> None:
+        self.inputs = wave(19, 3, 8, 8, phase=0.3)
+        self.targets = torch.arange(19) * 5 % CLASSES
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All of them."""
+        return self.inputs, self.targets
 
 
 class Points:

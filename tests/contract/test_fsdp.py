@@ -1,0 +1,116 @@
+"""Parameters cut over ranks train as on one device: hybrid groups, both ways to sum, every way to gather."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference
+from tests.support.pool import Pool
+
+CLASSES = Case(task="classes", global_size=16, micro_size=16, strategy="fsdp")
+GPT = Case(task="gpt", global_size=8, micro_size=2, strategy="fsdp", num_steps=6)
+# without biases: that of a key has no gradient, and AdamW makes steps of its rounding
+ADAMW = replace(GPT, optimizer="adamw", model={"bias": False})
+RESNET = Case(task="resnet", global_size=8, micro_size=4, strategy="fsdp", num_steps=4, rate_scale=0.1)
+
+HYBRID = {"replicas": 4, "replicate": 2}
+LATE = {"replicas": 2, "sync": "last"}
+KEPT = {**HYBRID, "sync": "last", "reshard_after_forward": False}
+CASES = [
+    *((GPT, settings) for settings in ({"replicas": 2}, {"replicas": 4}, HYBRID, KEPT)),
+    *((ADAMW, settings) for settings in (LATE, HYBRID)),
+    *((RESNET, settings) for settings in ({"replicas": 2}, {"replicas": 4, "sync": "last"}, HYBRID)),
+]
+
+
+def named(case: Any) -> str:
+    return f"{case.task} {case.optimizer}" if isinstance(case, Case) else " ".join(f"{k}={v}" for k, v in case.items())
+
+
+@pytest.mark.parametrize(("base", "settings"), CASES, ids=named)
+def test_steps_are_those_of_the_reference(base: Case, settings: dict[str, Any], pool: Pool) -> None:
+    case = replace(base, settings=settings)
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [HYBRID, {"replicas": 4, "sync": "last"}], ids=named)
+@pytest.mark.parametrize("base", [replace(CLASSES, model={"norm": True}), GPT], ids=["norm", "gpt"])
+def test_clip_accumulation_ragged_batches_and_a_resume_at_once(
+    base: Case, settings: dict[str, Any], pool: Pool
+) -> None:
+    case = replace(base, settings=settings, micro_size=3, max_norm=0.05, resume_at=2)
+    expected = oracle(case)
+    ranks = train(pool, case)
+    assert min(ranks[0].norms) > 0.05
+    for rank in ranks:
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.norms == ranks[0].norms
+
+
+def test_its_clip_norm_is_that_of_one_device(pool: Pool) -> None:
+    base = replace(GPT, max_norm=0.05)
+    (one,) = train(pool, replace(base, strategy="one_device"))
+    for settings in ({"replicas": 4}, HYBRID):
+        assert train(pool, replace(base, settings=settings))[0].norms == pytest.approx(one.norms, rel=1e-12)
+
+
+@pytest.mark.parametrize("wrap", ["size", ("_Block",), ("Linear", "_Mlp")], ids=str)
+def test_what_is_gathered_at_once_changes_nothing(wrap: Any, pool: Pool) -> None:
+    case = replace(GPT, settings={"replicas": 2, "wrap": wrap, **({"wrap_mb": 0.001} if wrap == "size" else {})})
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+
+
+def test_ranks_without_a_shard_take_part_from_the_first_step_on(pool: Pool) -> None:
+    # the last batch of an epoch has 5 of 16 samples: on 4 ranks with shards of 3, two have none
+    case = replace(CLASSES, micro_size=3, settings={"replicas": 4}, model={"norm": True}, num_steps=3)
+    expected = oracle(case)
+    ranks = train(pool, replace(case, resume_at=2))  # a new placement begins with that batch
+    assert [len(rank.samples[2]) for rank in ranks] == [3, 2, 0, 0]
+    for rank in ranks:
+        assert reference.differences(rank.weights, expected) == []
+
+
+def test_dropout_is_that_of_one_device(pool: Pool) -> None:
+    base = replace(GPT, model={"dropout": 0.3})
+    (one,) = train(pool, replace(base, strategy="one_device"))
+    for rank in train(pool, replace(base, settings=HYBRID)):
+        for name, tensor in one.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16_mixed"])
+def test_rounded_compute_keeps_float32_parts(precision: str, pool: Pool) -> None:
+    base = replace(GPT, precision=precision, optimizer="adamw", rate_scale=0.1)
+    (one,) = train(pool, replace(base, strategy="one_device"))
+    for rank in train(pool, replace(base, settings={"replicas": 2})):
+        assert {tensor.dtype for tensor in rank.weights.values()} == {torch.float32}
+        assert rank.losses == pytest.approx(one.losses, rel=2e-2)
+
+
+def test_an_overflow_on_one_rank_is_tried_again_by_all(pool: Pool) -> None:
+    base = replace(CLASSES, micro_size=5, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1)
+    (one,) = train(pool, replace(base, strategy="one_device"))
+    for rank in train(pool, replace(base, settings={"replicas": 4})):
+        assert rank.scale == one.scale
+        assert [len(step) > 0 for step in rank.samples].count(True) >= 7
+        assert rank.losses == pytest.approx(one.losses, rel=1e-2)
+
+
+def test_a_checkpoint_is_that_of_one_device_and_loads_there(pool: Pool) -> None:
+    base = replace(ADAMW, num_steps=3)
+    (one,) = train(pool, replace(base, strategy="one_device"))
+    (cut, *_) = train(pool, replace(base, settings={"replicas": 4}))
+    assert {key: tensor.shape for key, tensor in cut.state.items()} == {k: t.shape for k, t in one.state.items()}
+    (further,) = train(pool, replace(base, strategy="one_device", start=cut.state))
+    (expected,) = train(pool, replace(base, strategy="one_device", start=one.state))
+    assert further.losses == pytest.approx(expected.losses, rel=1e-12)
