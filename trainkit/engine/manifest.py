@@ -3,7 +3,8 @@
     checkpoints/
       step_00001234/
         rank_00000.safetensors   tensors; one file a writing rank
-        index.json               tensor name -> shape, dtype, pieces; tied names
+        index.json               tensor name -> shape, dtype, pieces (file, offset, size, and its key there where it is
+                                 not the name: a rank that holds several); tied names
         meta.json                what the engine wants back: counters, loss scale, ...
         manifest.json            written last
       index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests

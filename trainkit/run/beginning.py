@@ -12,6 +12,7 @@ from trainkit.engine.checkpoint import Loaded, load, newest_valid
 from trainkit.engine.events import Run
 from trainkit.engine.state import State
 from trainkit.errors import CheckpointError
+from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed, Training, Update
 
@@ -37,7 +38,9 @@ class Restorable(Protocol):
 
 def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) -> Run:
     """What callbacks see of a run that begins."""
-    num_params = sum(param.numel() for param in placed.model.parameters())
+    # of a replica that spans ranks this one may hold but a part
+    model = abstract_model(plan) if plan.parts.strategy.holds_pieces else placed.model
+    num_params = sum(param.numel() for param in model.parameters())
     return Run(
         folder=folder,
         cfg=plan.cfg,
