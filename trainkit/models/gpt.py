@@ -67,6 +67,20 @@ class Gpt(nn.Module):
         scores: Tensor = self.head(hidden)
         return scores
 
+    def tensor_plan(self, degree: int) -> dict[str, str]:
+        """How its layers are cut over ranks: attention by heads, the rest by rows and columns.
+
+        The vocabulary is cut where `degree` divides it; else embedding and output layer stay whole.
+
+        Example:
+            >>> Gpt(vocab_size=65, context=8, num_layers=1, num_heads=2, width=4).tensor_plan(2)["expand"]
+            'colwise'
+        """
+        plan = {"queries_keys_values": "colwise", "expand": "colwise", "project": "rowwise"}
+        if self.embed.tokens.num_embeddings % degree == 0:
+            plan |= {"embed.tokens": "rowwise", "head.output": "colwise_gathered"}
+        return plan
+
     @torch.no_grad()
     def generate(
         self,
@@ -143,17 +157,18 @@ class _Block(nn.Module):
 class _Attention(nn.Module):
     def __init__(self, width: int, num_heads: int, dropout: float, *, bias: bool) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.head_size = width // num_heads
         self.dropout = dropout
+        self.tensor_units = dict.fromkeys(("queries_keys_values", "project"), (num_heads, "heads"))
         self.queries_keys_values = nn.Linear(width, 3 * width, bias=bias)
         self.project = nn.Linear(width, width, bias=bias)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        samples, length, width = hidden.shape
-        joined = self.queries_keys_values(hidden).view(samples, length, 3, self.num_heads, width // self.num_heads)
-        queries, keys, values = joined.permute(2, 0, 3, 1, 4)
+        joined = self.queries_keys_values(hidden)
+        # rows lie head by head, so that a part of them is whole heads: there may be fewer here than there are
+        queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
-        projected: Tensor = self.project(mixed.transpose(1, 2).reshape(samples, length, width))
+        projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
         return projected
 
 

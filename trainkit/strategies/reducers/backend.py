@@ -20,7 +20,7 @@ __all__ = ["BackendReducer"]
 
 
 class BackendReducer:
-    """Sums over the default process group, always with SUM: an average taken back costs bits.
+    """Sums over a process group, always with SUM: an average taken back costs bits.
 
     Gradients lie in one vector, cut into buckets. In the last backward pass of a step a bucket is exchanged as soon as
     it is full and those before it are on their way: the same order on every rank. A rank without a shard sends zeros.
@@ -28,12 +28,20 @@ class BackendReducer:
     Args:
         bucket_mb: MiB from which a bucket is full; 0: all at once, after backward.
         compressor: exchanges gradients in fewer bytes, and less exactly.
+        group: the ranks to sum over; None: all of them.
     """
 
     lanes = None
 
-    def __init__(self, *, bucket_mb: float = 25.0, compressor: Compressor | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        bucket_mb: float = 25.0,
+        compressor: Compressor | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self._bucket_bytes = int(bucket_mb * 2**20)
+        self._group = group
         self.compressor = compressor
         self._packing: Packing | None = None
         self._buckets: tuple[Bucket, ...] = ()
@@ -115,7 +123,7 @@ class BackendReducer:
         offsets = self._packing.offsets
         part = self._flat[offsets[bucket.first] : offsets[bucket.last]]
         if self.compressor is None or bucket.is_tail:
-            work = dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
+            work = dist.all_reduce(part, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
             assert work is not None
             self._waits.append(work.wait)
         else:

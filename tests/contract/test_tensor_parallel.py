@@ -1,0 +1,87 @@
+"""Tensor parallelism is the training of one device: layers cut by a plan, replicas plain or sharded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+from torch import nn
+
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Pool
+from trainkit.models.gpt import Gpt
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptCase(Case):
+    """A small language model."""
+
+    task: str = "tokens"
+    strategy: str = "tensor_parallel"
+
+    def make_model(self) -> nn.Module:
+        """Two blocks with biases; the vocabulary comes out even."""
+        sizes = {"vocab_size": 12, "context": zoo.LENGTH, "num_layers": 2, "num_heads": 2, "width": 8, "bias": True}
+        return zoo.fill(Gpt(**{**sizes, **self.model}))
+
+
+TWO = {"degree": 2, "replicas": 1}
+COPIES = {"degree": 2, "replicas": 2}
+SHARDED = {"degree": 2, "replicas": 2, "shard": True}
+MLP = {"0": "colwise", "2": "rowwise"}
+
+GPT = GptCase(settings=TWO, max_norm=0.1)
+NET = Case(strategy="tensor_parallel", task="classes", model={"width": 8}, global_size=16, max_norm=0.05)
+
+
+def check(case: Case, pool: Pool) -> None:
+    expected, ranks = oracle(case), train(pool, case)
+    for rank in ranks:
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+        assert rank.norms == ranks[0].norms
+    assert min(ranks[0].norms) > (case.max_norm or 0.0)
+
+
+@pytest.mark.parametrize(("optimizer", "bias"), [("sgd", True), ("adamw", False)])
+@pytest.mark.parametrize("settings", [TWO, COPIES], ids=["two ranks", "two replicas"])
+def test_a_language_model_cut_by_its_own_plan_is_that_of_the_reference(
+    settings: dict[str, object], optimizer: str, bias: bool, pool: Pool
+) -> None:
+    # without biases under AdamW: that of a key has no gradient, and AdamW makes steps of its rounding
+    check(replace(GPT, optimizer=optimizer, settings=settings, model={"bias": bias}, micro_size=3), pool)
+
+
+def test_layers_named_in_yaml_are_cut_as_the_reference(pool: Pool) -> None:
+    check(replace(NET, settings=COPIES | {"plan": MLP}, micro_size=3), pool)
+
+
+def test_a_training_is_continued_as_if_nothing_had_happened(pool: Pool) -> None:
+    check(replace(GPT, optimizer="adamw", model={"bias": False}, settings=COPIES, resume_at=4), pool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamCase(GptCase):
+    """Sequences of 4, which two ranks share evenly."""
+
+    def make_data(self) -> zoo.Sentences:
+        data = zoo.Sentences()
+        data.inputs, data.targets = data.inputs[:, :4].contiguous(), data.targets[:, :4].contiguous()
+        return data
+
+
+STREAM = {
+    "embed": "sequence_split",
+    "blocks.*_norm": "sequence",
+    "queries_keys_values": "colwise_sequence",
+    "expand": "colwise_sequence",
+    "project": "rowwise_sequence",
+    "head": "sequence_join",
+    "head.output": "colwise_gathered",
+    "embed.tokens": "rowwise",
+}
+
+
+def test_a_residual_stream_cut_along_the_sequence_is_that_of_the_reference(pool: Pool) -> None:
+    check(StreamCase(settings=COPIES | {"plan": STREAM}, max_norm=0.1, micro_size=4), pool)

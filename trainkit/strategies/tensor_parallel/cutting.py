@@ -1,0 +1,164 @@
+"""A model with its parameters cut, and its modules exchanging what they need of each other's activations.
+
+Parameters become this rank's parts, as plain tensors: the module's own code computes with them as with any weight. What
+comes in and goes out changes its layout by DTensor, forwards and, by autograd, backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.nn import functional
+
+from trainkit.errors import TrainingError
+from trainkit.strategies.sharded.cuts import Cut
+from trainkit.strategies.tensor_parallel.plans import Chosen, Fitted
+from trainkit.strategies.tensor_parallel.regions import Regions
+
+__all__ = ["cut_parameters", "exchange_activations"]
+
+
+def cut_parameters(model: nn.Module, fit: Fitted, *, place: int, degree: int, is_first: bool) -> dict[str, Cut]:
+    """Leave of each parameter the part that a rank holds.
+
+    Args:
+        model: its parameters are whole; changed.
+        fit: which are cut, and how.
+        place: of this rank among those of its replica.
+        degree: their number.
+        is_first: whether this is the first replica.
+
+    Returns:
+        Where each parameter's part lies, by canonical name.
+    """
+    cuts = {}
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        offset, size, dim = [0] * len(shape), list(shape), fit.dims.get(name)
+        if dim is not None:
+            size[dim] //= degree
+            offset[dim] = size[dim] * place
+        is_written = is_first and (dim is not None or place == 0)
+        cut = Cut(offset=tuple(offset), size=tuple(size), shape=shape, is_written=is_written)
+        cuts[name] = cut
+        if dim is not None:
+            parameter.data = cut.take(parameter.data).contiguous()
+    return cuts
+
+
+def exchange_activations(fit: Fitted, mesh: DeviceMesh, regions: Regions) -> None:
+    """Let the modules of a plan change the layout of what they take and give.
+
+    Args:
+        fit: the plan.
+        mesh: the ranks of this replica, one axis.
+        regions: keys of what is drawn where activations are cut.
+    """
+    for one in fit.chosen:
+        module: Any = one.module
+        module.forward = partial(_forward, one, _Exchange(mesh, regions), module.forward)
+
+
+class _Exchange:
+    """The changes of layout between the ranks of one mesh."""
+
+    def __init__(self, mesh: DeviceMesh, regions: Regions) -> None:
+        self.mesh, self.regions = mesh, regions
+        self.place, self.degree = mesh.get_local_rank(), mesh.size()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
+        """A copy of the model is on the same ranks."""
+        return self
+
+    def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
+        """A tensor in another layout.
+
+        Args:
+            tensor: this rank's, in `layout`.
+            layout: its layout.
+            to: the wanted one.
+            used_by_parts: every rank uses it for its own part of the result, so that gradients are parts of a sum.
+        """
+        spread = DTensor.from_local(tensor, self.mesh, (layout,), run_check=False)
+        if layout != to:
+            spread = spread.redistribute(placements=(to,))
+        changed: Tensor = spread.to_local(grad_placements=(Partial(),) if used_by_parts else None)
+        return changed
+
+    @contextmanager
+    def summed_gradients(self, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+        """Whole parameters that every rank uses for its stretch: their gradients are summed over the ranks."""
+        own = module._parameters  # noqa: SLF001 - what a module reads its parameters from
+        found: dict[str, nn.Parameter] = {name: param for name in names if (param := own[name]) is not None}
+        try:
+            for name, param in found.items():
+                own[name] = self.changed(param, Replicate(), Replicate(), used_by_parts=True)  # type: ignore[assignment]
+            yield
+        finally:
+            own.update(found)
+
+
+def _forward(one: Chosen, exchange: _Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+    """The forward of a cut module, in its plan's layouts."""
+    style, module = one.style, one.module
+    if style.name == "sequence":
+        with exchange.summed_gradients(module, list(module._parameters)):  # noqa: SLF001
+            return inner(*args, **named)
+    if style.name == "sequence_split":
+        return _stretch(one, exchange, inner(*args, **named))
+    if style.name == "sequence_join":
+        return inner(exchange.changed(args[0], Shard(1), Replicate()), *args[1:], **named)
+    if style.sums:
+        exchange.regions.leave(one.name)
+        return _rowwise(one, exchange, args[0])
+    takes = Shard(1) if style.takes == "stretch" else Replicate()
+    # what an embedding takes are numbers of tokens: no gradient goes there
+    takes_numbers = isinstance(module, nn.Embedding)
+    given = args[0] if takes_numbers else exchange.changed(args[0], takes, Replicate(), used_by_parts=True)
+    outputs = inner(given, *args[1:], **named)
+    if style.gives == "whole":
+        return exchange.changed(outputs, Shard(outputs.dim() - 1), Replicate())
+    exchange.regions.enter(one.name)
+    return outputs
+
+
+def _rowwise(one: Chosen, exchange: _Exchange, given: Tensor) -> Tensor:
+    """Each rank's part of a sum, added up; the bias, which is whole, once."""
+    module: Any = one.module
+    to = Shard(1) if one.style.gives == "stretch" else Replicate()
+    if isinstance(module, nn.Embedding):
+        return exchange.changed(_own_rows(module, given, exchange.place), Partial(), to)
+    total = exchange.changed(functional.linear(given, module.weight), Partial(), to)
+    if module.bias is None:
+        return total
+    if one.style.gives == "whole":
+        return total.add(module.bias)
+    with exchange.summed_gradients(module, ["bias"]):
+        return total.add(module.bias)
+
+
+def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
+    """The rows of the tokens that are here, zeros for the others."""
+    count = module.weight.shape[0]
+    local = tokens - count * place
+    absent = (local < 0) | (local >= count)
+    padding = module.padding_idx
+    if padding is not None:
+        padding = padding - count * place if 0 <= padding - count * place < count else None
+    rows = functional.embedding(local.masked_fill(absent, 0), module.weight, padding_idx=padding)
+    return rows.masked_fill(absent.unsqueeze(-1), 0.0)
+
+
+def _stretch(one: Chosen, exchange: _Exchange, outputs: Tensor) -> Tensor:
+    if outputs.shape[1] % exchange.degree:
+        raise TrainingError(
+            f"{one.name} gives sequences of {outputs.shape[1]}, which strategy.degree={exchange.degree} does not "
+            "divide: sequence_split makes stretches of one length. Use another length, or a plan without sequence."
+        )
+    return exchange.changed(outputs, Replicate(), Shard(1))

@@ -1,0 +1,191 @@
+"""From a plan's patterns to the modules of a model, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Final, Literal
+
+from torch import Tensor, nn
+
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+from trainkit.strategies.tensor_parallel.styles import STYLES, Style
+
+__all__ = ["Chosen", "Fitted", "fitted"]
+
+_KEY: Final = "strategy.plan"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A module that is cut."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    pattern: str
+    """The pattern of the plan that names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fitted:
+    """A plan on a model."""
+
+    chosen: tuple[Chosen, ...] = ()
+    """The modules that are cut, in the order of the model."""
+    dims: Mapping[str, int] = field(default_factory=dict)
+    """Parameter, by canonical name -> the dim that is cut."""
+    problems: Sequence[Problem] = ()
+    """What is wrong with the plan for this model."""
+
+
+def fitted(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: int) -> Fitted:
+    """Find the modules that a plan cuts.
+
+    A pattern is a module's name, or the end of one (`mlp.expand` is that of every block), or a glob on whole names
+    (`blocks.*.mlp.expand`), or one on classes (`type:Linear`). The first pattern that names a module has it.
+
+    Args:
+        model: perhaps on the meta device.
+        plan: pattern -> style; `auto`: the model's own, `tensor_plan(degree)`.
+        degree: ranks that a module is cut over.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> fitted(model, {"0": "colwise", "2": "rowwise"}, 2).dims
+        {'0.weight': 0, '0.bias': 0, '2.weight': 1}
+    """
+    given = _own_plan(model, degree) if plan == "auto" else plan
+    if isinstance(given, Problem):
+        return Fitted(problems=[given])
+    chosen, problems = _chosen(model, given)
+    if not problems:
+        problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
+    dims, torn = _dims(model, chosen)
+    return Fitted(chosen=tuple(chosen), dims=dims, problems=problems or torn)
+
+
+def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
+    """The plan that a model brings along."""
+    own = getattr(model, "tensor_plan", None)
+    if own is not None:
+        found: Mapping[str, str] = own(degree)
+        return found
+    kind = type(model).__name__
+    rule = f"{kind} brings no plan along. Name its layers and how each is cut, {{expand:colwise,project:rowwise}}."
+    return Problem(key=_KEY, value="auto", rule=rule)
+
+
+def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Chosen], list[Problem]]:
+    modules = dict(model.named_modules())
+    taken: dict[str, Chosen] = {}
+    problems = []
+    for pattern, word in plan.items():
+        if word not in STYLES:
+            near = closest(word, STYLES)
+            hint = f"Did you mean {near}?" if near else f"There are: {', '.join(STYLES)}."
+            rule = f"no such style. {hint}"
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
+            continue
+        found = _named(pattern, modules)
+        if not found:
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=_unknown(pattern, modules)))
+        elif all(name in taken for name in found):
+            rule = f"names nothing that is left: {found[0]} is in {taken[found[0]].pattern} already."
+            problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
+        for name in found:
+            one = Chosen(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
+            taken.setdefault(name, one)
+    if not plan:
+        rule = "cuts nothing. Name layers and how each is cut, {expand:colwise,project:rowwise}, or use auto."
+        problems.append(Problem(key=_KEY, value="{}", rule=rule))
+    return [taken[name] for name in modules if name in taken], problems
+
+
+def _named(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
+    """The names of the modules that a pattern names, never the model itself."""
+    if pattern in modules:
+        return [pattern] if pattern else []
+    if pattern.startswith("type:"):
+        kind = pattern.removeprefix("type:")
+        return [name for name, module in modules.items() if name and fnmatchcase(type(module).__name__, kind)]
+    if any(sign in pattern for sign in "*?["):
+        return [name for name in modules if name and fnmatchcase(name, pattern)]
+    return [name for name in modules if name.endswith(f".{pattern}")]
+
+
+def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
+    words = {name for name in modules if name}
+    words |= {".".join(name.split(".")[-length:]) for name in words for length in range(1, name.count(".") + 2)}
+    if pattern.startswith("type:"):
+        words = {f"type:{type(module).__name__}" for module in modules.values()}
+    near = closest(pattern, sorted(words))
+    return f"no such module.{f' Did you mean {near}?' if near else ''}"
+
+
+def _one_a_pattern(chosen: Sequence[Chosen]) -> Iterator[Chosen]:
+    """Of the modules of each pattern, those of other sizes than the ones before."""
+    seen = set()
+    for one in chosen:
+        shapes = tuple(tuple(parameter.shape) for parameter in one.module.parameters(recurse=False))
+        if (one.pattern, type(one.module), shapes) not in seen:
+            seen.add((one.pattern, type(one.module), shapes))
+            yield one
+
+
+def _misfit(one: Chosen, model: nn.Module, degree: int) -> Problem | None:
+    """Why a module cannot be cut so; None: it can."""
+    style, module = one.style, one.module
+    dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
+    if dims is None:
+        rule = f"{one.name} is a {type(module).__name__}, and {style.name} is for {style.suits}."
+        return Problem(key=key, value=style.name, rule=rule)
+    if dims and (why := _uncuttable(one, model)):
+        return Problem(key=key, value=style.name, rule=why)
+    for leaf, dim in dims.items():
+        tensor = getattr(module, leaf, None)
+        if isinstance(tensor, Tensor) and tensor.shape[dim] % degree:
+            what = f"the {tensor.shape[dim]} {'columns' if dim else 'rows'} of {one.name}.{leaf}"
+            return Problem(
+                key="strategy.degree", value=degree, rule=f"does not divide {what}, which {style.name} cuts."
+            )
+    owner, _, leaf = one.name.rpartition(".")
+    units = getattr(model.get_submodule(owner), "tensor_units", {}).get(leaf)
+    if dims and units is not None and units[0] % degree:
+        rule = f"does not divide the {units[0]} {units[1]} of {one.name}, which are not cut apart."
+        return Problem(key="strategy.degree", value=degree, rule=rule)
+    return None
+
+
+def _uncuttable(one: Chosen, model: nn.Module) -> str | None:
+    owner = model.get_submodule(one.name.rpartition(".")[0])
+    if isinstance(owner, nn.MultiheadAttention):
+        return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be cut."
+    if isinstance(one.module, nn.Embedding) and (one.module.sparse or one.module.max_norm is not None):
+        return f"{one.name} has sparse gradients or a largest norm, which need its rows whole: it cannot be cut."
+    return None
+
+
+def _dims(model: nn.Module, chosen: Sequence[Chosen]) -> tuple[dict[str, int], list[Problem]]:
+    """The dim of each parameter that is cut, and the tied ones that are not cut alike."""
+    styles = {id(one.module): one for one in chosen}
+    wanted: dict[int, list[tuple[str, int | None, Chosen | None]]] = {}
+    for name, module in model.named_modules():
+        one = styles.get(id(module))
+        dims = (one.style.dims(module) or {}) if one else {}
+        for leaf, parameter in module.named_parameters(recurse=False):
+            wanted.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), one))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {names[key]: uses[0][1] for key, uses in wanted.items()}
+    torn = [_torn(uses) for uses in wanted.values() if len({dim for _, dim, _ in uses}) > 1]
+    return {name: dim for name, dim in found.items() if dim is not None}, torn
+
+
+def _torn(uses: Sequence[tuple[str, int | None, Chosen | None]]) -> Problem:
+    name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
+    other, how, _ = next(use for use in uses if use[1] != dim)
+    is_cut = "is whole" if how is None else f"is cut by its {'columns' if how else 'rows'}"
+    rule = f"{name} and {other} are one parameter (tied), and {other} {is_cut}. Cut both alike, or neither."
+    return Problem(key=f"{_KEY}.{one.pattern}", value=one.style.name, rule=rule)

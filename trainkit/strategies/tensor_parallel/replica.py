@@ -1,0 +1,77 @@
+"""A rank's parts of a replica whose layers are cut, and the rank's place among the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from trainkit.strategies.mesh import Axes
+from trainkit.strategies.replica import Held
+from trainkit.strategies.sharded.cuts import Cut
+from trainkit.strategies.sharded.replica import ShardedReplica
+from trainkit.strategies.spread import OnOneDevice
+
+__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnMesh(OnOneDevice):
+    """A rank's device and its place on the mesh."""
+
+    axes: Axes = field(default_factory=Axes)
+    """How the ranks are arranged."""
+    rank: int = 0
+    """This one."""
+    mesh: DeviceMesh | None = None
+    """The axes of more than one rank; None where there is no other rank."""
+
+    @property
+    def places(self) -> dict[str, int]:
+        """Axis -> this rank's place on it."""
+        return self.axes.coordinates(self.rank)
+
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The ranks that differ in their place on one axis alone; None where this is the only one."""
+        return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutHeld(Held):
+    """A model that is cut."""
+
+    cuts: dict[str, Cut]
+    """Where each parameter's part lies."""
+    spread: OnMesh
+    """The rank that holds it."""
+
+
+@dataclass(kw_only=True)
+class TensorReplica(ShardedReplica):
+    """The parts of one rank."""
+
+    spread: OnMesh
+    """Its place."""
+
+
+@torch.no_grad()
+def begin_alike(replica: TensorReplica) -> None:
+    """Take over what the first rank holds whole, and the first replica's parts; collective.
+
+    A model may draw its own numbers where no seed reaches.
+    """
+    if replica.spread.mesh is None:
+        return
+    copies = replica.spread.group("replicate")
+    named = {**replica.owners, **replica.masters}
+    held = [*named.items(), *((f"{name} as computed", param) for name, param in replica.params.items())]
+    for name, param in held:
+        cut = replica.cuts[name.partition(" ")[0]]
+        if cut.size == cut.shape:
+            dist.broadcast(param.detach(), src=0)
+        elif copies is not None:
+            dist.broadcast(param.detach(), group=copies, group_src=0)
+    for buffer in replica.model.buffers():
+        dist.broadcast(buffer.detach(), src=0)
