@@ -16,7 +16,8 @@ from trainkit.config.build import build
 from trainkit.config.schema import RunConfig
 from trainkit.data.splits import build_splits
 from trainkit.engine.events import Callback
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.numerics.deferred import build_deferred
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
@@ -82,19 +83,36 @@ def shaping_of(cfg: RunConfig) -> Shaping:
     return Shaping(recompute=cfg.activation_checkpointing, compile_mode=cfg.compile.mode, backend=cfg.compile.backend)
 
 
-def build_model(cfg: RunConfig) -> nn.Module:
+def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     """Build the model on the CPU, its initial weights drawn from the run's seed alone.
+
+    Args:
+        cfg: a checked config.
+        deferred: build it without its numbers, for a strategy that makes those it needs
+            (`trainkit.numerics.deferred.initial_values`); with them, where its constructor does not allow that.
 
     Raises:
         ConfigError: the target is no model.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(cfg.seed)
-        model = build(cfg.model)
+        model = _deferred(cfg) if deferred else None
+        if model is None:
+            torch.default_generator.manual_seed(cfg.seed)
+            model = build(cfg.model)
     if not isinstance(model, nn.Module):
         rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
     return model
+
+
+def _deferred(cfg: RunConfig) -> nn.Module | None:
+    torch.default_generator.manual_seed(cfg.seed)
+    try:
+        return build_deferred(lambda: build(cfg.model))
+    except TrainkitError:
+        raise
+    except Exception:  # noqa: BLE001 - a constructor that wants its numbers may fail in any way
+        return None
 
 
 def build_callbacks(cfg: RunConfig) -> list[Callback]:

@@ -19,6 +19,7 @@ from trainkit.engine.events import Callback, overriding
 from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
 from trainkit.errors import TrainingError
+from trainkit.numerics.deferred import initial_values
 from trainkit.run.beginning import run_of, training_of
 from trainkit.run.building import build_model, make_optimizer, shaping_of
 from trainkit.run.keeping import Keeper
@@ -65,7 +66,11 @@ class Session:
         self._data_state: dict[str, Any] | None = None
         self._on_phase: Callable[[str, int], None] | None = None
         self._cleanup = ExitStack()
-        model = shape(build_model(self.cfg), shaping_of(self.cfg), compiles=self.parts.strategy.compiles)
+        strategy = self.parts.strategy
+        model = build_model(self.cfg, deferred=strategy.defers)
+        if strategy.defers and initial_values(model) is None:
+            notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
+        shape(model, shaping_of(self.cfg), compiles=strategy.compiles)
         self.placed: Placed = self.parts.strategy.place(
             model,
             identity=identity,

@@ -219,6 +219,9 @@ class Strategy(ABC):
     compiles: ClassVar[Compiles] = "blocks"
     """What it calls as one, and torch.compile may make one of: the whole model, its blocks, or nothing."""
 
+    defers: ClassVar[bool] = False
+    """Whether `place` takes a model without numbers, and makes those it needs from `initial_values(model)`."""
+
     holds_pieces: ClassVar[bool] = False
     """Whether ranks hold what others lack, so that a checkpoint is written and weights are hashed by all together."""
 
@@ -273,7 +276,8 @@ class Strategy(ABC):
 
         Args:
             model: initialised on the CPU in float32, alike on every rank, and shaped (`trainkit.strategies.shaping`):
-                forward passes that are recomputed or compiled are in place.
+                forward passes that are recomputed or compiled are in place. On the meta device where the strategy
+                `defers`, unless the constructor does not allow it: `initial_values(model)` is None then.
             identity: who this process is.
             precision: the numbers to use.
             numerics: the numbers settings.

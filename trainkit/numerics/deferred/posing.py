@@ -1,0 +1,49 @@
+"""Tensors without numbers, taken by a constructor for tensors of the CPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["posing", "without_numbers"]
+
+_DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is hidden inside `posing`
+
+
+def without_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor is on the meta device, whatever it says."""
+    return bool(_DEVICE.__get__(tensor).type == "meta")
+
+
+@contextmanager
+def posing(poses: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Inside, tensors of the meta device for which `poses` holds say that they are on the CPU.
+
+    `nn.init` leaves tensors alone that are on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may
+    do the same; then nothing would be written down, and the numbers be others. Torch's own modules go on being told
+    the device itself, which they allocate by.
+
+    Args:
+        poses: whether a tensor of the meta device poses.
+    """
+
+    def is_meta(tensor: Tensor) -> bool:
+        return without_numbers(tensor) and not poses(tensor)
+
+    def device(tensor: Tensor) -> torch.device:
+        found: torch.device = _DEVICE.__get__(tensor)
+        if found.type != "meta" or not poses(tensor):
+            return found
+        asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - has no public name
+        return found if asking == "torch" or asking.startswith("torch.") else torch.device("cpu")
+
+    Tensor.is_meta, Tensor.device = property(is_meta), property(device)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.is_meta, Tensor.device
