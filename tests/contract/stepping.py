@@ -129,7 +129,7 @@ class Trained:
     losses: list[float]
     """The mean loss of every step, over all ranks."""
     samples: list[list[int]]
-    """This rank's samples, step by step."""
+    """This rank's samples, step by step; where several ranks compute a replica, the first one's."""
     norms: list[float]
     scale: float
 
@@ -233,7 +233,8 @@ class _Rank:
             if outcome.status is Status.retry:
                 continue
             self.at.step += 1
-            self.samples.append([index for shard in indices for index in shard])
+            first = placed.everyone.rank % (placed.everyone.num_ranks // placed.num_ranks) == 0
+            self.samples.append([index for shard in indices for index in shard if first])
             self.seen.append((outcome.loss_sum, outcome.weight))
             if outcome.grad_norm is not None:
                 self.norms.append(float(outcome.grad_norm))

@@ -8,13 +8,16 @@ from collections.abc import Sequence
 __all__ = ["balanced"]
 
 
-def balanced(sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequence[int]) -> list[int] | None:
+def balanced(
+    sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequence[int], fill: bool = False
+) -> list[int] | None:
     """Cut units into runs, in order, so that the fullest place holds least.
 
     Args:
         sizes: bytes of each unit.
         capacities: bytes that each place takes, `math.inf` where there is no limit; a place may stay empty.
         leaders: for each unit the one whose place it must share, itself for most.
+        fill: whether every place must hold some bytes.
 
     Returns:
         The number of the place of each unit; None where they do not fit.
@@ -24,20 +27,22 @@ def balanced(sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequ
         [0, 0, 1, 1]
         >>> balanced([4, 1, 1, 4], [3, 20], leaders=[0, 1, 2, 3])
         [1, 1, 1, 1]
+        >>> balanced([9, 1, 0, 1], [math.inf] * 3, leaders=[0, 1, 2, 3], fill=True)
+        [0, 1, 1, 2]
     """
     free = [at for at, leader in enumerate(leaders) if leader == at]
     position = {at: number for number, at in enumerate(free)}
     weights = [0] * len(free)
     for size, leader in zip(sizes, leaders, strict=True):
         weights[position[leader]] += size
-    cuts = _cuts(weights, capacities)
+    cuts = _cuts(weights, capacities, least=1 if fill else 0)
     if cuts is None:
         return None
     place_of = [place for place, (start, end) in enumerate(cuts) for _ in range(start, end)]
     return [place_of[position[leader]] for leader in leaders]
 
 
-def _cuts(weights: Sequence[int], capacities: Sequence[float]) -> list[tuple[int, int]] | None:
+def _cuts(weights: Sequence[int], capacities: Sequence[float], *, least: int) -> list[tuple[int, int]] | None:
     """(start, end) of each place's run: the partition with the least maximum, by dynamic programming."""
     total = [0]
     for weight in weights:
@@ -53,6 +58,8 @@ def _cuts(weights: Sequence[int], capacities: Sequence[float]) -> list[tuple[int
                 held = total[end] - total[start]
                 if held > capacity or held >= reached[end]:
                     break
+                if held < least:
+                    continue
                 worst = max(best[start], held)
                 if worst < reached[end]:
                     reached[end], chosen[end] = worst, start

@@ -10,7 +10,7 @@ from trainkit.errors import Problem
 from trainkit.strategies.maps.syntax import REST, Assigned, Place, collapsed
 from trainkit.strategies.maps.units import Unit
 
-__all__ = ["layout_problems", "leaders_of"]
+__all__ = ["layout_problems", "leaders_of", "uncovered"]
 
 
 def layout_problems(
@@ -34,7 +34,7 @@ def layout_problems(
     """
     settled = tuple(None if place is None else same(place) for place in assigned.places)
     assigned = replace(assigned, places=settled)
-    problems = _uncovered(units, assigned, key, noun) or _split(units, assigned, given, key, noun)
+    problems = uncovered(units, assigned, key=key, noun=noun) or _split(units, assigned, given, key, noun)
     return problems or _crossings(units, assigned, given, key, noun)
 
 
@@ -48,7 +48,8 @@ def leaders_of(units: Sequence[Unit]) -> list[int]:
     return leaders
 
 
-def _uncovered(units: Sequence[Unit], assigned: Assigned, key: str, noun: str) -> list[Problem]:
+def uncovered(units: Sequence[Unit], assigned: Assigned, *, key: str, noun: str) -> list[Problem]:
+    """Whether every tensor has a place."""
     without = [unit for unit, place in zip(units, assigned.places, strict=True) if place is None]
     names = [name for unit in without for name, _ in unit.tensors()]
     if not names:

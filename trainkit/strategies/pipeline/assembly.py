@@ -1,0 +1,63 @@
+"""From a model that keeps this rank's tensors to what the rank works on."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+from torch import nn
+
+from trainkit.strategies.buffers import StepBuffers
+from trainkit.strategies.pipeline.calling import StagedForward
+from trainkit.strategies.pipeline.cutting import Cut
+from trainkit.strategies.pipeline.groups import holders_of, meet
+from trainkit.strategies.pipeline.replica import PipelineReplica
+from trainkit.strategies.pipeline.schedules import ScheduleName
+from trainkit.strategies.pipeline.segment import Blocks
+from trainkit.strategies.replica import Held
+
+__all__ = ["assemble"]
+
+
+def assemble(held: Held, cut: Cut, *, stages: int, schedule: ScheduleName, rest: dict[str, Any]) -> PipelineReplica:
+    """Make the replica of one rank, and let a call of its model go through all stages; collective.
+
+    Args:
+        held: the model, of which other stages' tensors are on the meta device.
+        cut: the stage of each block.
+        stages: ranks of a replica.
+        schedule: how microbatches flow.
+        rest: what every replica has.
+    """
+    everyone, model = rest["everyone"], held.model
+    place = everyone.rank % stages
+    holders = holders_of(model, cut, stages)
+    blocks = {stage: _blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
+    buffers = StepBuffers(nn.ModuleList(blocks.values()), rest["precision"].master_dtype)
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    here = nn.ModuleList(blocks.values()).named_buffers()
+    replica = PipelineReplica(
+        model=model,
+        params=held.params,
+        masters=held.masters,
+        cut=cut,
+        num_stage_ranks=stages,
+        place=place,
+        schedule=schedule,
+        groups=meet(holders, stages=stages, replicas=everyone.num_ranks // stages, rank=everyone.rank),
+        holders=holders,
+        blocks=blocks,
+        buffer_names=[names[id(buffer)] for _, buffer in here],
+        whole_forward=model.forward,
+        **{**rest, "buffers": buffers},
+    )
+    replica.join_norms = replica.join_all_norms
+    model.forward = StagedForward(replica)
+    return replica
+
+
+def _blocks(model: nn.Module, cut: Cut, stage: int) -> Blocks:
+    inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
+    named = chain(model.named_parameters(), model.named_buffers())
+    owned = {name: tensor for name, tensor in named if id(tensor) not in inside}
+    return Blocks({unit.name: unit.entries[0] for unit in cut.members(stage)}, owned)

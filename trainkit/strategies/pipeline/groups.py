@@ -1,0 +1,120 @@
+"""Who holds what: the groups of ranks that add up gradients, and the tensors that several stages hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from trainkit.objectives.base import Collective
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.pipeline.cutting import Cut
+from trainkit.strategies.replica_check import bits_hash
+
+__all__ = ["Groups", "drifted", "holders_of", "meet"]
+
+_NOTHING = torch.zeros((), dtype=torch.int64)
+
+
+def holders_of(model: nn.Module, cut: Cut, num_ranks: int) -> dict[str, tuple[int, ...]]:
+    """Parameter or buffer, by canonical name -> the places in the pipeline whose stages hold it.
+
+    Most are on one. A tied one is on each stage that has one of its names; what the model owns itself is on all.
+
+    Args:
+        model: the whole model.
+        cut: its stages.
+        num_ranks: ranks of a replica; stage i is on rank i modulo this.
+    """
+    stages: dict[int, set[int]] = {}
+    for unit, stage in zip(cut.units, cut.stages, strict=True):
+        for _, tensor in unit.tensors():
+            stages.setdefault(id(tensor), set()).add(stage % num_ranks)
+    everywhere = set(range(num_ranks))
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return {name: tuple(sorted(stages.get(id(tensor), everywhere))) for name, tensor in named}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups:
+    """The groups that this rank is part of."""
+
+    replica: ProcessGroup
+    """The ranks of its replica, by stage."""
+    alike: dict[tuple[int, ...], ProcessGroup]
+    """Places in the pipeline -> the ranks there, in all replicas: who holds the same tensors. Only those that this rank
+    is in, and that have more than one rank; in an order that is the same on all ranks."""
+
+    def sum(self, tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
+        """Each tensor's sum over the ranks that hold it; collective.
+
+        Args:
+            tensors: of one dtype and device; None where it is None on all ranks.
+            holders: the places in the pipeline that hold each.
+        """
+        sums = list(tensors)
+        for places, group in self.alike.items():
+            found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}
+            if found:
+                parts = list(found.values())
+                packing = Packing([part.shape for part in parts], parts[0].dtype, parts[0].device)
+                flat = packing.pack(parts)
+                dist.all_reduce(flat, group=group)
+                for at, total in zip(found, packing.views(flat), strict=True):
+                    sums[at] = total
+        return sums
+
+    def align(self, tensors: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
+        """Take over each tensor from the first rank that holds it; collective."""
+        for places, group in self.alike.items():
+            for name in sorted(tensors):
+                if holders[name] == places:
+                    dist.broadcast(tensors[name].detach(), group_src=0, group=group)
+
+
+def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
+    """Make the groups; collective over all ranks.
+
+    Args:
+        holders: of `holders_of`.
+        stages: ranks of a replica, which are neighbours.
+        replicas: how many replicas.
+        rank: of this process.
+    """
+    pipelines = [list(range(first * stages, (first + 1) * stages)) for first in range(replicas)]
+    made = [dist.new_group(ranks) for ranks in pipelines]
+    alike = {}
+    # Sets of one place first, which are apart from each other, then those of shared tensors, in one order everywhere.
+    for places in sorted(set(holders.values()), key=lambda one: (len(one), one)):
+        ranks = [replica * stages + place for replica in range(replicas) for place in places]
+        if len(ranks) > 1:
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                alike[places] = group
+    return Groups(replica=made[rank // stages], alike=alike)
+
+
+def drifted(
+    params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], everyone: Collective, *, num_ranks: int
+) -> str | None:
+    """The first parameter that differs between two ranks that hold it, and on which; collective.
+
+    Args:
+        params: those of this rank.
+        holders: of `holders_of`.
+        everyone: all ranks.
+        num_ranks: ranks of a replica.
+    """
+    hashes = torch.stack([bits_hash(params[name]) if name in params else _NOTHING for name in holders])
+    rows = torch.stack(everyone.gather(hashes)).tolist()
+    for at, (name, places) in enumerate(holders.items()):
+        ranks = [rank for rank in range(len(rows)) if rank % num_ranks in places]
+        wrong = [str(rank) for rank in ranks if rows[rank][at] != rows[ranks[0]][at]]
+        if wrong:
+            many = "" if len(wrong) == 1 else "s"
+            return f"the parameter {name} differs on rank{many} {', '.join(wrong)} from rank {ranks[0]}."
+    return None

@@ -1,0 +1,69 @@
+"""The order in which stages compute microbatches: torch's schedules, what each takes, and its bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from trainkit.strategies.pipeline.chunks import ChunkStage
+
+__all__ = ["ScheduleName", "ideal_bubble", "make_schedule", "several_a_rank", "taken"]
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+def several_a_rank(schedule: ScheduleName) -> bool:
+    """Whether a rank may have several stages."""
+    return schedule in ("interleaved", "zero_bubble")
+
+
+def taken(schedule: ScheduleName, count: int, num_ranks: int) -> int:
+    """The microbatches that a schedule takes, `count` or a few more: what is missing are repeats that count nothing.
+
+    Interleaved and zero-bubble schedules go through their microbatches in equal rounds of at least one a rank.
+
+    Example:
+        >>> [taken("interleaved", count, 2) for count in (1, 2, 3, 5)]
+        [1, 2, 3, 6]
+    """
+    if not several_a_rank(schedule):
+        return count
+    while count % max(1, count // num_ranks):
+        count += 1
+    return count
+
+
+def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a_rank: int) -> float:
+    """The share of a step that each rank waits, with equal stages and no time for sending.
+
+    With p ranks, m microbatches and v stages a rank: (p - 1) / (v m + p - 1). A zero-bubble schedule waits with weight
+    gradients, a third of the work, for the gaps to come: (p - 1) / (3 v m + p - 1).
+
+    Example:
+        >>> ideal_bubble("1f1b", 9, num_ranks=4, stages_a_rank=1)
+        0.25
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, arXiv:2401.10241, section 3.
+    """
+    work = stages_a_rank * count * (3 if schedule == "zero_bubble" else 1)
+    return (num_ranks - 1) / (work + num_ranks - 1)
+
+
+def make_schedule(
+    schedule: ScheduleName, stages: Sequence[ChunkStage], count: int, loss: Callable[[Any, Any], Any]
+) -> Any:
+    """Torch's schedule of so many microbatches; gradients are not scaled by it.
+
+    1F1B of fewer microbatches than stages is GPipe: all forward passes come before the first backward pass.
+    """
+    from torch.distributed import pipelining  # noqa: PLC0415 - heavy, and needed by ranks with stages only
+
+    if schedule == "interleaved":
+        return pipelining.ScheduleInterleaved1F1B(list(stages), count, loss_fn=loss, scale_grads=False)
+    if schedule == "zero_bubble":
+        return pipelining.ScheduleInterleavedZeroBubble(list(stages), count, loss_fn=loss, scale_grads=False)
+    (stage,) = stages
+    if schedule == "1f1b" and count >= stage.num_stages:
+        return pipelining.Schedule1F1B(stage, count, loss_fn=loss, scale_grads=False)
+    return pipelining.ScheduleGPipe(stage, count, loss_fn=loss, scale_grads=False)

@@ -1,0 +1,220 @@
+"""Pipelines: the stages of a model on the ranks of a replica, and shards that flow through them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.values import at_least
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Facts, Numerics, Outcome, Part, Training
+from trainkit.strategies.grouped import Grouped
+from trainkit.strategies.maps.fitting import model_bytes
+from trainkit.strategies.maps.syntax import collapsed
+from trainkit.strategies.pieces import Piece, Pieces, assembled
+from trainkit.strategies.pipeline.cutting import Cut, cut_blocks
+from trainkit.strategies.pipeline.holding import Kept
+from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
+from trainkit.strategies.reducers import LocalReducer, Reducer
+from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
+from trainkit.strategies.stored import chosen
+from trainkit.strategies.update import apply_update
+
+__all__ = ["Pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline(Grouped):
+    """Train stages of one replica on a rank each, with the shards of a step as microbatches.
+
+    Example:
+        >>> Pipeline(stages=4, replicas=2).num_replicas(Facts()), len(Pipeline(stages=4, replicas=2).tasks(Facts()))
+        (2, 8)
+    """
+
+    holds_pieces: ClassVar[bool] = True
+    computes_together: ClassVar[bool] = True
+
+    replicas: Annotated[int | Literal["auto"], placement] = 1
+    """Copies of the whole pipeline; auto: as many as the GPUs of this host make up; in a launch, its ranks."""
+    stages: Annotated[int, at_least(2), placement] = 2
+    """Ranks of a replica."""
+    schedule: Annotated[ScheduleName, placement] = "1f1b"
+    """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages a rank."""
+    virtual_stages: Annotated[int | None, at_least(1), placement] = None
+    """Stages of each rank, `stages` apart in the model; null: 2 where the schedule is interleaved, else 1."""
+    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
+    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
+
+    @property
+    def ranks_a_replica(self) -> int:
+        """The stages that are computed at once."""
+        return self.stages
+
+    @property
+    def voice(self) -> int:
+        """The last rank: it has the last stage, and so the loss."""
+        return self.stages - 1
+
+    @property
+    def stages_a_rank(self) -> int:
+        """Stages of each rank."""
+        if self.virtual_stages is not None:
+            return self.virtual_stages
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the model."""
+        return self.stages * self.stages_a_rank
+
+    def problems(self, facts: Facts) -> list[Problem]:
+        """Schedules and stages that do not go together, and what concerns every strategy of several processes."""
+        found = []
+        if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
+            rule = f"schedule={self.schedule} has one stage a rank. Use schedule=interleaved, or leave it out."
+            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+        if self.schedule == "interleaved" and self.stages_a_rank == 1:
+            rule = "interleaves nothing: it needs 2 or more. Use schedule=1f1b for one stage a rank."
+            found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
+        if facts.numerics.reproducible:
+            rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
+            found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if self.map == {}:
+            rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
+            found.append(Problem(key="strategy.map", value="{}", rule=rule))
+        return found or super().problems(facts)
+
+    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+        """What is wrong with the map for this model."""
+        cut = self._cut(model, facts.precision)
+        return [] if isinstance(cut, Cut) else cut
+
+    def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
+        """The stages of the first replica."""
+        cut = self._cut(model, facts.precision)
+        if not isinstance(cut, Cut):
+            return ()
+        bytes_of = model_bytes(Precision(value=facts.precision))  # type: ignore[arg-type]
+        devices = [task.device for task in self.tasks(replace(facts, launch=None))]
+        return tuple(_part(cut, stage, bytes_of, devices[stage % self.stages]) for stage in range(cut.num_stages))
+
+    def _cut(self, model: nn.Module, precision: str) -> Cut | list[Problem]:
+        given = self.map if isinstance(self.map, Mapping) else None
+        bytes_of = model_bytes(Precision(value=precision))  # type: ignore[arg-type]
+        return cut_blocks(model, given, num_stages=self.num_stages, bytes_of=bytes_of)
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002
+        """A flat vector for the exchange between replicas."""
+        return 0 if num_replicas == 1 else 1
+
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
+        """None of its own: stages are added up with those alike."""
+        return LocalReducer()
+
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Kept:
+        """What this rank keeps of the model.
+
+        Raises:
+            ConfigError: the map does not fit the model.
+        """
+        from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
+
+        cut = self._cut(model, precision.value)
+        if not isinstance(cut, Cut):
+            raise ConfigError(cut)
+        place = identity.task.rank % self.stages
+        names = frozenset(name for name, ranks in holders_of(model, cut, self.stages).items() if place in ranks)
+        return Kept(device=torch.device(identity.task.device), names=names)
+
+    def hold(self, model: nn.Module, precision: Precision, spread: Any) -> Held:
+        """Keep the tensors of this rank's stages, and copies of higher precision of these alone."""
+        held = super().hold(model, precision, spread)
+        params = _here(held.params)
+        return Held(
+            model=held.model, params=params, masters=params if held.masters is held.params else _here(held.masters)
+        )
+
+    def make_replica(self, held: Held, **rest: Any) -> Replica:
+        """The stages of this rank, in groups with the ranks that have the same; collective."""
+        from trainkit.strategies.pipeline.assembly import assemble  # noqa: PLC0415 - heavy
+
+        cut = self._cut(held.model, rest["precision"].value)
+        assert isinstance(cut, Cut)
+        return assemble(held, cut, stages=self.stages, schedule=self.schedule, rest=rest)
+
+    def align(self, replica: Any) -> None:
+        """Take over what the first replica begins with, and tied weights from their first stage; collective."""
+        here = {name: tensor for name, tensor in replica.model.named_parameters() if not tensor.is_meta}
+        here |= {name: tensor for name, tensor in replica.model.named_buffers() if not tensor.is_meta}
+        replica.groups.align(here, replica.holders)
+        if replica.masters_apart:
+            replica.groups.align(replica.masters, replica.holders)
+
+    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        """Shards of this replica through the stages, one reduction, one update."""
+        from trainkit.strategies.pipeline.work import PipelineWork  # noqa: PLC0415 - heavy
+
+        work = PipelineWork(placed, ticket, batches, training)
+        sums = work.run()
+        if placed.on_phase is not None:
+            placed.on_phase("update", ticket.step)
+        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step))
+        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+    def pieces(self, placed: Any) -> Pieces:
+        """The tensors of this rank's stages; of the first replica, and those of several stages by the first of them."""
+        if placed.rank:
+            return {}
+        found = self._own_state(placed)
+        return {key: (Piece.whole(tensor),) for key, tensor in found.items() if placed.is_home(_name_in(key))}
+
+    def state(self, placed: Any) -> dict[str, Tensor]:
+        """Parameters in the masters' dtype, buffers, optimizer slots of all stages; collective."""
+        return assembled(self.pieces(placed), placed.everyone)
+
+    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take over this rank's tensors of a checkpoint of any strategy."""
+        foreign = {name for name, param in placed.model.named_parameters() if param.is_meta and param.requires_grad}
+        restore_replica(placed, chosen(tensors, lambda key: _name_in(key) not in foreign))
+
+    def check_replicas(self, placed: Any) -> str | None:
+        """The first parameter whose bits are not the same on all ranks that hold it; collective."""
+        from trainkit.strategies.pipeline.groups import drifted  # noqa: PLC0415 - torch.distributed
+
+        params = {name: param for name, param in placed.model.named_parameters() if not param.is_meta}
+        return drifted(params, placed.holders, placed.everyone, num_ranks=self.stages)
+
+    def _own_state(self, placed: Replica) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in replica_state(placed).items() if not tensor.is_meta}
+
+
+def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    return {name: param for name, param in params.items() if not param.is_meta}
+
+
+def _name_in(key: str) -> str:
+    """The canonical name in the key of a checkpoint, `optimizer/exp_avg/head.weight`."""
+    kind, _, rest = key.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
+
+
+def _part(cut: Cut, stage: int, bytes_of: Any, device: str) -> Part:
+    units = cut.members(stage)
+    own = {id(tensor): tensor for unit in units for _, tensor in unit.tensors()}.values()
+    return Part(
+        stage=stage,
+        modules=", ".join(collapsed([unit.name for unit in units])),
+        num_params=sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter)),
+        num_bytes=sum(bytes_of(tensor) for tensor in own),
+        device=device,
+    )

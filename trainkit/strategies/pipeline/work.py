@@ -1,0 +1,179 @@
+"""One try at a step on one rank of a pipeline: its shards are the microbatches."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Supervised, split_batch
+from trainkit.strategies.base import Training
+from trainkit.strategies.forward_backward import Divisor
+from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
+from trainkit.strategies.pipeline.replica import PipelineReplica, Traced, shape_key
+from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
+from trainkit.strategies.pipeline.segment import filled
+
+__all__ = ["PipelineWork"]
+
+_divisor_of = lru_cache(maxsize=8)(Divisor.of)
+
+
+class PipelineWork:
+    """One try at a step: forward and backward of its shards through the stages, and what they add up to.
+
+    Args:
+        replica: where.
+        ticket: the step and its shards.
+        batches: one a shard; every rank of a replica has them all.
+        training: plan, objective and weighing.
+    """
+
+    def __init__(self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Any], training: Training) -> None:
+        self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
+        self.batch_size = training.plan.batch_size(ticket.step)
+        self.divisor = _divisor_of(training.weighing, self.batch_size)
+        self.loss_sum: Tensor | None = None
+        self.weight: Tensor | float = 0.0
+        self._now: Sequence[Chunk] = ()
+        self._inputs: dict[int, Any] = {}
+
+    def run(self) -> list[Tensor | None]:
+        """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
+        replica = self.replica
+        replica.step_now = self.ticket.step
+        if replica.buffers.names:
+            replica.buffers.begin_step()
+        self._enter("forward")
+        self._measured(self._groups())
+        self._enter("reduce")
+        grads = replica.take_grads()
+        if not replica.settled:
+            _settle(replica, grads)
+        names = list(replica.params)
+        parts = [
+            _zeros_where_used(grad, used, master)
+            for grad, used, master in zip(grads, replica.used, replica.masters.values(), strict=True)
+        ]
+        parts += replica.buffers.take() if replica.buffers.names else []
+        holders = [replica.holders[name] for name in names]
+        holders += [(replica.place,)] * (len(parts) - len(names))
+        sums = replica.groups.sum(parts, holders)
+        return [*sums, *self._counted()]
+
+    def _groups(self) -> list[list[Chunk]]:
+        """Microbatches by shape: a schedule takes those of one."""
+        chunks: list[tuple[Any, Chunk]] = []
+        for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
+            inputs, targets = split_batch(batch)
+            tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
+            share = self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
+            chunks.append((inputs, Chunk(shard=shard, inputs=tensors, targets=targets, share=share)))
+        chunks.sort(key=lambda pair: repr(shape_key(pair[0])), reverse=True)
+        self._inputs = {chunk.shard: inputs for inputs, chunk in chunks}
+        grouped = groupby(chunks, key=lambda pair: shape_key(pair[0]))
+        return [[chunk for _, chunk in members] for _, members in grouped]
+
+    def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
+        """Compute the groups, and note the share of the time in which this rank waited for others."""
+        replica = self.replica
+        replica.clock.busy_s, start = 0.0, time.perf_counter()
+        ideal_s = total = 0.0
+        for chunks in groups:
+            count = self._through_the_stages(chunks)
+            bubble = ideal_bubble(
+                replica.schedule, count, num_ranks=replica.num_stage_ranks, stages_a_rank=len(replica.blocks)
+            )
+            total += count / (1 - bubble)
+            ideal_s += count / (1 - bubble) * bubble
+        if groups and replica.device.type == "cpu":  # elsewhere the host runs ahead of the device
+            elapsed = time.perf_counter() - start
+            replica.figures["pipeline/bubble"] = max(1.0 - replica.clock.busy_s / elapsed, 0.0)
+        if groups:
+            replica.figures["pipeline/bubble_ideal"] = ideal_s / total
+
+    def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
+        """Forward and backward of microbatches of one shape; how many there were, with the repeats."""
+        replica = self.replica
+        traced = replica.trace(self._inputs[chunks[0].shard])
+        count = taken(replica.schedule, len(chunks), replica.num_stage_ranks)
+        schedule, stages = replica.schedule_of(traced, count)
+        self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
+        self._program = traced.program
+        for stage in stages:
+            stage.microbatches = self._now
+        replica.score = self.score
+        schedule.step(target=torch.arange(count), return_outputs=False)
+        _forget(stages, traced)
+        return count
+
+    def score(self, outputs: Sequence[Tensor], number: int) -> Tensor:
+        """What backward begins with, for one microbatch on the last stage: its loss in proportion to the step's."""
+        chunk, replica, objective = self._now[number], self.replica, self.training.objective
+        assert isinstance(objective, Supervised)
+        leaves = dict(zip(self._program.finals(), outputs, strict=True))
+        with replica.clock.running(), replica.precision.autocast(replica.device_types):
+            loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
+            total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+            if not chunk.counts:
+                return total * 0.0
+            seen = loss.loss_sum.detach()
+            self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+            self.weight = self.weight + (loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
+            # The factor is what backward begins with: the bits of dividing the loss, without that kernel.
+            return total * (replica.loss_scale.scale / self.divisor.value)
+
+    def _counted(self) -> list[Tensor]:
+        """The counted weight, which the last stage knows; collective where it is counted."""
+        if not self.divisor.counted:
+            return []
+        replica = self.replica
+        dtype = replica.precision.master_dtype
+        here = torch.as_tensor(self.weight, dtype=dtype, device=replica.device).reshape(1)
+        return [replica.collective.sum(here)]
+
+    def _enter(self, phase: str) -> None:
+        if self.replica.on_phase is not None:
+            self.replica.on_phase(phase, self.ticket.step)
+
+
+def _repeat(chunk: Chunk) -> Chunk:
+    return Chunk(shard=chunk.shard, inputs=chunk.inputs, targets=chunk.targets, share=0.0, counts=False)
+
+
+def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
+    """Let go of the step's batches."""
+    for stage in stages:
+        stage.microbatches = ()
+        stage.clear_runtime_states()
+    for segment in traced.segments.values():
+        segment.inputs = ()
+
+
+def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:
+    if grad is not None and grad.is_sparse:
+        grad = grad.to_dense()
+    return torch.zeros_like(master) if grad is None and used else grad
+
+
+def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
+    """Agree with the other ranks on the parameters that get gradients and the buffers that are updated; collective."""
+    places = {name: at for at, name in enumerate(replica.holders)}
+    flags = torch.zeros(len(places), dtype=torch.int64)
+    for name, grad in zip(replica.params, grads, strict=True):
+        flags[places[name]] = int(grad is not None)
+    buffers = replica.buffer_names
+    for name, changed in zip(buffers, replica.changed, strict=False):
+        flags[places[name]] = int(changed)
+    found = torch.stack(replica.everyone.gather(flags)).amax(0).tolist()
+    replica.used = [bool(found[places[name]]) for name in replica.params]
+    if replica.buffers.names:
+        replica.buffers.settle([float(found[places[name]]) for name in buffers])
+    replica.settled = True
