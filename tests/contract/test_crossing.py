@@ -16,23 +16,34 @@ from tests.contract.stepping import Case, oracle
 from tests.support.pool import Pool
 from trainkit.engine.checkpoint import load
 
+LAYERS = {"0": "colwise", "2": "rowwise"}
 PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "one_device": ("one_device", {}),
     "mirrored 2": ("mirrored", {"replicas": 2}),
     "fsdp 2": ("fsdp", {"replicas": 2}),
     "device_map": ("device_map", {"map": {"rest": "cpu"}}),
     "fsdp 4": ("fsdp", {"replicas": 4}),
+    "tensor 2": ("tensor_parallel", {"degree": 2, "replicas": 1, "plan": LAYERS}),
     "fsdp 2 x 2": ("fsdp", {"replicas": 4, "replicate": 2}),
+    "tensor 2 x 2": ("tensor_parallel", {"degree": 2, "replicas": 2, "shard": True, "plan": LAYERS}),
 }
 """Where the training is placed, in the order in which it goes from one to the next."""
 
 SAVED, LAST = 4, 9
 SLOTS = {"sgd": {"momentum_buffer"}, "adamw": {"exp_avg", "exp_avg_sq", "step"}}
 # 37 points in batches of 16: the epoch's last is short. Not AdamW with BatchNorm: see test_strategies.
+PLAIN = Case(optimizer="sgd", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8})
 BASES = {
-    "sgd": Case(optimizer="sgd", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8, "norm": True}),
-    "adamw": Case(optimizer="adamw", global_size=16, micro_size=4, num_steps=LAST, model={"width": 8}),
+    "sgd": PLAIN,
+    "sgd, norm": replace(PLAIN, model={"width": 8, "norm": True}),
+    "adamw": replace(PLAIN, optimizer="adamw"),
 }
+CROSSINGS = [
+    (place, base)
+    for place in PLACES
+    for base in BASES
+    if base == "adamw" or (base == "sgd") == place.startswith("tensor")  # cut layers share no batch statistics
+]
 
 Source = Callable[[str], Path]
 
@@ -44,29 +55,28 @@ def at(place: str, base: Case, **changes: Any) -> Case:
 
 @pytest.fixture(scope="module")
 def source(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Source:
-    """The checkpoint of step 4 of one device, by optimizer."""
+    """The checkpoint of step 4 of one device, by the name of a base."""
     root = tmp_path_factory.mktemp("source")
 
-    def folder(optimizer: str) -> Path:
-        target = root / optimizer / f"step_{SAVED:08d}"
+    def folder(base: str) -> Path:
+        target = root / base / f"step_{SAVED:08d}"
         if not target.exists():
-            case = replace(BASES[optimizer], num_steps=SAVED)
+            case = replace(BASES[base], num_steps=SAVED)
             cross(pool, case, source=None, target=target.parent, saves_at=SAVED)
         return target
 
     return folder
 
 
-@pytest.mark.parametrize("optimizer", BASES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("place", "base"), CROSSINGS)
 def test_every_strategy_saves_the_state_that_one_device_saves_and_continues_from_it(
-    place: str, optimizer: str, source: Source, pool: Pool, tmp_path: Path
+    place: str, base: str, source: Source, pool: Pool, tmp_path: Path
 ) -> None:
-    case, here = at(place, BASES[optimizer]), source(optimizer)
+    case, here = at(place, BASES[base]), source(base)
     ranks = cross(pool, case, source=here, target=tmp_path, saves_at=SAVED)
     expected, found = load(here), load(tmp_path / here.name)
     assert found.tensors.keys() == expected.tensors.keys()
-    assert {name.split("/")[1] for name in found.tensors if name.startswith("optimizer/")} == SLOTS[optimizer]
+    assert {name.split("/")[1] for name in found.tensors if name.startswith("optimizer/")} == SLOTS[case.optimizer]
     for name, tensor in expected.tensors.items():
         assert found.tensors[name].dtype is tensor.dtype, name
         assert torch.equal(found.tensors[name], tensor), name
