@@ -7,6 +7,7 @@ TrainkitError                1   anything below
 ├── CheckpointError          4   a checkpoint that is damaged, or belongs to another training
 ├── TrainingError            1   a step that cannot be computed: rank, step and cause
 │   ├── ZeroWeightError      1   a global batch without a single target
+│   ├── OutOfMemoryError     1   a device or its host had no memory left
 │   ├── NonFiniteError       1   a loss or gradient that is NaN or infinite
 │   └── LossScaleError       1   the loss scale fell to its floor and gradients still overflow
 ├── HangError                5   a rank that stopped making progress
@@ -32,6 +33,7 @@ __all__ = [
     "LossScaleError",
     "MissingExtraError",
     "NonFiniteError",
+    "OutOfMemoryError",
     "PeerError",
     "Problem",
     "StoppedError",
@@ -135,6 +137,10 @@ class TrainingError(TrainkitError):
 
 class ZeroWeightError(TrainingError):
     """The global batch of a step holds no target: its loss would be 0 / 0."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A device, or the host, has no memory left; the message says what the run needs and what to try."""
 
 
 class NonFiniteError(TrainingError):

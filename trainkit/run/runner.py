@@ -23,6 +23,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Heartbeat
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
+from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
@@ -155,13 +156,17 @@ def run_task(
     begun = time.perf_counter()
     with reproducible_process(enabled=cfg.numerics.reproducible):
         try:
-            session = _open(plan or make_plan(cfg), identity, folder, stop, confirm)
+            plan = plan or make_plan(cfg)
+            with telling_of_memory(plan, identity.task, lambda: None):
+                session = _open(plan, identity, folder, stop, confirm)
         except BaseException as error:
             if is_owner:
                 folder.write_result(_failed(error, folder))
             raise
         try:
-            result = {**session.train(), "seconds_total": time.perf_counter() - begun, **_places(folder)}
+            with telling_of_memory(plan, identity.task, lambda: session.run.state.step):
+                trained = session.train()
+            result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder)}
         except BaseException as error:
             error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
             _end(session, {**session.progress(), **_failed(error, folder), **_places(folder)}, folder, error)
