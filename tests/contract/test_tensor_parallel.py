@@ -85,3 +85,16 @@ STREAM = {
 
 def test_a_residual_stream_cut_along_the_sequence_is_that_of_the_reference(pool: Pool) -> None:
     check(StreamCase(settings=COPIES | {"plan": STREAM}, max_norm=0.1, micro_size=4), pool)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(GPT, optimizer="adamw", model={"bias": False}, resume_at=4),
+        StreamCase(settings={"plan": STREAM}, max_norm=0.1, micro_size=4),
+        replace(NET, settings={"plan": MLP}, micro_size=3),
+    ],
+    ids=["own plan", "stream", "layers"],
+)
+def test_replicas_that_share_out_their_parameters_are_the_reference(base: Case, pool: Pool) -> None:
+    check(replace(base, settings=SHARDED | base.settings | {"degree": 2, "replicas": 2}), pool)

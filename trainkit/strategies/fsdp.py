@@ -21,6 +21,7 @@ from trainkit.strategies.sharded.base import Sharded
 from trainkit.strategies.sharded.fully import Sharding, fully_sharded, gathers_anew, reduces_when
 from trainkit.strategies.sharded.replica import ShardedReplica
 from trainkit.strategies.sharded.units import blocks_of_model, modules_above, modules_of_classes, without_shared
+from trainkit.strategies.spread import Spread
 
 __all__ = ["Fsdp"]
 
@@ -96,12 +97,12 @@ class Fsdp(Sharded):
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
 
-    def cut(self, model: nn.Module, precision: Precision, device: torch.device) -> nn.Module:
+    def cut(self, model: nn.Module, precision: Precision, spread: Spread) -> nn.Module:
         """Cut every parameter over the ranks of a group; collective."""
         ranks = torch.distributed.get_world_size()
         sharding = Sharding(
-            mesh=Axes(replicate=self.replicate, shard=ranks // self.replicate).mesh(device.type),
-            device=device,
+            mesh=Axes(replicate=self.replicate, shard=ranks // self.replicate).mesh(spread.device.type),
+            device=spread.device,
             precision=precision,
             reshard_after_forward=self.reshard_after_forward,
             offload=self.offload,

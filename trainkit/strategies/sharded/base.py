@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -43,7 +42,7 @@ class Sharded(Grouped):
     computes_together: ClassVar[bool] = True
 
     @abstractmethod
-    def cut(self, model: nn.Module, precision: Precision, device: torch.device) -> nn.Module:
+    def cut(self, model: nn.Module, precision: Precision, spread: Spread) -> nn.Module:
         """Cut the model over the ranks, its parameters made DTensors in the numbers they are held in; collective."""
 
     def problems(self, facts: Facts) -> list[Problem]:
@@ -80,7 +79,7 @@ class Sharded(Grouped):
         """Cut the model, and look at this rank's parts as plain tensors."""
         if not dist.is_initialized():
             return super().hold(model, precision, spread)
-        model = self.cut(model, precision, spread.device)
+        model = self.cut(model, precision, spread)
         parts = {
             name: nn.Parameter(local_part(param.detach()))
             for name, param in model.named_parameters()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -35,8 +35,9 @@ class Sharding:
 def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Sharding) -> nn.Module:
     """Cut the parameters of a model; collective.
 
-    Rank 0's values are taken, a module at a time: a model may draw its own where no seed reaches. The trainable ones
-    are held in the precision's master dtype and gathered in its model dtype; gradients are summed in the master dtype.
+    The values of the mesh's first rank are taken, a module at a time: a model may draw its own where no seed reaches.
+    The trainable ones are held in the precision's master dtype and gathered in its model dtype; gradients are summed in
+    the master dtype.
 
     Args:
         model: on the CPU or the device, in any dtype.
@@ -46,7 +47,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     precision, policy = sharding.precision, _policy(sharding.precision)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     for module in [*units, model]:
-        _settle(module, sharding.device, precision)
+        _settle(module, sharding, precision)
         fully_shard(
             module,
             mesh=sharding.mesh,
@@ -87,16 +88,23 @@ def _policy(precision: Precision) -> MixedPrecisionPolicy:
 
 
 @torch.no_grad()
-def _settle(module: nn.Module, device: torch.device, precision: Precision) -> None:
-    """Bring what is not cut yet to the device, in the dtype it is held in and with the values of rank 0."""
+def _settle(module: nn.Module, sharding: Sharding, precision: Precision) -> None:
+    """Bring what is not cut yet to the device, in the dtype it is held in and with the values of the first rank."""
+    device = sharding.device
     for param in module.parameters():
         if not isinstance(param, DTensor):
             dtype = precision.master_dtype if param.requires_grad else precision.model_dtype
             param.data = param.data.to(device, dtype if param.is_floating_point() else param.dtype).contiguous()
-            dist.broadcast(param.data, src=0)
+            _take_over(param.data, sharding.mesh)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():  # noqa: SLF001 - a new tensor takes its place
             if buffer is not None and not isinstance(buffer, DTensor):
                 dtype = precision.model_dtype if buffer.is_floating_point() else buffer.dtype
                 owner._buffers[name] = settled = buffer.to(device, dtype)  # noqa: SLF001
-                dist.broadcast(settled, src=0)
+                _take_over(settled, sharding.mesh)
+
+
+def _take_over(tensor: Tensor, mesh: DeviceMesh) -> None:
+    """The values of the mesh's first rank: other meshes may hold other parts of a layer."""
+    for dim in range(mesh.ndim):
+        dist.broadcast(tensor, group=mesh.get_group(dim), group_src=0)

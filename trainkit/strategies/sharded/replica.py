@@ -40,7 +40,7 @@ class ShardedReplica(Replica):
 
     def take_grads(self) -> list[Tensor | None]:
         """Take the parts of the gradients that came since the last call; None for a parameter without."""
-        if not self.cuts:
+        if not self.cuts or self.masters_apart:
             return super().take_grads()
         grads = [self.owners[name].grad for name in self.params]
         for name in self.params:
@@ -49,8 +49,9 @@ class ShardedReplica(Replica):
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The parts of all parameters, trainable or not."""
-        return {name: self.params[name] if name in self.params else local_part(self.owners[name]) for name in self.cuts}
+        """The parts of all parameters, trainable or not, as they are saved."""
+        held = self.masters
+        return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
 
 
 def sharded_pieces(replica: ShardedReplica) -> Pieces:
@@ -58,7 +59,7 @@ def sharded_pieces(replica: ShardedReplica) -> Pieces:
     found: dict[str, tuple[Piece, ...]] = {}
     for name, part in replica.parts.items():
         _add(found, f"param/{name}", part, replica.cuts[name], replica.is_owner)
-    for key, tensor in optimizer_state(replica.stepper.optimizer, replica.params).items():
+    for key, tensor in optimizer_state(replica.stepper.optimizer, replica.masters).items():
         _add(found, key, tensor, replica.cuts[_name_of(key)], replica.is_owner)
     saved = replica.model.state_dict(keep_vars=True)
     for name, buffer in replica.model.named_buffers():
@@ -85,7 +86,8 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
         for key, buffer in buffers.items():
             _refuse_shape(key, tensors[key], tuple(buffer.shape))
             buffer.copy_(tensors[key])
-    restore_optimizer_state(replica.stepper.optimizer, replica.params, _Local(tensors, replica.cuts))
+    replica.refresh_params()
+    restore_optimizer_state(replica.stepper.optimizer, replica.masters, _Local(tensors, replica.cuts))
     replica.stepper.forget()
     if replica.reload is not None:
         replica.reload()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.strategies.mesh import Axes
@@ -14,7 +15,7 @@ from trainkit.strategies.sharded.cuts import Cut
 from trainkit.strategies.sharded.replica import ShardedReplica
 from trainkit.strategies.spread import OnOneDevice
 
-__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike"]
+__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike", "within"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +57,25 @@ class TensorReplica(ShardedReplica):
     """Its place."""
 
 
+def within(outer: Cut, part: Tensor) -> Cut:
+    """Where a part of a part lies in the whole.
+
+    Args:
+        outer: where the layer's part lies.
+        part: what is left of it on this rank: a DTensor, cut over the replicas, or a plain tensor, all of it.
+    """
+    inner = Cut.of(part, is_first=outer.is_written)
+    offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
+    return Cut(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
+
+
 @torch.no_grad()
 def begin_alike(replica: TensorReplica) -> None:
     """Take over what the first rank holds whole, and the first replica's parts; collective.
 
-    A model may draw its own numbers where no seed reaches.
+    A model may draw its own numbers where no seed reaches. Parts that replicas share out are alike already.
     """
-    if replica.spread.mesh is None:
+    if replica.spread.mesh is None or replica.spread.axes.shard > 1:
         return
     copies = replica.spread.group("replicate")
     named = {**replica.owners, **replica.masters}

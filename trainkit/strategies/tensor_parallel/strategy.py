@@ -2,47 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.cluster.identity import Identity
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
+from trainkit.numerics.batch import Ticket
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
-from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.base import Facts, Numerics, Training
+from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.mesh import Axes
-from trainkit.strategies.pieces import Pieces, assembled
-from trainkit.strategies.reducers import BackendReducer, LocalReducer, Reducer
+from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.replica import Held, Replica
+from trainkit.strategies.sharded.base import Sharded
+from trainkit.strategies.sharded.fully import Sharding, fully_sharded, gathers_anew
 from trainkit.strategies.sharded.norms import joined_norms
-from trainkit.strategies.sharded.replica import restore_pieces, sharded_pieces
+from trainkit.strategies.sharded.units import blocks_of_model, without_shared
+from trainkit.strategies.sharded.work import ShardedWork
 from trainkit.strategies.spread import Spread
 from trainkit.strategies.tensor_parallel.cutting import cut_parameters, exchange_activations
 from trainkit.strategies.tensor_parallel.plans import Fitted, fitted
 from trainkit.strategies.tensor_parallel.regions import Regions
-from trainkit.strategies.tensor_parallel.replica import CutHeld, OnMesh, TensorReplica, begin_alike
+from trainkit.strategies.tensor_parallel.replica import CutHeld, OnMesh, TensorReplica, begin_alike, within
 
 __all__ = ["TensorParallel"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorParallel(Grouped):
+class TensorParallel(Sharded):
     """Train replicas of which each layer is cut over `degree` ranks.
 
     Example:
         >>> len(TensorParallel(degree=2, replicas=2).tasks(Facts()))
         4
     """
-
-    holds_pieces: ClassVar[bool] = True
-    computes_together: ClassVar[bool] = True
 
     degree: Annotated[int, placement] = 1
     """Ranks that each layer of the plan is cut over; 1 cuts nothing."""
@@ -61,9 +62,6 @@ class TensorParallel(Grouped):
         if self.degree < 1:
             return [Problem(key="strategy.degree", value=self.degree, rule="must be 1 or more.")]
         problems = super().problems(facts)
-        if facts.numerics.reproducible:
-            rule = "tensor_parallel adds up parts of sums in an order of its own. Use strategy=mirrored, or false."
-            problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
         if self.degree == 1 and self.plan != "auto":
             rule = "has no effect with strategy.degree=1, which cuts nothing. Use a degree of 2 or more."
             problems.append(Problem(key="strategy.plan", value=_shown(self.plan), rule=rule))
@@ -72,9 +70,9 @@ class TensorParallel(Grouped):
             problems.append(Problem(key="strategy.shard", value=True, rule=rule))
         return problems
 
-    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:  # noqa: ARG002 - the same on any host
-        """What is wrong with the plan for this model."""
-        return list(self._fitted(model).problems)
+    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+        """What is wrong with the plan for this model; what cannot be cut over the replicas."""
+        return [*self._fitted(model).problems, *(super().problems_with(model, facts) if self.shard else [])]
 
     def notes(self) -> tuple[str, ...]:
         """That nothing is cut."""
@@ -82,9 +80,9 @@ class TensorParallel(Grouped):
             return ()
         return ("strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",)
 
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
-        """Nothing, until `make_replica` knows the axis of the replicas."""
-        return LocalReducer()
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+        """The vector that replicas exchange; none where backward sums part by part."""
+        return Grouped.gradient_copies(self, numerics, 1 if self.shard else num_replicas)
 
     def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> OnMesh:  # noqa: ARG002
         """The device of this rank, and its place on the mesh; collective.
@@ -111,13 +109,23 @@ class TensorParallel(Grouped):
         fit, places = self._fitted(model), spread.places
         if fit.problems:
             raise ConfigError(list(fit.problems))
-        is_first = places["replicate"] == places["shard"] == 0
+        is_first = places["replicate"] == 0
         cuts = cut_parameters(model, fit, place=places["tensor"], degree=self.degree, is_first=is_first)
-        held = super().hold(model, precision, spread)
+        hold = Grouped.hold if spread.axes.shard == 1 else Sharded.hold
+        held = hold(self, model, precision, spread)
         if spread.mesh is not None and fit.chosen:
             regions = Regions(place=places["tensor"], devices=spread.devices, draws=not draws_nothing(held.model))
             exchange_activations(fit, spread.mesh["tensor"], regions)
+        cuts = {name: within(cuts[name], param) for name, param in held.model.named_parameters()}
         return CutHeld(model=held.model, params=held.params, masters=held.masters, cuts=cuts, spread=spread)
+
+    def cut(self, model: nn.Module, precision: Precision, spread: Spread) -> nn.Module:
+        """Cut what is left of each layer over the replicas; collective."""
+        assert isinstance(spread, OnMesh)
+        assert spread.mesh is not None
+        units = without_shared(model, blocks_of_model(model)).values()
+        sharding = Sharding(mesh=spread.mesh["shard"], device=spread.device, precision=precision)
+        return fully_sharded(model, units, sharding)
 
     def make_replica(self, held: Held, **rest: Any) -> TensorReplica:
         """The parts of this rank, and how gradients are summed: over the ranks that hold the same parts."""
@@ -133,6 +141,8 @@ class TensorParallel(Grouped):
             spread=held.spread,
             **rest,
         )
+        if held.spread.axes.shard > 1:
+            replica.reload = partial(gathers_anew, held.model)
         if held.spread.mesh is not None:
             replica.join_norms = joined_norms([held.cuts[name] for name in held.params], replica.device)
         return replica
@@ -142,17 +152,12 @@ class TensorParallel(Grouped):
         assert isinstance(replica, TensorReplica)
         begin_alike(replica)
 
-    def state(self, placed: Replica) -> dict[str, Tensor]:
-        """Parameters, buffers and optimizer state, whole; collective, for models that fit on every rank."""
-        return assembled(self.pieces(placed), placed.everyone)
-
-    def pieces(self, placed: Any) -> Pieces:
-        """The parts of this rank, where it is the first that holds them."""
-        return sharded_pieces(placed)
-
-    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take this rank's parts of a checkpoint of any strategy."""
-        restore_pieces(placed, tensors)
+    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+        """What computes a ticket: together with the other replicas, where they share out the parameters."""
+        assert isinstance(placed, TensorReplica)
+        if (sharers := placed.spread.group("shard")) is None:
+            return Grouped.work(self, placed, ticket, batches, training)
+        return ShardedWork(placed, ticket, batches, training, group=sharers)
 
     def _fitted(self, model: nn.Module) -> Fitted:
         return fitted(model, self.plan, self.degree) if self.degree > 1 else Fitted()
