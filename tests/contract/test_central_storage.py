@@ -1,8 +1,11 @@
 """Central storage is the training of one device: threads compute, the variables are in one place."""
 
+import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from threading import current_thread
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from tests.contract.running import run, weights
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
+from trainkit.engine.checkpoint import load
+from trainkit.errors import ConfigError
 from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.central import CentralStorage, copies
+from trainkit.strategies.central import CentralStorage, asynchronous, copies
+from trainkit.strategies.central.asynchronous import Flight
 from trainkit.strategies.central.copies import ThreadWork
 from trainkit.strategies.forward_backward import StepWork
 
@@ -72,7 +78,7 @@ def test_copies_elsewhere_are_brought_up_to_date_after_every_update(
 ) -> None:
     case = replace(CLASSES, micro_size=3, model={"norm": True}, resume_at=4)
     (expected,) = train(pool, central(case, 2))
-    monkeypatch.setattr(copies, "_on", lambda param, _: nn.Parameter(param.detach().clone()))
+    monkeypatch.setattr(copies, "_on", lambda param, _, shares: nn.Parameter(param.detach().clone()))
     (found,) = train(pool, central(case, 2))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
@@ -109,6 +115,92 @@ def test_ending_it_ends_its_threads_and_gives_torch_its_own_back(tmp_path: Path)
     assert found["metrics"]["val/loss"] == pytest.approx(expected["metrics"]["val/loss"], rel=1e-12)
     for name, tensor in weights(expected).items():
         torch.testing.assert_close(weights(found)[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+ASYNC = (
+    "strategy=central_storage",
+    "strategy.mode=async",
+    "data=points",
+    "model=net",
+    "epochs=3",
+    "batch.global_size=4",
+)
+
+
+@pytest.fixture
+def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps whose gradients were applied, in that order."""
+    steps, apply = [], asynchronous._apply
+
+    def noted(central: Any, flight: Flight, errand: Any, found: Any) -> Any:
+        steps.append(errand.ticket.step)
+        return apply(central, flight, errand, found)
+
+    monkeypatch.setattr(asynchronous, "_apply", noted)
+    return steps
+
+
+def test_one_thread_that_updates_as_it_comes_is_one_device_to_the_bit(tmp_path: Path, applied: list[int]) -> None:
+    expected = run(tmp_path / "one", *ASYNC[2:], "clip.max_norm=0.1")
+    found = run(tmp_path / "async", *ASYNC, "strategy.compute_devices=[cpu]", "clip.max_norm=0.1")
+    assert found["weights_sha256"] == expected["weights_sha256"]
+    assert applied == list(range(30))
+
+
+def test_asynchronous_threads_use_every_batch_once_and_say_how_stale_they_are(
+    tmp_path: Path, applied: list[int]
+) -> None:
+    result = run(tmp_path / "run", *ASYNC, "strategy.compute_devices=[cpu,cpu,cpu]", "log_every_steps=1")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    stale = [row["staleness"] for row in rows if "staleness" in row]
+    assert (result["steps"], sorted(applied), len(stale)) == (30, list(range(30)), 30)
+    assert stale[0] == 0
+    assert 0 < max(stale) <= 29
+
+
+def test_what_was_under_way_when_a_checkpoint_was_written_is_handed_out_again(
+    tmp_path: Path, applied: list[int]
+) -> None:
+    threads = ("strategy.compute_devices=[cpu,cpu,cpu]", "checkpoint.every_steps=7", "checkpoint.keep_last=9")
+    run(tmp_path / "first", *ASYNC, *threads)
+    before = applied[:7]
+    applied.clear()
+    run(tmp_path / "second", *ASYNC, *threads, f"resume={tmp_path}/first/checkpoints/step_00000007")
+    assert sorted([*before, *applied]) == list(range(30))
+    assert len(applied) == 23
+
+
+def test_each_threads_optimizer_continues_its_own_state(tmp_path: Path) -> None:
+    ended = run(tmp_path / "run", *ASYNC, "strategy.compute_devices=[cpu,cpu]")
+    kept = load(Path(ended["last"])).tensors
+    counts = [float(kept[f"optimizer/{slot}/0.weight"]) for slot in ("step", "step@1")]
+    assert sum(counts) == 30
+    assert min(counts) > 0
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "numerics.reproducible=true",
+            "asynchronous updates come in another order every time. Use strategy.mode=sync, or false.",
+        ),
+        (
+            "precision=fp16_mixed",
+            "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed.",
+        ),
+    ],
+)
+def test_asynchronous_updates_refuse_what_they_cannot_keep(tmp_path: Path, override: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        run(tmp_path / "run", *ASYNC, override)
+
+
+def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:
+    (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes()
+    said = "central_storage: 2 threads update as they come"
+    assert note == f"{said}: another training than that of one device, and another every time."
+    assert CentralStorage(mode="async", compute_devices=("cpu",)).notes() == ()
 
 
 def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:

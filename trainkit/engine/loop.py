@@ -81,7 +81,7 @@ def train(
     state, step_end = run.state, overriding(callbacks, "step_end")
     if state.step >= last_step:
         return
-    for ticket in strategy.tickets(training.plan, state, placed):
+    for ticket in strategy.tickets(training.plan, state, placed, last_step):
         if placed.on_phase is not None:
             placed.on_phase("data", ticket.step)
         batches = data.fetch(ticket)

@@ -41,8 +41,10 @@ class State:
     def advance(self, outcome: Outcome) -> bool:
         """Take note of a try at a step; whether it is done with.
 
-        An applied step and one left out by policy are; an overflowed one comes again.
+        An applied step and one left out by policy are; an overflowed one comes again, one handed out is under way.
         """
+        if outcome.status is Status.handed_out:
+            return False
         if outcome.status is Status.retry:
             self.retries += 1
             return False

@@ -35,7 +35,7 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
         said.append("draws random numbers")
     if statistics:
         said.append("keeps batch statistics")
-    if not said or not plan.micro_follows or strategy.changes_maths:
+    if not said or not plan.micro_follows or strategy.is_another_training:
         return notes
     what = " and ".join(said)
     micro = plan.batch.micro_size

@@ -126,7 +126,7 @@ def prove(
                     replicas=plan.num_replicas,
                     comparisons=comparisons,
                     steps=tuple(found),
-                    changes_maths=plan.parts.strategy.changes_maths,
+                    changes_maths=plan.parts.strategy.is_another_training,
                 )
             )
     return precision, proofs

@@ -45,6 +45,8 @@ class Status(Enum):
     """The optimizer stepped."""
     retry = "retry"
     """Gradients overflowed: nothing changed but the loss scale, and the same step comes again."""
+    handed_out = "handed out"
+    """It is under way; nothing changed."""
     skipped = "skipped"
     """A step that policy leaves out: a recorded update of nothing."""
 
@@ -210,9 +212,6 @@ class Strategy(ABC):
     changes_maths: ClassVar[bool] = False
     """Whether choosing this strategy changes the result: False for every synchronous one."""
 
-    num_loops: ClassVar[int] = 1
-    """Training loops in one process."""
-
     elastic: ClassVar[bool] = False
     """Whether a run may go on with fewer of its tasks, and with all again: where no rank holds what others lack."""
 
@@ -227,6 +226,11 @@ class Strategy(ABC):
 
     computes_together: ClassVar[bool] = False
     """Whether a forward pass is an exchange between ranks: whoever runs the model then does so on every rank."""
+
+    @property
+    def is_another_training(self) -> bool:
+        """Whether, as it is set, it is another training than that of one device."""
+        return self.changes_maths
 
     @abstractmethod
     def problems(self, facts: Facts) -> list[Problem]:
@@ -297,8 +301,15 @@ class Strategy(ABC):
         """The shards of a step that this rank computes."""
 
     @abstractmethod
-    def tickets(self, plan: BatchPlan, position: Position, placed: Placed) -> Iterator[Ticket]:
-        """What to compute here, step after step, from the position on; the same again while it does not move."""
+    def tickets(self, plan: BatchPlan, position: Position, placed: Any, until: int | None = None) -> Iterator[Ticket]:
+        """What to compute here, step after step, from the position on; the same again while it does not move.
+
+        Args:
+            plan: how steps are cut.
+            position: how far the training is; it moves.
+            placed: what `place` returned.
+            until: updates after which this start ends: steps past it are not worth handing out.
+        """
 
     @abstractmethod
     def step(

@@ -191,7 +191,8 @@ def restore_optimizer_state(
     for key in tensors:
         kind, _, rest = key.partition("/")
         slot, _, name = rest.partition("/")
-        if kind == "optimizer" and name in params:  # a tensor that is not asked for need not be read
+        # A tensor that is not asked for need not be read; a slot with a place in it is another copy's.
+        if kind == "optimizer" and name in params and "@" not in slot:
             slots.setdefault(name, {})[slot] = tensors[key]
     state = optimizer.state_dict()
     names = {id(param): name for name, param in params.items()}

@@ -110,7 +110,13 @@ class Synchronous(Strategy):
         shards = plan.num_shards(step)
         return shards_of_rank(shards, rank=placed.rank, num_ranks=placed.num_ranks, lanes=placed.lanes)
 
-    def tickets(self, plan: BatchPlan, position: Position, placed: Placed) -> Iterator[Ticket]:
+    def tickets(
+        self,
+        plan: BatchPlan,
+        position: Position,
+        placed: Any,
+        until: int | None = None,  # noqa: ARG002 - the loop ends there
+    ) -> Iterator[Ticket]:
         """The ticket of the position's step: the next one once it has moved, the same one while it has not."""
         while True:
             step = position.step

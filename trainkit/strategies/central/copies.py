@@ -25,22 +25,24 @@ __all__ = ["Central", "ThreadWork", "computing_copy"]
 
 @dataclass(kw_only=True)
 class Central(Placed):
-    """The variables, and the copies that compute. `model` and `device` are the first copy's."""
+    """The variables, and the copies that compute."""
 
     variables: Replica
     """The model whose parameters are updated, on the parameter device, with the optimizer."""
     copies: list[Replica]
-    """A replica a compute device; where that is the parameter device, its parameters are the variables themselves."""
+    """A replica a compute device."""
     threads: ThreadPoolExecutor
     """A thread a copy."""
     lock: RLock | None
     """Held through what draws random numbers, where threads draw from one generator."""
+    flight: Any = None
+    """What is under way, where updates are asynchronous."""
     had_threads: int = field(default_factory=torch.get_num_threads)
     """Torch's threads before this strategy divided them."""
 
-    def refresh(self) -> None:
-        """Bring the copies up to date: parameters on other devices, and buffers."""
-        for one in self.copies:
+    def refresh(self, *copies: Replica) -> None:
+        """Bring copies up to date, all where none is named: parameters with memory of their own, and buffers."""
+        for one in copies or self.copies:
             _copy(list(one.params.values()), list(self.variables.params.values()))
             _copy(list(one.model.buffers()), list(self.variables.model.buffers()))
 
@@ -49,10 +51,9 @@ class Central(Placed):
         for one in (self.variables, *self.copies):
             one.loss_scale = self.loss_scale
 
-    def settle(self) -> None:
-        """Let everybody know of the gradients and buffers what the first copy has discovered."""
-        first = self.copies[0]
-        for one in (self.variables, *self.copies[1:]):
+    def settle(self, first: Replica) -> None:
+        """Let everybody know of the gradients and buffers what one copy has discovered."""
+        for one in (self.variables, *(other for other in self.copies if other is not first)):
             one.used, one.some_unused, one.sparse, one.exchanged = (
                 first.used,
                 first.some_unused,
@@ -71,14 +72,15 @@ def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
             tensor.data.copy_(value)
 
 
-def computing_copy(variables: Replica, device: torch.device) -> Replica:
+def computing_copy(variables: Replica, device: torch.device, *, shares: bool) -> Replica:
     """A replica for a device to compute with.
 
     Args:
         variables: the central model.
-        device: where the copy computes; on the variables' own device it shares their parameters.
+        device: where the copy computes.
+        shares: whether, on the variables' own device, its parameters are in their memory.
     """
-    held = {id(p): _on(p, device) for p in variables.model.parameters()}
+    held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
     model = copy.deepcopy(variables.model, held).to(device)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return Replica(
@@ -98,8 +100,8 @@ def computing_copy(variables: Replica, device: torch.device) -> Replica:
     )
 
 
-def _on(param: nn.Parameter, device: torch.device) -> nn.Parameter:
-    return nn.Parameter(param.detach().to(device), requires_grad=param.requires_grad)
+def _on(param: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parameter:
+    return nn.Parameter(param.detach().to(device, copy=not shares), requires_grad=param.requires_grad)
 
 
 class ThreadWork(StepWork):

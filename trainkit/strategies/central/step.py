@@ -35,7 +35,7 @@ def central_step(central: Central, ticket: Ticket, batches: Sequence[Any], train
     variables = central.variables
     if variables.packing is None:
         works[0].discover()
-        central.settle()
+        central.settle(works[0].replica)
     assert variables.packing is not None
     variables.buffers.begin_step()
     num_shards = training.plan.num_shards(ticket.step)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import RLock
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,27 @@ from torch import Tensor, nn
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
-from trainkit.fields import placement
+from trainkit.fields import maths, placement
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Facts, Numerics, Outcome, Placed, Ticket, Training
+from trainkit.strategies.base import Facts, Numerics, Outcome, Placed, Position, Ticket, Training
+from trainkit.strategies.central.asynchronous import (
+    Flight,
+    flight_state,
+    hand_out_or_apply,
+    handed_out,
+    restore_flight,
+    tickets_to_hand_out,
+)
 from trainkit.strategies.central.copies import Central, computing_copy
 from trainkit.strategies.central.step import central_step
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
+from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.reducers import LaneReducer, LocalReducer, Reducer
-from trainkit.strategies.replica import replica_state, restore_replica
+from trainkit.strategies.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.shaping import Compiles
 from trainkit.strategies.synchronous import Synchronous
 
@@ -39,9 +48,10 @@ _CPU_THREADS = 2
 class CentralStorage(Synchronous):
     """Keep parameters and optimizer in one place, and compute on several devices, in one process.
 
-    A thread a compute device works on a copy of the model that is refreshed from the variables after every update; the
-    gradients of all shards are summed where the variables are, and make one update. GPUs then hold no optimizer state.
-    Copies on the parameter device share the variables' memory.
+    A thread a compute device works on a copy of the model. In `sync` the copies are refreshed after every update, the
+    gradients of all shards are summed where the variables are, and make one update: the training of one device. In
+    `async` a thread takes whole steps, from the variables as it finds them, and each gradient is applied when it comes,
+    by an optimizer of that thread: another training, which depends on who is faster. GPUs hold no optimizer state.
 
     Example:
         >>> strategy = CentralStorage(compute_devices=("/gpu:0", "/gpu:1"))
@@ -58,6 +68,8 @@ class CentralStorage(Synchronous):
     """Where parameters and optimizer are; `auto`: the CPU, or the compute device where there is one alone."""
     compute_devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """A thread each, `[0,1]`; null: all GPUs, else two on the CPU. `cpu` may be named several times."""
+    mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
+    """`sync`: one update of all gradients of a step; `async`: an update a gradient, when it comes."""
 
     def problems(self, facts: Facts) -> list[Problem]:
         """Devices that do not exist or stand twice, and processes that there is no work for."""
@@ -76,21 +88,41 @@ class CentralStorage(Synchronous):
             problems.append(Problem(key=key, value=[], rule="names no device. Leave it out for all."))
         if self.parameter_device != "auto":
             problems += device_problems("strategy.parameter_device", self.parameter_device, facts.num_gpus)
+        if self.mode == "async":
+            problems += _async_problems(facts)
         if not problems and facts.numerics.reproducible and self.num_replicas(facts) > facts.numerics.lanes:
             rule = f"more devices than numerics.lanes={facts.numerics.lanes}. Use at most that many, or more lanes."
             problems.append(Problem(key=key, value=self.num_replicas(facts), rule=rule))
         return problems
 
     def num_replicas(self, facts: Facts) -> int:
-        """A copy a compute device."""
-        return len(self._computing(facts.num_gpus))
+        """A copy a compute device shares a step; in `async` each takes whole ones."""
+        return 1 if self.mode == "async" else len(self._computing(facts.num_gpus))
+
+    @property
+    def is_another_training(self) -> bool:
+        """In `async`, unless one thread is alone."""
+        return self.mode == "async" and len(self._computing(torch.cuda.device_count())) > 1
+
+    def notes(self) -> tuple[str, ...]:
+        """That asynchronous updates are another training."""
+        if not self.is_another_training:
+            return ()
+        count = len(self._computing(torch.cuda.device_count()))
+        said = f"central_storage: {count} threads update as they come"
+        return (f"{said}: another training than that of one device, and another every time.",)
 
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task, on the parameter device."""
         return (Task(role="worker", index=0, rank=0, device=self._home(facts.num_gpus)),)
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-        """The gradients of the other copies and their sum; with lanes, those of every lane and the tree's."""
+        """The gradients of the other copies and their sum; with lanes, those of every lane and the tree's.
+
+        In `async` the parameters that each copy has of its own are counted too.
+        """
+        if self.mode == "async":
+            return 2 * len(self._computing(torch.cuda.device_count()))
         if numerics.reproducible:
             return numerics.lanes + numerics.lanes.bit_length()
         return 0 if num_replicas == 1 else num_replicas
@@ -121,12 +153,14 @@ class CentralStorage(Synchronous):
         devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
         for device in devices:
             precision.apply_globally(device.type)
-        copies = [computing_copy(variables, device) for device in devices]
+        is_async = self.mode == "async"
+        copies = [computing_copy(variables, device, shares=not is_async) for device in devices]
         on_cpu = sum(device.type == "cpu" for device in devices)
         central = Central(
-            model=copies[0].model,
-            device=devices[0],
-            device_types=tuple(sorted({device.type for device in devices})),
+            # what is evaluated must not change meanwhile: in `async` the copies are always at work
+            model=variables.model if is_async else copies[0].model,
+            device=variables.device if is_async else devices[0],
+            device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),
             collective=variables.collective,
             loss_scale=variables.loss_scale,
             precision=precision,
@@ -135,6 +169,7 @@ class CentralStorage(Synchronous):
             copies=copies,
             threads=ThreadPoolExecutor(len(devices), thread_name_prefix="compute"),
             lock=RLock() if on_cpu > 1 and not draws_nothing(variables.model) else None,
+            flight=self._flight(variables, len(devices), make_optimizer) if is_async else None,
         )
         torch.set_num_threads(max(central.had_threads // max(on_cpu, 1), 1))
         return central
@@ -144,23 +179,56 @@ class CentralStorage(Synchronous):
         del placed
         return tuple(range(plan.num_shards(step)))
 
+    def tickets(self, plan: BatchPlan, position: Position, placed: Any, until: int | None = None) -> Iterator[Ticket]:
+        """The position's step; in `async` the next step for whoever is free."""
+        if placed.flight is None:
+            return super().tickets(plan, position, placed, until)
+        return tickets_to_hand_out(placed.flight, plan, position, until)
+
     def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
-        """Forward and backward by all threads, one update of the variables."""
-        return central_step(placed, ticket, batches, training)
+        """Forward and backward by all threads, one update of the variables; in `async`, the next gradient's update."""
+        if placed.flight is None:
+            return central_step(placed, ticket, batches, training)
+        return hand_out_or_apply(placed, placed.flight, ticket, batches, training)
 
     def state(self, placed: Any) -> dict[str, Tensor]:
-        """That of the variables."""
-        return replica_state(placed.variables)
+        """That of the variables; in `async` with the state of every thread's optimizer."""
+        if placed.flight is None:
+            return replica_state(placed.variables)
+        return flight_state(placed, placed.flight)
 
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy, and give them to the copies."""
-        restore_replica(placed.variables, tensors)
+        if placed.flight is None:
+            restore_replica(placed.variables, tensors)
+        else:
+            restore_flight(placed, placed.flight, tensors)
         placed.refresh()
+
+    def remember(self, placed: Any) -> dict[str, Any]:
+        """The steps that are handed out and not applied."""
+        return {} if placed.flight is None else {"handed_out": handed_out(placed.flight)}
+
+    def recall(self, placed: Any, remembered: Mapping[str, Any]) -> None:
+        """Hand them out again, before any other."""
+        if placed.flight is not None:
+            placed.flight.left_over = list(remembered.get("handed_out", ()))
 
     def leave(self, placed: Any) -> None:
         """End the threads."""
         placed.threads.shutdown()
         torch.set_num_threads(placed.had_threads)
+
+    def _flight(
+        self,
+        variables: Replica,
+        count: int,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Flight:
+        """An optimizer for every thread, over the same variables."""
+        masters = variables.masters
+        more = [Stepper(make_optimizer(masters), list(masters.values())) for _ in range(count - 1)]
+        return Flight(steppers=[variables.stepper, *more], free=list(reversed(range(count))))
 
     def _computing(self, num_gpus: int) -> list[str]:
         """The devices of the copies."""
@@ -174,3 +242,15 @@ class CentralStorage(Synchronous):
             return parse_device(self.parameter_device) or "cpu"
         computing = self._computing(num_gpus)
         return computing[0] if len(computing) == 1 else "cpu"
+
+
+def _async_problems(facts: Facts) -> list[Problem]:
+    """What updates that come when they come cannot keep."""
+    problems = []
+    if facts.numerics.reproducible:
+        rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
+        problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+    if facts.precision == "fp16_mixed":
+        rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
+        problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+    return problems
