@@ -23,8 +23,10 @@ PLACES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp 2": ("fsdp", {"replicas": 2}),
     "device_map": ("device_map", {"map": {"rest": "cpu"}}),
     "fsdp 4": ("fsdp", {"replicas": 4}),
+    "pipeline 2": ("pipeline", {"stages": 2}),
     "tensor 2": ("tensor_parallel", {"degree": 2, "replicas": 1, "plan": LAYERS}),
     "fsdp 2 x 2": ("fsdp", {"replicas": 4, "replicate": 2}),
+    "pipeline 2 x 2": ("pipeline", {"stages": 2, "replicas": 2, "schedule": "gpipe"}),
     "tensor 2 x 2": ("tensor_parallel", {"degree": 2, "replicas": 2, "shard": True, "plan": LAYERS}),
 }
 """Where the training is placed, in the order in which it goes from one to the next."""
