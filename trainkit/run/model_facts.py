@@ -30,7 +30,7 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
         raise ConfigError(problems)
     statistics = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]  # noqa: SLF001
     _refuse_single_samples(plan, statistics)
-    notes, said = [*strategy.notes(), *shaping_notes(model, shaping)], []
+    notes, said = [*strategy.notes(), *strategy.notes_with(model), *shaping_notes(model, shaping)], []
     if any(draws_at_random(module) for module in model.modules()):
         said.append("draws random numbers")
     if statistics:

@@ -138,6 +138,10 @@ class Facts:
     """The precision's name."""
     optimizer: type | None = None
     """The optimizer's class; None where it is not known."""
+    objective: Objective | None = None
+    """What scores a shard; None where it is not known."""
+    sample: Any = None
+    """A sample of the training data, for shapes; None where none can be had."""
     launch: Launch | None = None
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
@@ -351,6 +355,10 @@ class Strategy(ABC):
 
     def notes(self) -> tuple[str, ...]:
         """Lines that the plan and the summary shall say of it; pure."""
+        return ()
+
+    def notes_with(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - most say the same of any model
+        """Lines that they shall say of it and this model, which may be on the meta device; pure."""
         return ()
 
     def settles_at(self, step: int) -> int:

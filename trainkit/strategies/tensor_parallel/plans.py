@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
+from trainkit.numerics.randomness import draws_at_random
 from trainkit.strategies.tensor_parallel.styles import STYLES, Style
 
-__all__ = ["Chosen", "Fitted", "fitted"]
+__all__ = ["Chosen", "Fitted", "described", "fitted", "repeated_draws"]
 
 _KEY: Final = "strategy.plan"
 
@@ -65,6 +66,31 @@ def fitted(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: 
         problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
     dims, torn = _dims(model, chosen)
     return Fitted(chosen=tuple(chosen), dims=dims, problems=problems or torn)
+
+
+def repeated_draws(model: nn.Module, fit: Fitted) -> list[Problem]:
+    """Whether ranks would draw the same numbers for each stretch of a sequence."""
+    cut = next((one for one in fit.chosen if "stretch" in (one.style.takes, one.style.gives)), None)
+    drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
+    if cut is None or drawing is None:
+        return []
+    rule = f"cuts the sequence, and {drawing} would draw the same for each stretch. Use no dropout, or no sequence."
+    return [Problem(key=f"{_KEY}.{cut.pattern}", value=cut.style.name, rule=rule)]
+
+
+def described(fit: Fitted) -> str:
+    """Which modules are cut how, in words.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        >>> described(fitted(model, {"0": "colwise", "2": "rowwise"}, 2))
+        '0 colwise, 2 rowwise'
+    """
+    named: dict[tuple[str, str], list[str]] = {}
+    for one in fit.chosen:
+        named.setdefault((one.pattern, one.style.name), []).append(one.name)
+    shown = (f"{members[0] if len(members) == 1 else pattern} {style}" for (pattern, style), members in named.items())
+    return ", ".join(shown)
 
 
 def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:

@@ -15,7 +15,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import draws_nothing
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.strategies.base import Facts, Numerics, Training
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
@@ -29,7 +29,7 @@ from trainkit.strategies.sharded.units import blocks_of_model, without_shared
 from trainkit.strategies.sharded.work import ShardedWork
 from trainkit.strategies.spread import Spread
 from trainkit.strategies.tensor_parallel.cutting import cut_parameters, exchange_activations
-from trainkit.strategies.tensor_parallel.plans import Fitted, fitted
+from trainkit.strategies.tensor_parallel.plans import Fitted, described, fitted, repeated_draws
 from trainkit.strategies.tensor_parallel.regions import Regions
 from trainkit.strategies.tensor_parallel.replica import CutHeld, OnMesh, TensorReplica, begin_alike, within
 
@@ -72,13 +72,27 @@ class TensorParallel(Sharded):
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """What is wrong with the plan for this model; what cannot be cut over the replicas."""
-        return [*self._fitted(model).problems, *(super().problems_with(model, facts) if self.shard else [])]
+        fit = self._fitted(model)
+        found = [*(fit.problems or repeated_draws(model, fit))]
+        return [*found, *(super().problems_with(model, facts) if self.shard else [])]
 
     def notes(self) -> tuple[str, ...]:
         """That nothing is cut."""
         if self.degree > 1:
             return ()
         return ("strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",)
+
+    def notes_with(self, model: nn.Module) -> tuple[str, ...]:
+        """Which layers are cut how, and whether what they draw is then another training's."""
+        fit = self._fitted(model)
+        if fit.problems or not fit.chosen:
+            return ()
+        whole = sum(param.numel() for name, param in model.named_parameters() if name not in fit.dims)
+        count = sum(param.numel() for param in model.parameters())
+        said = f"cut over {self.degree} ranks: {described(fit)}. {whole:,} of {count:,} parameters are whole on each."
+        if not any(draws_at_random(module) for module in model.modules()):
+            return (said,)
+        return (said, "the model draws random numbers: where layers are cut, alike in distribution only.")
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
         """The vector that replicas exchange; none where backward sums part by part."""

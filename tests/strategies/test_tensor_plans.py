@@ -1,0 +1,206 @@
+"""Plans of tensor parallelism: what patterns name, and what is refused before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import zoo
+from trainkit.models.gpt import Gpt
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.tensor_parallel import TensorParallel
+from trainkit.strategies.tensor_parallel.plans import fitted
+
+SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}
+
+
+def gpt(**sizes: Any) -> Gpt:
+    with torch.device("meta"):
+        return Gpt(**{**SIZES, **sizes})
+
+
+def told(model: nn.Module, **settings: Any) -> list[str]:
+    return [str(problem) for problem in TensorParallel(**settings).problems_with(model, Facts())]
+
+
+def test_the_plan_of_the_gpt_cuts_every_large_matrix() -> None:
+    fit = fitted(gpt(), "auto", 2)
+    whole = {name for name, _ in gpt().named_parameters()} - fit.dims.keys()
+    assert {name.rpartition(".")[0].rpartition(".")[2] for name in whole} == {
+        "positions",
+        "attention_norm",
+        "mlp_norm",
+        "norm",
+    }
+    assert fit.dims["embed.tokens.weight"] == 0
+
+
+def test_a_vocabulary_that_does_not_come_out_even_stays_whole() -> None:
+    assert not {name for name in fitted(gpt(vocab_size=13), "auto", 2).dims if "tokens" in name}
+
+
+@pytest.mark.parametrize("pattern", ["expand", "mlp.expand", "blocks.*.mlp.expand", "type:Li*r"])
+def test_a_pattern_is_a_name_the_end_of_one_a_glob_or_a_class(pattern: str) -> None:
+    names = {one.name for one in fitted(gpt(), {pattern: "colwise_gathered", "tokens": "rowwise"}, 2).chosen}
+    assert names >= {"blocks.0.mlp.expand", "blocks.1.mlp.expand"}
+
+
+def test_the_first_pattern_that_names_a_module_has_it() -> None:
+    fit = fitted(gpt(), {"blocks.1.mlp.expand": "colwise_gathered", "expand": "colwise"}, 2)
+    assert {one.name: one.style.name for one in fit.chosen} == {
+        "blocks.0.mlp.expand": "colwise",
+        "blocks.1.mlp.expand": "colwise_gathered",
+    }
+
+
+EXPAND = "blocks.0.mlp.expand"
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (
+            zoo.Net(),
+            {},
+            (
+                "strategy.plan=auto: Net brings no plan along. Name its layers and how each is cut, "
+                "{expand:colwise,project:rowwise}."
+            ),
+        ),
+        (
+            gpt(),
+            {"plan": {}},
+            (
+                "strategy.plan={}: cuts nothing. Name layers and how each is cut, "
+                "{expand:colwise,project:rowwise}, or use auto."
+            ),
+        ),
+        (gpt(), {"plan": {"expand": "colwize"}}, "strategy.plan.expand=colwize: no such style. Did you mean colwise?"),
+        (
+            gpt(),
+            {"plan": {"mlp.expnd": "colwise"}},
+            "strategy.plan.mlp.expnd=colwise: no such module. Did you mean mlp.expand?",
+        ),
+        (gpt(), {"plan": {"type:Conv2d": "colwise"}}, "strategy.plan.type:Conv2d=colwise: no such module."),
+        (
+            gpt(),
+            {"plan": {"expand": "colwise", EXPAND: "rowwise"}},
+            f"strategy.plan.{EXPAND}=rowwise: names nothing that is left: {EXPAND} is in expand already.",
+        ),
+        (
+            gpt(),
+            {"plan": {"mlp_norm": "colwise"}},
+            (
+                "strategy.plan.mlp_norm=colwise: blocks.0.mlp_norm is a LayerNorm, and colwise is for nn.Linear and "
+                "nn.Embedding."
+            ),
+        ),
+        (
+            gpt(),
+            {"plan": {"expand": "sequence"}},
+            (
+                f"strategy.plan.expand=sequence: {EXPAND} is a Linear, and sequence is for modules that "
+                "keep their weights whole."
+            ),
+        ),
+        (
+            zoo.Net(width=7),
+            {"plan": {"0": "colwise", "2": "rowwise"}},
+            "strategy.degree=2: does not divide the 7 rows of 0.weight, which colwise cuts.",
+        ),
+        (
+            gpt(num_heads=1),
+            {"plan": {"queries_keys_values": "colwise"}},
+            (
+                "strategy.degree=2: does not divide the 1 heads of "
+                "blocks.0.attention.queries_keys_values, which are not cut apart."
+            ),
+        ),
+        (
+            gpt(),
+            {"plan": {"head.output": "colwise_gathered"}},
+            (
+                "strategy.plan.head.output=colwise_gathered: head.output.weight and embed.tokens.weight "
+                "are one parameter (tied), and embed.tokens.weight is whole. Cut both alike, or neither."
+            ),
+        ),
+        (
+            gpt(dropout=0.1),
+            {"plan": {"embed": "sequence_split", "head": "sequence_join"}},
+            (
+                "strategy.plan.embed=sequence_split: cuts the sequence, and embed.dropout would draw the same for each "
+                "stretch. Use no dropout, or no sequence."
+            ),
+        ),
+        (
+            nn.Sequential(nn.MultiheadAttention(4, 2)),
+            {"plan": {"out_proj": "rowwise"}},
+            (
+                "strategy.plan.out_proj=rowwise: 0.out_proj is part of an nn.MultiheadAttention, which "
+                "reads its weight itself: it cannot be cut."
+            ),
+        ),
+        (
+            nn.Sequential(nn.Embedding(4, 2, sparse=True)),
+            {"plan": {"0": "rowwise"}},
+            (
+                "strategy.plan.0=rowwise: 0 has sparse gradients or a largest norm, which need its rows "
+                "whole: it cannot be cut."
+            ),
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_is_refused(
+    model: nn.Module, settings: dict[str, Any], message: str
+) -> None:
+    assert message in told(model, degree=2, **settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"degree": 0}, "strategy.degree=0: must be 1 or more."),
+        (
+            {"plan": {"0": "colwise"}},
+            (
+                "strategy.plan={0:colwise}: has no effect with strategy.degree=1, which cuts nothing. "
+                "Use a degree of 2 or more."
+            ),
+        ),
+        (
+            {"degree": 2, "replicas": 1, "shard": True},
+            "strategy.shard=true: has no effect with 1 replica. Use strategy.replicas=2 or more.",
+        ),
+        (
+            {"degree": 2, "replicas": 2, "devices": ("cpu", "cpu")},
+            "strategy.devices=['cpu', 'cpu']: names 2 devices, and 2 replicas of 2 ranks need 4 devices. Name as many.",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
+    assert [str(problem) for problem in TensorParallel(**settings).problems(Facts())] == [message]
+
+
+def test_an_order_of_summation_cannot_be_kept() -> None:
+    facts = Facts(numerics=Numerics(reproducible=True))
+    (problem,) = TensorParallel(degree=2).problems(facts)
+    assert str(problem) == (
+        "numerics.reproducible=true: is not kept where gradients are summed part by part. Use strategy=mirrored, or "
+        "leave it out."
+    )
+
+
+def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
+    assert TensorParallel(degree=2).notes_with(gpt(dropout=0.1)) == (
+        (
+            "cut over 2 ranks: embed.tokens rowwise, queries_keys_values colwise, project rowwise, expand colwise, "
+            "head.output colwise_gathered. 72 of 1,704 parameters are whole on each."
+        ),
+        "the model draws random numbers: where layers are cut, alike in distribution only.",
+    )
+    assert TensorParallel().notes() == (
+        "strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",
+    )
