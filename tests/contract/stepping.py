@@ -22,6 +22,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import Facts, Numerics, Status, Strategy, Training, Update, Weighing
+from trainkit.strategies.shaping import Shaping, shape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -99,6 +100,8 @@ class Case:
     seed: int = 3
     resume_at: int | None = None
     """Save after so many steps and continue from there in a new placement."""
+    shaping: Shaping = Shaping()  # noqa: RUF009 - frozen
+    """What is recomputed and compiled."""
     start: dict[str, Tensor] | None = None
     """A checkpoint's tensors to start from, at step 0."""
 
@@ -212,7 +215,7 @@ class _Rank:
     def _place(self, part: int) -> Any:
         rank = self.place.rank if self.place else 0
         return self.strategy.place(
-            self.case.make_model(),
+            shape(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles),
             identity=Identity(
                 task=Task(role="worker", index=rank, rank=rank, device="cpu"),
                 num_ranks=self.place.num_ranks if self.place else 1,

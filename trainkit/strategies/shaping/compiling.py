@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,8 @@ class Compiled:
     def _compile(self) -> Callable[..., Any]:
         config = torch._dynamo.config  # noqa: SLF001 - its public name
         config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+        # its tracer looks at the gradient of inputs that have none, and is warned of it
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
         made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)

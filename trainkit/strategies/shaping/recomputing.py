@@ -100,18 +100,12 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _as_before(before: list[_Entry]) -> Iterator[None]:
-    """The buffers as the first computation found them, and afterwards as they are now; through `.data`, unnoticed."""
-    now = [(owner, name, owner._buffers[name]) for owner, name, _ in before]  # noqa: SLF001
-    found = [(owner, name, buffer.detach().clone()) for owner, name, buffer in now if buffer is not None]
-    _write(before)
+    """Other tensors in the place of buffers, with what the first computation found there; backward may keep those."""
+    now = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
+    for owner, name, tensor in before:
+        owner._buffers[name] = tensor.clone()  # noqa: SLF001
     try:
         yield
     finally:
-        _write(found)
-
-
-def _write(entries: list[_Entry]) -> None:
-    for owner, name, tensor in entries:
-        buffer = owner._buffers[name]  # noqa: SLF001
-        if buffer is not None:
-            buffer.data.copy_(tensor)
+        for (owner, name, _), buffer in zip(before, now, strict=True):
+            owner._buffers[name] = buffer  # noqa: SLF001

@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.randomness import draws_nothing
+from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.strategies.shaping.compiling import Compiled
 from trainkit.strategies.shaping.recomputing import Recomputed
 from trainkit.strategies.shaping.units import units_of
@@ -92,7 +92,7 @@ def shaping_problems(model: nn.Module, shaping: Shaping, *, compiles: Compiles, 
 
 def shaping_notes(model: nn.Module, shaping: Shaping) -> tuple[str, ...]:
     """What the plan and the summary shall say of it."""
-    drawing = shaping.compiles and shaping.backend == _INDUCTOR and not draws_nothing(model)
+    drawing = shaping.compiles and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
     said = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
     return (said,) if drawing else ()
 

@@ -1,0 +1,264 @@
+"""Activation checkpointing and compiling change where numbers are kept and how fast they come, never the numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.running import run
+from tests.contract.stepping import Case, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Pool
+from trainkit.errors import Problem
+from trainkit.models.gpt import Gpt
+from trainkit.models.mlp import Mlp
+from trainkit.models.resnet import ResNet
+from trainkit.numerics.randomness import BlockKeys
+from trainkit.strategies.shaping import Shaping, shape, shaping_notes, shaping_problems
+
+EAGERLY = {"compile_mode": "default", "backend": "aot_eager"}
+FULL = Shaping(recompute="full")
+COMPILED = Shaping(**EAGERLY)
+
+
+def gpt(**settings: Any) -> Gpt:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Gpt(vocab_size=11, context=8, num_layers=3, num_heads=2, width=8, **settings)
+
+
+TOKENS = torch.arange(16).reshape(2, 8) % 11
+
+
+def two_shards(shaping: Shaping, compiles: str = "blocks") -> tuple[list[torch.Tensor], list[str]]:
+    """Outputs and gradients of two shards whose forwards both ran before either's backward, as in a pipeline."""
+    model = shape(gpt(dropout=0.3), shaping, compiles=compiles)
+    keys = BlockKeys(model, seed=1, devices=[])
+    outputs = []
+    for shard in (1, 2):
+        keys.enter(step=2, shard=shard)
+        outputs.append(model(TOKENS))
+    for output in outputs:
+        output.square().sum().backward()
+    return [*outputs, *(param.grad for param in model.parameters())], list(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    "shaping",
+    [
+        FULL,
+        Shaping(recompute=2),
+        Shaping(recompute=["_Attention"]),
+        COMPILED,
+        Shaping(recompute="full", **EAGERLY),
+        Shaping(recompute=["_Attention"], **EAGERLY),
+    ],
+    ids=["full", "every_second", "by_class", "compiled", "both", "both_by_class"],
+)
+@pytest.mark.parametrize("compiles", ["blocks", "model"])
+def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(shaping: Shaping, compiles: str) -> None:
+    (expected, names), (found, others) = two_shards(Shaping()), two_shards(shaping, compiles)
+    assert names == others
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def kept_bytes(shaping: Shaping) -> int:
+    """What backward is kept for, parameters apart."""
+    model = shape(gpt(), shaping)
+    own, kept = {param.untyped_storage().data_ptr() for param in model.parameters()}, {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)  # so that no two of them have one address
+        return tensor
+
+    held: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(TOKENS)
+    return sum(kept.values())
+
+
+def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
+    whole, every, half = (kept_bytes(Shaping(recompute=asked)) for asked in ("none", "full", 2))
+    block = 2 * 8 * 8 * 4  # samples x length x width of float32
+    assert every < half < whole
+    assert whole - every > 3 * 10 * block  # what each of three blocks makes is ten times its input and more
+
+
+def test_a_recomputation_leaves_batch_statistics_as_it_found_them() -> None:
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    found = []
+    for shaping in (Shaping(), FULL):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = shape(ResNet(depth=18, num_classes=3), shaping)
+        for _ in range(2):
+            model(images).sum().backward()
+        found.append({**dict(model.named_buffers()), **{name: p.grad for name, p in model.named_parameters()}})
+    assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
+    assert {int(tensor) for name, tensor in found[1].items() if name.endswith("num_batches_tracked")} == {2}
+
+
+class Counting(nn.Module):
+    """Its output depends on a buffer that it updates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.linear(inputs).tanh() * self.count
+
+
+def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> None:
+    model = shape(nn.Sequential(Counting()), FULL)
+    with torch.no_grad():
+        model[0].linear.weight.fill_(0.5)
+        model[0].linear.bias.zero_()
+    inputs = torch.ones(1, 2, requires_grad=True)
+    first, second = model(inputs), model(inputs)
+    assert float(second.detach().sum() / first.detach().sum()) == 2.0
+    (grad,) = torch.autograd.grad(second.sum(), inputs)
+    (other,) = torch.autograd.grad(first.sum(), inputs)
+    assert torch.equal(grad, 2 * other)
+    assert float(model[0].count) == 2.0
+
+
+RECOMPUTED = Shaping(recompute=["Linear"])
+
+
+@pytest.mark.parametrize(
+    ("shaping", "settings"),
+    [
+        (RECOMPUTED, {"strategy": "one_device"}),
+        (COMPILED, {"strategy": "one_device"}),
+        (RECOMPUTED, {"strategy": "mirrored", "replicas": 2}),
+        pytest.param(COMPILED, {"strategy": "mirrored", "replicas": 2}, marks=pytest.mark.long),
+    ],
+    ids=["recomputed", "compiled", "recomputed_on_two", "compiled_on_two"],
+)
+def test_ten_steps_are_those_of_the_reference(shaping: Shaping, settings: dict[str, Any], pool: Pool) -> None:
+    """A ragged last batch and a step of unequal shards included."""
+    strategy, keys = settings["strategy"], {key: value for key, value in settings.items() if key != "strategy"}
+    case = replace(
+        Case(task="tokens", global_size=8, micro_size=3, max_norm=0.05),
+        strategy=strategy,
+        settings=keys,
+        shaping=shaping,
+    )
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, oracle(case)) == []
+
+
+def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
+    model = shape(gpt(), Shaping(recompute="full", **EAGERLY))
+    expected = gpt().eval()(TOKENS)
+    with torch.no_grad():
+        assert torch.equal(model.eval()(TOKENS), expected)
+        other = copy.deepcopy(model)
+        next(model.parameters()).zero_()
+        assert torch.equal(other(TOKENS), expected)
+
+
+@pytest.mark.parametrize(
+    ("make", "shaping", "compiles", "text"),
+    [
+        (
+            gpt,
+            Shaping(recompute=["_Atention"]),
+            "model",
+            "activation_checkpointing=_Atention: the model has no module of this class. Did you mean _Attention?",
+        ),
+        (
+            gpt,
+            Shaping(recompute=4),
+            "model",
+            "activation_checkpointing=4: the model has 3 blocks. Use 3 or less.",
+        ),
+        (
+            gpt,
+            Shaping(recompute=[]),
+            "model",
+            "activation_checkpointing=[]: names no class. Use none, full, a number, or names of classes.",
+        ),
+        (
+            lambda: Mlp(in_features=2, hidden=[2], out_features=2),
+            FULL,
+            "model",
+            (
+                "activation_checkpointing=full: the model is no row of blocks. Name classes to recompute; there are: "
+                "Linear, Mlp, ReLU, Sequential."
+            ),
+        ),
+        (
+            lambda: Mlp(in_features=2, hidden=[2], out_features=2),
+            COMPILED,
+            "blocks",
+            "compile.mode=default: mine compiles blocks, and the model has none of several modules. Leave it out.",
+        ),
+        (
+            gpt,
+            COMPILED,
+            "nothing",
+            "compile.mode=default: mine cannot compile. Leave it out, or use strategy=mirrored.",
+        ),
+        (
+            gpt,
+            Shaping(compile_mode="max-autotune", backend="aot_eager"),
+            "model",
+            "compile.mode=max-autotune: has no effect with compile.backend=aot_eager. Use default.",
+        ),
+    ],
+)
+def test_what_a_model_or_a_strategy_cannot_carry_is_said_before_it_starts(
+    make: Callable[[], nn.Module], shaping: Shaping, compiles: Any, text: str
+) -> None:
+    found: list[Problem] = shaping_problems(make(), shaping, compiles=compiles, strategy="mine")
+    assert [str(problem) for problem in found] == [text]
+
+
+def test_a_backend_that_is_none_is_named() -> None:
+    (problem,) = shaping_problems(
+        gpt(), Shaping(compile_mode="default", backend="aot_eagr"), compiles="model", strategy="mine"
+    )
+    assert str(problem).startswith(
+        "compile.backend=aot_eagr: no backend of torch.compile. Did you mean aot_eager? There are: "
+    )
+
+
+def test_no_compiler_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    (problem,) = shaping_problems(gpt(), Shaping(compile_mode="default"), compiles="model", strategy="mine")
+    assert str(problem) == (
+        "compile.mode=default: needs a C++ compiler, and there is none here. Install one, such as g++, or leave it out."
+    )
+
+
+def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
+    compiled = Shaping(compile_mode="default")
+    assert shaping_notes(gpt(dropout=0.1), compiled) == (
+        "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind.",
+    )
+    assert shaping_notes(zoo.Net(), compiled) == shaping_notes(gpt(dropout=0.1), COMPILED) == ()
+
+
+def test_a_run_with_both_ends_in_the_bits_of_one_with_neither(tmp_path: Any) -> None:
+    fixed = (
+        "recipe=null", "model=gpt", "model.vocab_size=32", "model.context=8", "model.num_layers=2", "model.num_heads=2",
+        "model.width=8", "model.dropout=0.2", "data=synthetic_tokens", "data.vocab_size=32", "data.context=8",
+        "objective=language_modelling", "batch.global_size=16", "batch.micro_size=6", "steps=3",
+    )  # fmt: skip
+    asked = ("activation_checkpointing=full", "compile.mode=default", "compile.backend=aot_eager")
+    one, other = run(tmp_path / "one", *fixed), run(tmp_path / "other", *fixed, *asked)
+    assert one["weights_sha256"] == other["weights_sha256"]
+    assert one["fingerprint"] == other["fingerprint"]
