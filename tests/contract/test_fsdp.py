@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
+from trainkit.numerics.deferred import build_deferred
 
 CLASSES = Case(task="classes", global_size=16, micro_size=16, strategy="fsdp")
 GPT = Case(task="gpt", global_size=8, micro_size=2, strategy="fsdp", num_steps=6)
@@ -26,6 +28,19 @@ CASES = [
     *((ADAMW, settings) for settings in (LATE, HYBRID)),
     *((RESNET, settings) for settings in ({"replicas": 2}, {"replicas": 4, "sync": "last"}, HYBRID)),
 ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deferred(Case):
+    """A training whose model is built without its numbers."""
+
+    def make_model(self) -> nn.Module:
+        """The model on the meta device."""
+        return build_deferred(super().make_model)
+
+
+def deferred(case: Case) -> Case:
+    return Deferred(**{field.name: getattr(case, field.name) for field in fields(case)})
 
 
 def named(case: Any) -> str:
@@ -114,3 +129,14 @@ def test_a_checkpoint_is_that_of_one_device_and_loads_there(pool: Pool) -> None:
     (further,) = train(pool, replace(base, strategy="one_device", start=cut.state))
     (expected,) = train(pool, replace(base, strategy="one_device", start=one.state))
     assert further.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{"replicas": 1}, {"replicas": 2}, HYBRID], ids=named)
+@pytest.mark.parametrize("base", [GPT, RESNET], ids=["gpt", "resnet"])
+def test_a_model_that_no_rank_has_built_whole_begins_with_its_numbers(
+    base: Case, settings: dict[str, Any], pool: Pool
+) -> None:
+    case = replace(base, settings=settings, num_steps=2)
+    expected = oracle(case)
+    for rank in train(pool, deferred(case)):
+        assert reference.differences(rank.weights, expected) == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -39,6 +39,8 @@ class Fsdp(Sharded):
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO, stage 3); Zhao et al. 2023, arXiv:2304.11277.
     """
+
+    defers: ClassVar[bool] = True
 
     replicate: Annotated[int, at_least(1), placement] = 1
     """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""

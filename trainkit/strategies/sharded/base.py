@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.errors import Problem
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts, Numerics, Training
@@ -23,6 +24,7 @@ from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica
 from trainkit.strategies.sharded.cuts import Cut, local_part
 from trainkit.strategies.sharded.elementwise import optimizer_problems
+from trainkit.strategies.sharded.filling import filled
 from trainkit.strategies.sharded.norms import joined_norms
 from trainkit.strategies.sharded.replica import ShardedReplica, restore_pieces, sharded_pieces
 from trainkit.strategies.sharded.work import ShardedWork
@@ -78,7 +80,8 @@ class Sharded(Grouped):
     def hold(self, model: nn.Module, precision: Precision, spread: Spread) -> Held:
         """Cut the model, and look at this rank's parts as plain tensors."""
         if not dist.is_initialized():
-            return super().hold(model, precision, spread)
+            values = initial_values(model)
+            return super().hold(model if values is None else filled(model, values), precision, spread)
         model = self.cut(model, precision, spread)
         parts = {
             name: nn.Parameter(local_part(param.detach()))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
+from trainkit.strategies.sharded.cuts import Cut, local_part
+from trainkit.strategies.sharded.filling import with_memory
 
 __all__ = ["Sharding", "fully_sharded", "gathers_anew", "reduces_when"]
 
@@ -40,11 +43,11 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     the master dtype.
 
     Args:
-        model: on the CPU or the device, in any dtype.
+        model: on the CPU or the device, in any dtype; or without its numbers, which are then made one by one.
         units: modules that are gathered by themselves, inner ones first; the rest of the model is one more.
         sharding: how.
     """
-    precision, policy = sharding.precision, _policy(sharding.precision)
+    precision, policy, values = sharding.precision, _policy(sharding.precision), initial_values(model)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     for module in [*units, model]:
         _settle(module, sharding, precision)
@@ -55,6 +58,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
             mp_policy=policy,
             offload_policy=offload,
         )
+    if values is not None:
+        _fill(model, values, sharding)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo knows no other
@@ -94,17 +99,37 @@ def _settle(module: nn.Module, sharding: Sharding, precision: Precision) -> None
     for param in module.parameters():
         if not isinstance(param, DTensor):
             dtype = precision.master_dtype if param.requires_grad else precision.model_dtype
-            param.data = param.data.to(device, dtype if param.is_floating_point() else param.dtype).contiguous()
+            there = param.device if param.is_meta else device
+            param.data = param.data.to(there, dtype if param.is_floating_point() else param.dtype).contiguous()
             _take_over(param.data, sharding.mesh)
     for owner in module.modules():
         for name, buffer in owner._buffers.items():  # noqa: SLF001 - a new tensor takes its place
             if buffer is not None and not isinstance(buffer, DTensor):
                 dtype = precision.model_dtype if buffer.is_floating_point() else buffer.dtype
-                owner._buffers[name] = settled = buffer.to(device, dtype)  # noqa: SLF001
+                there = buffer.device if buffer.is_meta else device
+                owner._buffers[name] = settled = buffer.to(there, dtype)  # noqa: SLF001
                 _take_over(settled, sharding.mesh)
 
 
 def _take_over(tensor: Tensor, mesh: DeviceMesh) -> None:
     """The values of the mesh's first rank: other meshes may hold other parts of a layer."""
-    for dim in range(mesh.ndim):
+    for dim in range(0 if tensor.is_meta else mesh.ndim):
         dist.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, values: Mapping[str, Tensor], sharding: Sharding) -> None:
+    """Give a model its numbers, one tensor at a time: the first rank makes the whole, every rank keeps its part."""
+    device, mesh = sharding.device, sharding.mesh
+    with_memory(model, torch.device("cpu") if sharding.offload else device)
+    for module in _sharded(model):
+        module._apply(lambda tensor: tensor)  # noqa: SLF001 - lets FSDP look at its parameters anew
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
+    makes = not any(mesh.get_coordinate() or ())
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+        if makes:
+            whole.copy_(values[name])
+        _take_over(whole, mesh)
+        local_part(tensor).copy_(whole[Cut.of(tensor, is_first=False).region])
