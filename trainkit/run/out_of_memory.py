@@ -67,7 +67,7 @@ def _told(plan: RunPlan, task: Task, step: int | None) -> str:
     head = f"rank {task.rank}, {when}: {task.device} is out of memory."
     try:
         memory = memory_of(plan, abstract_model(plan))
-        ways = _ways_out(plan, memory, placing=step is None)
+        ways = _ways_out(plan, placing=step is None)
     except (MemoryError, RuntimeError):  # there is none left to find out more
         return head
     needs = f"The run needs {num_bytes(memory.total_bytes)} a device, and activations: {_parts(memory)}."
@@ -95,50 +95,49 @@ class _Way:
     """What it does to the memory of a device."""
 
 
-def _ways_out(plan: RunPlan, memory: Memory, *, placing: bool) -> list[_Way]:
+def _ways_out(plan: RunPlan, *, placing: bool) -> list[_Way]:
     """What helps this run and is not done yet; while it is placed, what makes the model itself smaller comes first."""
-    lasting = [*_spread(plan, memory), *_narrower(plan, memory)]
+    lasting = [*_spread(plan), *_narrower(plan)]
     passing = [*_recomputed(plan), *_smaller_shards(plan)]
-    first, second = (lasting, passing) if placing else (lasting[:1] + passing, lasting[1:])
+    # one that cuts the model comes first in any case
+    first, second = (lasting, passing) if placing else ([*lasting[:1], *passing], lasting[1:])
     return [*first, *second][:_FEWEST]
 
 
-def _spread(plan: RunPlan, memory: Memory) -> Iterator[_Way]:
+def _spread(plan: RunPlan) -> Iterator[_Way]:
     """Cut the model over several devices, one way or another."""
     count = plan.facts.num_gpus or 4
     if count < 2 or plan.parts.strategy.holds_pieces:
         return
+    effect = f"about 1/{count} of the model a device, on {count} of them"
     fsdp = {"_target_": f"{_STRATEGIES}.fsdp.Fsdp", "replicas": count}
-    yield from _planned(plan, memory, {"strategy": fsdp}, f"strategy=fsdp strategy.replicas={count}")
     pipeline = {"_target_": f"{_STRATEGIES}.pipeline.Pipeline", "stages": count}
-    yield from _planned(plan, memory, {"strategy": pipeline}, f"strategy=pipeline strategy.stages={count}")
+    micro = max(plan.batch.global_size // count, 1)  # a shard for each replica
+    if plan.batch.micro_size <= micro or plan.micro_follows:
+        fits, more = replace(plan.cfg.batch, micro_size=None if plan.micro_follows else plan.batch.micro_size), ""
+    else:
+        fits, more = replace(plan.cfg.batch, micro_size=micro), f" batch.micro_size={micro}"
+    if _can_go(plan, replace(plan.cfg, strategy=fsdp, batch=fits)):
+        yield _Way(overrides=f"strategy=fsdp strategy.replicas={count}{more}", effect=effect)
+    if _can_go(plan, replace(plan.cfg, strategy=pipeline)):
+        yield _Way(overrides=f"strategy=pipeline strategy.stages={count}", effect=effect)
 
 
-def _narrower(plan: RunPlan, memory: Memory) -> Iterator[_Way]:
+def _narrower(plan: RunPlan) -> Iterator[_Way]:
     precision = plan.parts.precision
     if precision.value == "fp64":
-        node = {**plan.cfg.precision, "value": "fp32"}
-        yield from _planned(plan, memory, {"precision": node}, "precision=fp32")
+        yield _Way(overrides="precision=fp32", effect="half of everything")
     elif precision.compute_dtype is torch.float32:
         yield _Way(overrides="precision=bf16_mixed", effect="about half of the activations")
 
 
-def _planned(plan: RunPlan, memory: Memory, changes: dict[str, object], overrides: str) -> Iterator[_Way]:
-    """A way that the plan knows the bytes of, where it can be gone."""
+def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
+    """Whether this model could be trained so, on this host."""
     try:
-        other = _planned_anew(plan, replace(plan.cfg, **changes))  # type: ignore[arg-type]
-        model = abstract_model(other)
-        if other.parts.strategy.problems_with(model, other.facts):
-            return
+        other = make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.parts.datasets)
     except ConfigError:
-        return
-    needed = memory_of(other, model).total_bytes
-    if needed < memory.total_bytes:
-        yield _Way(overrides=overrides, effect=f"{num_bytes(needed)} a device, and activations")
-
-
-def _planned_anew(plan: RunPlan, cfg: RunConfig) -> RunPlan:
-    return make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.parts.datasets)
+        return False
+    return not other.parts.strategy.problems_with(abstract_model(other), other.facts)
 
 
 def _recomputed(plan: RunPlan) -> Iterator[_Way]:

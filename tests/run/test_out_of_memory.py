@@ -1,0 +1,79 @@
+"""A device that ran out of memory: told with what the run needs, and what would need less."""
+
+from __future__ import annotations
+
+import errno
+
+import pytest
+import torch
+
+from trainkit.config.compose import compose
+from trainkit.errors import OutOfMemoryError
+from trainkit.run.out_of_memory import telling_of_memory
+from trainkit.run.plan import make_plan
+
+GPT = (
+    "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=2", "model.num_heads=2",
+    "model.width=32", "data=synthetic_tokens", "data.vocab_size=64", "data.context=16", "objective=language_modelling",
+    "batch.global_size=16",
+)  # fmt: skip
+ALLOCATOR = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
+    "4096 bytes. Error code 12 (Cannot allocate memory)"
+)
+
+
+def told(*arguments, error=ALLOCATOR, step=3):
+    plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
+    with pytest.raises(OutOfMemoryError) as caught, telling_of_memory(plan, plan.tasks[0], lambda: step):
+        raise error
+    assert caught.value.exit_code == 1
+    assert caught.value.__cause__ is error
+    return str(caught.value).splitlines()
+
+
+def test_it_says_what_the_run_needs_and_three_ways_to_need_less():
+    assert told() == [
+        (
+            "rank 0, step 3: cpu is out of memory. The run needs 427 KiB a device, and activations: parameters "
+            "107 KiB, gradients 107 KiB, optimizer 213 KiB. To need less, try one of:"
+        ),
+        "  strategy=fsdp strategy.replicas=4  about 1/4 of the model a device, on 4 of them",
+        "  activation_checkpointing=full      keeps the inputs of each block alone",
+        "  batch.micro_size=8                 half of the activations, in more shards",
+    ]
+
+
+def test_while_the_model_is_placed_what_makes_the_model_smaller_comes_first():
+    lines = told("precision=fp64", step=None)
+    assert lines[0].startswith("rank 0, while the model was placed: cpu is out of memory. The run needs ")
+    assert [line.split("  ")[1] for line in lines[1:]] == [
+        "strategy=fsdp strategy.replicas=4",
+        "strategy=pipeline strategy.stages=4",
+        "precision=fp32",
+    ]
+
+
+def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not():
+    assert told("batch.micro_size=8")[1].split("  ")[1] == "strategy=fsdp strategy.replicas=4 batch.micro_size=4"
+
+
+def test_what_is_done_already_is_not_named():
+    lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
+    assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), OSError(errno.ENOMEM, "no memory")]
+)
+def test_memory_runs_out_in_several_ways(error):
+    assert told(error=error)[0].startswith("rank 0, step 3: cpu is out of memory. ")
+
+
+def test_any_other_error_stays_what_it_is():
+    plan = make_plan(compose(GPT).cfg, num_gpus=0)
+    with (
+        pytest.raises(RuntimeError, match=r"^shapes differ$"),
+        telling_of_memory(plan, plan.tasks[0], lambda: 0),
+    ):
+        raise RuntimeError("shapes differ")
