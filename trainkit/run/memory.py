@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,11 +31,13 @@ class Memory:
     """Copies of the gradients that the exchange or the order of summation needs at its peak."""
     optimizer_bytes: int | None
     """State of the optimizer; None where it cannot be found out without allocating it."""
+    gathered_bytes: int = 0
+    """Parameters and gradients that are here for a while, at the peak, because ranks hold parts of the model."""
 
     @property
     def total_bytes(self) -> int:
         """All that is known."""
-        known = (self.parameter_bytes, self.buffer_bytes, self.gradient_bytes, self.exchange_bytes)
+        known = (self.parameter_bytes, self.buffer_bytes, self.gradient_bytes, self.exchange_bytes, self.gathered_bytes)
         return sum(known) + (self.optimizer_bytes or 0)
 
 
@@ -58,26 +61,28 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
     """
     precision = plan.parts.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    trained = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    count = sum(param.numel() for param in model.parameters())
+    held = plan.parts.strategy.held(model, plan.facts)
+    trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
+    count = sum(held.values())
     apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
     copies = plan.parts.strategy.gradient_copies(plan.parts.numerics, plan.num_replicas)
     return Memory(
-        num_params=count,
+        num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         gradient_bytes=trained * width + apart,
         exchange_bytes=copies * trained * master_width,
-        optimizer_bytes=_optimizer_bytes(plan, model, master_width),
+        optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
+        gathered_bytes=plan.parts.strategy.gathered(model, plan.facts) * master_width,
     )
 
 
-def _optimizer_bytes(plan: RunPlan, model: nn.Module, width: int) -> int | None:
+def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
     """Let the optimizer take one step on parameters without numbers, and count what it keeps."""
     params = {
-        name: nn.Parameter(torch.empty_like(param, device="meta"))
+        name: nn.Parameter(_abstract(param, held[name]))
         for name, param in model.named_parameters()
-        if param.requires_grad
+        if param.requires_grad and held.get(name)
     }
     settings = {key: False for key in ("fused", "foreach") if key in plan.cfg.optimizer}
     try:
@@ -91,3 +96,8 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, width: int) -> int | None:
         return None
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
+
+
+def _abstract(param: Tensor, size: int) -> Tensor:
+    """What a device holds of a parameter, without numbers: of one that is cut, so many elements in a row."""
+    return torch.empty_like(param, device="meta") if size == param.numel() else torch.empty(size, device="meta")

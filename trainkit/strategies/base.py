@@ -142,6 +142,8 @@ class Facts:
     """What scores a shard; None where it is not known."""
     sample: Any = None
     """A sample of the training data, for shapes; None where none can be had."""
+    micro_size: int = 1
+    """Samples of the largest shard, where that is decided."""
     launch: Launch | None = None
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
@@ -247,9 +249,27 @@ class Strategy(ABC):
         """
         return []
 
+    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Strategy:  # noqa: ARG002 - most leave nothing open
+        """The strategy with what it leaves to be decided by the model, which `build` makes without its numbers; pure.
+
+        Asked where `problems_with` found none, in every process before `place`.
+        """
+        return self
+
     def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:  # noqa: ARG002 - most keep a replica whole
         """How a replica is cut, for the plan; nothing where it is whole. Pure."""
         return ()
+
+    def held(self, model: nn.Module, facts: Facts) -> Mapping[str, int]:  # noqa: ARG002 - most hold all of it
+        """Elements of each parameter that a device holds, of those that hold most, by canonical name; pure.
+
+        All of them, unless ranks hold parts of the model.
+        """
+        return {name: param.numel() for name, param in model.named_parameters()}
+
+    def gathered(self, model: nn.Module, facts: Facts) -> int:  # noqa: ARG002 - most have all of it all the time
+        """Elements of parameters and of gradients that a device has for a while, besides those it holds; pure."""
+        return 0
 
     @abstractmethod
     def tasks(self, facts: Facts) -> tuple[Task, ...]:

@@ -99,6 +99,27 @@ class Fsdp(Sharded):
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
 
+    def held(self, model: nn.Module, facts: Facts) -> dict[str, int]:
+        """A part of each parameter: rows are cut, and the first rank's are most."""
+        ranks = self.num_replicas(facts) // self.replicate
+        return {
+            name: -(-param.shape[0] // ranks) * (param.numel() // max(param.shape[0], 1)) if param.dim() else 1
+            for name, param in model.named_parameters()
+        }
+
+    def gathered(self, model: nn.Module, facts: Facts) -> int:
+        """What the model itself owns, a module and the next one, the gradients of one, and these as they are sent.
+
+        Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
+        """
+        if self.num_replicas(facts) == 1:
+            return 0
+        units = [sum(param.numel() for param in unit.parameters()) for unit in self._units(model)]
+        whole, largest = sum(param.numel() for param in model.parameters()), max(units, default=0)
+        rest = max(whole - sum(units), 0)
+        params = rest + 2 * largest if self.reshard_after_forward else whole
+        return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
+
     def cut(self, model: nn.Module, precision: Precision, spread: Spread) -> nn.Module:
         """Cut every parameter over the ranks of a group; collective."""
         ranks = torch.distributed.get_world_size()

@@ -86,5 +86,7 @@ def _memory(memory: Memory, parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
         f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
         f"{num_bytes(memory.gradient_bytes)} and copies {num_bytes(memory.exchange_bytes)}, optimizer {optimizer}"
     )
+    if memory.gathered_bytes:
+        held += f", gathered for a while {num_bytes(memory.gathered_bytes)}"
     whole = len({part.device for part in parts}) <= 1
     yield "memory a device" if whole else "memory in all", f"{num_bytes(memory.total_bytes)} and activations: {held}"
