@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,12 +40,16 @@ class Parts:
     """Split -> dataset; `train` is always there."""
     numerics: Numerics
 
+    @cached_property
+    def sample(self) -> Any:
+        """Any one sample of the training data; None where it has no places."""
+        return self.datasets["train"][0] if hasattr(self.datasets["train"], "__getitem__") else None
+
     @property
     def weighing(self) -> Weighing:
         """How the loss is normalised, from any one sample."""
-        sample = self.datasets["train"][0] if hasattr(self.datasets["train"], "__getitem__") else None
-        per_sample = self.objective.weight_per_sample(sample)
-        return Weighing(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(sample))
+        per_sample = self.objective.weight_per_sample(self.sample)
+        return Weighing(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
 
 
 def build_parts(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Parts:

@@ -109,6 +109,8 @@ def make_plan(
         num_gpus=gpus,
         precision=parts.precision.value,
         optimizer=_class_of(cfg.optimizer),
+        objective=parts.objective,
+        sample=parts.sample,
         launch=launch,
     )
     problems = parts.strategy.problems(facts)
@@ -137,7 +139,7 @@ def make_plan(
         cfg=resolved,
         parts=parts,
         tasks=parts.strategy.tasks(facts),
-        facts=facts,
+        facts=replace(facts, micro_size=sizes.micro_size),
         engine=engine,
         num_replicas=replicas,
         batch=batch,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.pipeline.calling import StagedForward
@@ -58,6 +59,12 @@ def assemble(held: Held, cut: Cut, *, stages: int, schedule: ScheduleName, rest:
 
 def _blocks(model: nn.Module, cut: Cut, stage: int) -> Blocks:
     inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
-    named = chain(model.named_parameters(), model.named_buffers())
-    owned = {name: tensor for name, tensor in named if id(tensor) not in inside}
-    return Blocks({unit.name: unit.entries[0] for unit in cut.members(stage)}, owned)
+    owned = {name: tensor for name, tensor in _named(model) if id(tensor) not in inside}
+    members = cut.members(stage)
+    here = {id(tensor) for unit in members for _, tensor in unit.tensors()}
+    within = {name: tensor for name, tensor in _named(model) if id(tensor) in here}
+    return Blocks({unit.name: unit.entries[0] for unit in members}, owned=owned, inside=within)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())

@@ -14,8 +14,9 @@ from trainkit.strategies.maps.balance import balanced
 from trainkit.strategies.maps.judging import uncovered
 from trainkit.strategies.maps.syntax import Place, assign, collapsed
 from trainkit.strategies.maps.units import Unit, units_of
+from trainkit.strategies.pipeline.program import Program
 
-__all__ = ["Cut", "blocks_to_cut", "cut_blocks", "order_problem"]
+__all__ = ["Cut", "blocks_to_cut", "cut_blocks", "order_problems", "run_problems"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +103,7 @@ def cut_blocks(
         return problems
     stages = _filled_in(assigned.places)
     cut = Cut(units=units, stages=stages, num_stages=num_stages)
-    return _direction_problems(cut) or _empty_problems(cut) or cut
+    return _empty_problems(cut) or cut
 
 
 def _balanced(units: Sequence[Unit], num_stages: int, bytes_of: Callable[[Tensor], int]) -> Cut | list[Problem]:
@@ -111,7 +112,7 @@ def _balanced(units: Sequence[Unit], num_stages: int, bytes_of: Callable[[Tensor
     found = balanced(counted, [math.inf] * num_stages, leaders=range(len(units)), fill=True)
     if found is None:
         most = sum(size > 0 for size in counted)
-        rule = f"more stages than the model has blocks with parameters to train ({most}). Use {most} or fewer in all."
+        rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
         return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
     return Cut(units=tuple(units), stages=tuple(found), num_stages=num_stages)
 
@@ -140,20 +141,6 @@ def _filled_in(places: Sequence[Place | None]) -> tuple[int, ...]:
     return tuple(stages)
 
 
-def _direction_problems(cut: Cut) -> list[Problem]:
-    changes = sum(one != other for one, other in pairwise(cut.stages))
-    if list(cut.stages) == sorted(cut.stages):
-        return []
-    better = Cut(units=cut.units, stages=tuple(sorted(cut.stages)), num_stages=cut.num_stages)
-    at = next(place for place, (one, other) in enumerate(pairwise(cut.stages)) if one > other)
-    rule = (
-        f"goes back from stage {cut.stages[at]} ({cut.units[at].name}) to stage {cut.stages[at + 1]} "
-        f"({cut.units[at + 1].name}), with {changes} changes of stage where {cut.num_stages - 1} would do. A pipeline "
-        f"runs forwards: use {better.words()}."
-    )
-    return [Problem(key="strategy.map", rule=rule)]
-
-
 def _empty_problems(cut: Cut) -> list[Problem]:
     return [
         Problem(
@@ -166,28 +153,52 @@ def _empty_problems(cut: Cut) -> list[Problem]:
     ]
 
 
-def order_problem(cut: Cut, ran: Sequence[str], *, given: bool) -> Problem | None:
-    """Whether the model runs its blocks in another order than that of the stages.
+def order_problems(cut: Cut, ran: Sequence[str]) -> list[Problem]:
+    """Whether the stages follow each other as the blocks do.
 
     Args:
-        cut: the stages.
-        ran: blocks in the order of their calls.
-        given: whether the map is the user's.
+        cut: the stage of each block.
+        ran: the blocks in the order in which the model runs them, or names them where that is not known.
     """
     stages = [cut.stage_of[name] for name in ran]
     at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
     if at is None:
-        return None
-    said = f"the model runs {ran[at]} (stage {stages[at]}) before {ran[at + 1]} (stage {stages[at + 1]})"
-    if len(set(ran)) < len(ran):
-        twice = next(name for name in ran if ran.count(name) > 1)
-        rule = f"{said}, and {twice} more than once. Put all blocks between its calls on its stage."
-        return Problem(key="strategy.map", value=None if given else "auto", rule=rule)
+        return []
+    said = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
+    twice = next((name for name in ran if ran.count(name) > 1), None)
+    if twice is not None:
+        rule = f"{said}, and the model runs {twice} more than once. Put all blocks between its calls on its stage."
+        return [Problem(key="strategy.map", rule=rule)]
+    changes = sum(one != other for one, other in pairwise(stages))
     by_name = {unit.name: unit for unit in cut.units}
-    inside = tuple(by_name[name] for name in ran)
-    better = Cut(units=inside, stages=tuple(sorted(stages)), num_stages=cut.num_stages)
-    rule = f"{said}. A pipeline runs forwards: use {better.words()}."
-    return Problem(key="strategy.map", value=None if given else "auto", rule=rule)
+    in_order = tuple(by_name[name] for name in ran)
+    better = Cut(units=in_order, stages=tuple(sorted(stages)), num_stages=cut.num_stages)
+    rule = (
+        f"{said}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
+        f"would do. A pipeline runs forwards: use {better.words()}."
+    )
+    return [Problem(key="strategy.map", rule=rule)]
+
+
+def run_problems(cut: Cut, program: Program) -> list[Problem]:
+    """Whether what the model does fits the stages: blocks in their order, and tensors where they are used."""
+    return order_problems(cut, program.blocks()) or _reach_problems(cut, program)
+
+
+def _reach_problems(cut: Cut, program: Program) -> list[Problem]:
+    homes, tensors = dict[int, set[int]](), dict[str, int]()
+    for unit, stage in zip(cut.units, cut.stages, strict=True):
+        for name, tensor in unit.tensors():  # a tied one is at home on several stages
+            homes.setdefault(id(tensor), set()).add(stage)
+            tensors[name] = id(tensor)
+    problems = []
+    for stage, stretch in enumerate(program.cut(cut.stage_of, cut.num_stages)):
+        for name in sorted(stretch.held()):
+            if name in tensors and stage not in homes[tensors[name]]:
+                there = ", ".join(map(str, sorted(homes[tensors[name]])))
+                rule = f"the model's own code uses {name} on stage {stage}, and its block is on stage {there}."
+                problems.append(Problem(key="strategy.map", rule=f"{rule} Put the blocks between them on one stage."))
+    return problems
 
 
 def _distinct(unit: Unit) -> list[Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,30 +28,42 @@ class Kept:
         """Where a tensor is."""
         return self.device if name in self.names else torch.device("meta")
 
-    def move(self, model: nn.Module) -> nn.Module:
-        """Move what is kept, and let go of the rest; what is tied stays tied."""
+    def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
+        """Let go of what is not kept, and make the numbers of what is; what is tied stays tied.
+
+        Args:
+            model: the model.
+            values: what it begins with, where it was built without; asked for one at a time.
+        """
         named = [*model.named_parameters(), *model.named_buffers()]
-        kept = {id(tensor) for name, tensor in named if name in self.names}
-        released: dict[int, Tensor] = {}
+        name_of = {id(tensor): name for name, tensor in named}
+        settled: dict[int, Tensor] = {}
+
+        def in_its_place(tensor: Tensor) -> Tensor:
+            name = name_of[id(tensor)]
+            if name in self.names and not (tensor.is_meta and values is not None):
+                return tensor
+            if id(tensor) not in settled:
+                settled[id(tensor)] = _like(tensor, values[name] if name in self.names and values is not None else None)
+            return settled[id(tensor)]
+
         for module in model.modules():
-            params, buffers = module._parameters, module._buffers  # noqa: SLF001 - its own, not those below
-            for leaf, param in params.items():
-                if param is not None and id(param) in kept:
-                    param.data = param.data.to(self.device)
-                elif param is not None:
-                    params[leaf] = _without_memory(param, released)  # type: ignore[assignment]
-            for leaf, buffer in _present(buffers.items()):
-                buffers[leaf] = buffer.to(self.device) if id(buffer) in kept else _without_memory(buffer, released)
+            for own in (module._parameters, module._buffers):  # noqa: SLF001 - its own, not those below
+                own.update({leaf: in_its_place(tensor) for leaf, tensor in own.items() if tensor is not None})  # type: ignore[misc]
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move what is kept to the device."""
+        for param in model.parameters():
+            if not param.is_meta:
+                param.data = param.data.to(self.device)  # the same Parameter: what is tied stays tied
+        for module in model.modules():
+            for leaf, buffer in module._buffers.items():  # noqa: SLF001
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
         return model
 
 
-def _present(items: Iterable[tuple[str, Tensor | None]]) -> list[tuple[str, Tensor]]:
-    return [(leaf, tensor) for leaf, tensor in items if tensor is not None]
-
-
-def _without_memory(tensor: Tensor, released: dict[int, Tensor]) -> Tensor:
-    if id(tensor) not in released:
-        empty = torch.empty_like(tensor, device="meta")
-        is_param = isinstance(tensor, nn.Parameter)
-        released[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_param else empty
-    return released[id(tensor)]
+def _like(tensor: Tensor, value: Tensor | None) -> Tensor:
+    """A tensor with these numbers, or without memory."""
+    new = torch.empty_like(tensor, device="meta") if value is None else value
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from trainkit.errors import TrainingError
 from trainkit.numerics.randomness import sets_key
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage, Clock, Surroundings
-from trainkit.strategies.pipeline.cutting import Cut, order_problem
+from trainkit.strategies.pipeline.cutting import Cut, run_problems
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.program import Program, Stretch
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
@@ -89,9 +89,9 @@ class PipelineReplica(Replica, Surroundings):
         key = (shape_key(inputs), self.model.training)
         if key not in self.traced:
             program = self._program(inputs)
-            problem = order_problem(self.cut, program.blocks(), given=True)
-            if problem is not None:
-                raise TrainingError(f"strategy.map: {problem.rule}")
+            problems = run_problems(self.cut, program)
+            if problems:
+                raise TrainingError("; ".join(map(str, problems)))
             stretches = program.cut(self.cut.stage_of, self.cut.num_stages)
             segments = {stage: Segment(self.blocks[stage], stretches[stage]) for stage in self.stages_here}
             self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)

@@ -21,11 +21,14 @@ class Blocks(nn.Module):
     Args:
         blocks: name -> module.
         owned: name -> parameter or buffer of the model itself.
+        inside: name -> parameter or buffer of a block, which the model's own code may use as well.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], owned: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], *, owned: Mapping[str, Tensor], inside: Mapping[str, Tensor]
+    ) -> None:
         super().__init__()
-        self.by_name, self.owned = dict(blocks), dict(owned)
+        self.by_name, self.tensors = dict(blocks), {**inside, **owned}
         self.modules_here = nn.ModuleList(blocks.values())
         for number, tensor in enumerate(owned.values()):
             if isinstance(tensor, nn.Parameter):
@@ -56,7 +59,7 @@ class Segment(nn.Module):
             arrived = zip(self.stretch.received, received, strict=True)
             values |= {number: one.clone() if number in copied else one for number, one in arrived}
         for call in self.stretch.calls:
-            args, kwargs = filled((call.args, call.kwargs), values, self.blocks.owned)
+            args, kwargs = filled((call.args, call.kwargs), values, self.blocks.tensors)
             run = call.function if call.block is None else self.blocks.by_name[call.block]
             assert run is not None
             tree_map(_keeper(values), call.outputs, run(*args, **kwargs))

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from trainkit.cluster.identity import Identity
 from trainkit.config.values import at_least
+from trainkit.data.collate import collate
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Collective
+from trainkit.objectives.base import Collective, Supervised, split_batch
 from trainkit.strategies.base import Facts, Numerics, Outcome, Part, Training
 from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.maps.fitting import model_bytes
 from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.pieces import Piece, Pieces, assembled
-from trainkit.strategies.pipeline.cutting import Cut, cut_blocks
+from trainkit.strategies.pipeline.cutting import Cut, cut_blocks, order_problems, run_problems
 from trainkit.strategies.pipeline.holding import Kept
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
 from trainkit.strategies.reducers import LocalReducer, Reducer
@@ -43,6 +47,7 @@ class Pipeline(Grouped):
 
     holds_pieces: ClassVar[bool] = True
     computes_together: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
 
     replicas: Annotated[int | Literal["auto"], placement] = 1
     """Copies of the whole pipeline; auto: as many as the GPUs of this host make up; in a launch, its ranks."""
@@ -81,14 +86,20 @@ class Pipeline(Grouped):
         """Schedules and stages that do not go together, and what concerns every strategy of several processes."""
         found = []
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
-            rule = f"schedule={self.schedule} has one stage a rank. Use schedule=interleaved, or leave it out."
+            rule = f"schedule={self.schedule} has one stage a rank. Use interleaved, or leave it out."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if self.schedule == "interleaved" and self.stages_a_rank == 1:
-            rule = "interleaves nothing: it needs 2 or more. Use schedule=1f1b for one stage a rank."
+            rule = "interleaves nothing. Use 2 or more, or schedule=1f1b."
             found.append(Problem(key="strategy.virtual_stages", value=self.virtual_stages, rule=rule))
         if facts.numerics.reproducible:
             rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if facts.objective is not None and not isinstance(facts.objective, Supervised):
+            named = type(facts.objective).__name__
+            rule = (
+                "runs the model itself, and a pipeline has outputs on its last stage only. Use a Supervised objective."
+            )
+            found.append(Problem(key="objective", value=named, rule=rule))
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
@@ -97,7 +108,14 @@ class Pipeline(Grouped):
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """What is wrong with the map for this model."""
         cut = self._cut(model, facts.precision)
-        return [] if isinstance(cut, Cut) else cut
+        if not isinstance(cut, Cut):
+            return cut
+        sparse = [
+            Problem(key="model", rule=f"{name} has sparse gradients, which are not summed. Use sparse=False.")
+            for name, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        ]
+        return sparse or _tried(model, cut, facts.sample)
 
     def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
         """The stages of the first replica."""
@@ -138,6 +156,7 @@ class Pipeline(Grouped):
 
     def hold(self, model: nn.Module, precision: Precision, spread: Any) -> Held:
         """Keep the tensors of this rank's stages, and copies of higher precision of these alone."""
+        spread.release(model, initial_values(model))
         held = super().hold(model, precision, spread)
         params = _here(held.params)
         return Held(
@@ -196,6 +215,24 @@ class Pipeline(Grouped):
 
     def _own_state(self, placed: Replica) -> dict[str, Tensor]:
         return {key: tensor for key, tensor in replica_state(placed).items() if not tensor.is_meta}
+
+
+def _tried(model: nn.Module, cut: Cut, sample: Any) -> list[Problem]:
+    """Whether what the model does with two samples can be cut so."""
+    if sample is None:
+        return order_problems(cut, [unit.name for unit in cut.units])
+    from trainkit.strategies.pipeline.tracing import CannotCut, trace  # noqa: PLC0415 - heavy
+
+    # The model here is in float32, whatever the run's precision makes of model and inputs.
+    inputs = tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+        split_batch(collate([sample, sample], [0, 0]))[0],
+    )
+    try:
+        program = trace(model, cut.units, inputs, device=torch.device("cpu"), autocast=nullcontext())
+    except CannotCut as error:
+        return [Problem(key="model", rule=f"cannot be cut into stages: {error}. Use strategy=fsdp.")]
+    return run_problems(cut, program)
 
 
 def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

@@ -7,9 +7,10 @@ say: blocks may branch, take several inputs, and be declared in any order. It ho
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import chain
 from typing import Any
 
@@ -55,6 +56,7 @@ def trace(
     with ExitStack() as stack:
         if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_without_log("torch._subclasses.fake_tensor"))
         stack.enter_context(torch.no_grad())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         own = {
@@ -72,8 +74,20 @@ def trace(
         except CannotCut:
             raise
         except Exception as error:
-            raise CannotCut(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+            said = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
+            raise CannotCut(f"{type(error).__name__}: {said}") from error
     return recorder.program(outputs)
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """What fails is told by the error: torch would log each traceback first."""
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 def _without_numbers(leaf: Any, device: torch.device) -> Any:
