@@ -14,6 +14,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
 from trainkit.strategies.base import Facts
 from trainkit.strategies.device_map import DeviceMap
+from trainkit.strategies.maps.activations import activation_bytes
 from trainkit.strategies.maps.balance import balanced
 from trainkit.strategies.maps.fitting import model_bytes, unit_bytes
 from trainkit.strategies.maps.placing import Layout
@@ -254,3 +255,36 @@ def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
     assert [param.device.type for param in model.parameters()] == ["cpu", "meta"]
     tensor, number = model(torch.ones(2))["both"]
     assert (tensor.device.type, number, layout.device.type) == ("meta", 7, "meta")
+
+
+def test_activations_are_those_that_each_block_keeps_for_backward() -> None:
+    from trainkit.numerics.precision import Precision
+
+    model = nn.Sequential(nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 3, bias=False))
+    shard = torch.empty(10, 6, device="meta")
+    found = [
+        activation_bytes(model, units_of(model), lambda run: run(shard).sum(), Precision(value=value))
+        for value in ("fp32", "fp64")
+    ]
+    # the inputs of the first; what tanh gave, which is the input of the last as well
+    assert found == [[10 * 6 * 4, 10 * 100 * 4, 0], [10 * 6 * 8, 10 * 100 * 8, 0]]
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
+
+
+def test_a_model_that_looks_at_numbers_has_no_known_activations() -> None:
+    from trainkit.numerics.precision import Precision
+
+    model, shard = nn.Sequential(nn.Linear(2, 2)), torch.empty(1, 2, device="meta")
+    assert activation_bytes(model, units_of(model), lambda run: run(shard).sum().item(), Precision()) is None
+
+
+def test_auto_weighs_the_activations_of_a_shard() -> None:
+    from trainkit.objectives.classification import Classification
+
+    narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
+    alone, shard = Facts(num_gpus=2), {"objective": Classification(), "sample": (torch.zeros(8), 1)}
+    known = Facts(num_gpus=2, micro_size=4096, **shard)
+    places = [DeviceMap().decided(lambda: model, facts).map for facts in (alone, known)]
+    assert [sum(device == "cuda:0" for device in one.values()) for one in places] == [1, 2]
+    assert [part.modules for part in DeviceMap().parts(model, known)] == ["0-1", "2-5"]

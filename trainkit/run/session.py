@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trainkit.numerics.deferred import initial_values
 from trainkit.run.beginning import run_of, training_of
 from trainkit.run.building import build_model, make_optimizer, shaping_of
 from trainkit.run.keeping import Keeper
+from trainkit.run.memory import abstract_model
 from trainkit.run.occasions import each_steps, periods, settling
 from trainkit.run.plan import RunPlan
 from trainkit.run.scoring import Scorer
@@ -31,6 +33,12 @@ from trainkit.strategies.base import Placed
 from trainkit.strategies.shaping import shape
 
 __all__ = ["Session"]
+
+
+def _decided(plan: RunPlan) -> RunPlan:
+    """The plan with what its strategy leaves to be decided by the model."""
+    strategy = plan.parts.strategy.decided(lambda: abstract_model(plan), plan.facts)
+    return replace(plan, parts=replace(plan.parts, strategy=strategy))
 
 
 class Session:
@@ -60,6 +68,7 @@ class Session:
         confirm: Callable[[], None] | None = None,
     ) -> None:
         self.confirm = confirm or (lambda: None)
+        plan = _decided(plan)
         self.plan, self.cfg, self.parts = plan, plan.cfg, plan.parts
         self.callbacks, self.fingerprint = callbacks, fingerprint
         self._requested = requested

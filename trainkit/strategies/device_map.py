@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
@@ -19,8 +19,10 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts, Numerics, Part
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
+from trainkit.strategies.maps.activations import activation_bytes, forward_of
 from trainkit.strategies.maps.fitting import Fitting, model_bytes
 from trainkit.strategies.maps.placing import Layout
+from trainkit.strategies.maps.units import Unit
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import LaneReducer, LocalReducer, Partials, Reducer
 from trainkit.strategies.synchronous import Synchronous
@@ -42,7 +44,7 @@ class DeviceMap(Synchronous):
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """Devices that `auto` fills, in this order; null: all GPUs, else the CPU."""
     max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
-    """GiB of parameters, gradients and buffers that a device takes: for all, or by device, `{0:20,1:40}`."""
+    """GiB of parameters, gradients, buffers and a shard's activations on a device: for all, or by device, `{0:20}`."""
 
     def problems(self, facts: Facts) -> list[Problem]:
         """Whether its devices exist; `problems_with` judges the map by the model."""
@@ -66,14 +68,29 @@ class DeviceMap(Synchronous):
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """What is wrong with the map for this model."""
-        layout = self._fitting(Precision(value=facts.precision), facts.num_gpus).layout(model)  # type: ignore[arg-type]
+        layout = self._judged(model, facts)
         return [] if isinstance(layout, Layout) else self._with_limits(layout)
 
     def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
         """A part for each stretch of the model on one device."""
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
-        layout = self._fitting(precision, facts.num_gpus).layout(model)
+        layout = self._judged(model, facts)
         return layout.parts(model_bytes(precision)) if isinstance(layout, Layout) else ()
+
+    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> DeviceMap:
+        """With a map in the place of `auto`: what a shard keeps in each block is known here, not where it is placed."""
+        if self.map != "auto" or len(self._used(facts.num_gpus)) == 1:
+            return self
+        layout = self._judged(build(), facts)
+        if not isinstance(layout, Layout):
+            raise ConfigError(self._with_limits(layout))
+        placed = zip(layout.units, layout.devices_by_unit, strict=True)
+        return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
+
+    def _judged(self, model: nn.Module, facts: Facts) -> Layout | list[Problem]:
+        """The layout of a model of which all is known but its numbers."""
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        return self._fitting(precision, facts.num_gpus, facts).layout(model)
 
     def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
         """One."""
@@ -105,13 +122,19 @@ class DeviceMap(Synchronous):
             raise ConfigError(self._with_limits(layout))
         return layout
 
-    def _fitting(self, precision: Precision, num_gpus: int) -> Fitting:
+    def _fitting(self, precision: Precision, num_gpus: int, facts: Facts | None = None) -> Fitting:
         given = None if self.map == "auto" else self.map
+
+        def activations(model: nn.Module, units: Sequence[Unit]) -> list[int] | None:
+            forward = None if facts is None or len(self._used(num_gpus)) == 1 else forward_of(facts)
+            return None if forward is None else activation_bytes(model, units, forward, precision)
+
         return Fitting(
             given=given if isinstance(given, Mapping) else None,
             devices=self._used(num_gpus),
             capacities=self._capacities(num_gpus),
             bytes_of=model_bytes(precision),
+            activations=activations,
         )
 
     def _with_limits(self, problems: list[Problem]) -> list[Problem]:

@@ -64,13 +64,19 @@ class Fitting:
     """Device -> the bytes it takes; absent: no limit."""
     bytes_of: Callable[[Tensor], int]
     """What a tensor costs."""
+    activations: Callable[[nn.Module, Sequence[Unit]], Sequence[int] | None] = lambda _model, _units: None
+    """Bytes that each block keeps of a shard for backward; None where that is not known."""
 
     def layout(self, model: nn.Module) -> Layout | list[Problem]:
         """Lay the model out; it may be on the meta device."""
         units = units_of(model)
+        counted = "parameters, gradients and buffers"
         sizes = unit_bytes(units, self.bytes_of)
+        if (kept := self.activations(model, units)) is not None:
+            counted = "parameters, gradients, buffers and the activations of a shard"
+            sizes = [size + more for size, more in zip(sizes, kept, strict=True)]
         if self.given is None:
-            return self._balanced(units, sizes)
+            return self._balanced(units, sizes, counted)
         assigned = assign(model, units, self.given, key="strategy.map")
         problems = assigned.problems or layout_problems(
             units, assigned, self.given, key="strategy.map", noun="device", same=parse_device
@@ -79,15 +85,15 @@ class Fitting:
             return problems
         devices = tuple(None if place is None else parse_device(place) for place in assigned.places)
         layout = Layout(units=units, devices_by_unit=devices, routed=True)
-        return self._overfull(layout, sizes) or layout
+        return self._overfull(layout, sizes, counted) or layout
 
-    def _balanced(self, units: Sequence[Unit], sizes: Sequence[int]) -> Layout | list[Problem]:
+    def _balanced(self, units: Sequence[Unit], sizes: Sequence[int], counted: str) -> Layout | list[Problem]:
         limits = [self.capacities.get(device, math.inf) for device in self.devices]
         found = balanced(sizes, limits, leaders=leaders_of(units))
         if found is None:
             largest = max(range(len(units)), key=sizes.__getitem__)
             rule = (
-                f"too little: the model needs {_gib(sum(sizes))} for parameters, gradients and buffers, its largest "
+                f"too little: the model needs {_gib(sum(sizes))} for {counted}, its largest "
                 f"block, {units[largest].name}, {_gib(sizes[largest])}; {', '.join(self.devices)} take "
                 f"{_gib(sum(limits))}. Give more memory or more devices."
             )
@@ -95,14 +101,14 @@ class Fitting:
         devices = tuple(self.devices[place] for place in found)
         return Layout(units=tuple(units), devices_by_unit=devices, routed=len(set(devices)) > 1)
 
-    def _overfull(self, layout: Layout, sizes: Sequence[int]) -> list[Problem]:
+    def _overfull(self, layout: Layout, sizes: Sequence[int], counted: str) -> list[Problem]:
         problems = []
         for device, limit in self.capacities.items():
             held = sum(size for size, one in zip(sizes, layout.devices_by_unit, strict=True) if one == device)
             if held > limit:
                 rule = (
-                    f"{device} takes {_gib(limit)}, and strategy.map puts {_gib(held)} of parameters, gradients and "
-                    "buffers there. Move blocks to another device."
+                    f"{device} takes {_gib(limit)}, and strategy.map puts {_gib(held)} of {counted} there. "
+                    "Move blocks to another device."
                 )
                 problems.append(Problem(key="strategy.max_memory", rule=rule))
         return problems
