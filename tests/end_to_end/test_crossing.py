@@ -16,6 +16,7 @@ POINTS = ("model=net", "model.width=8", "data=points", "batch.global_size=16", "
 PLACES = {
     "fsdp": ("strategy=fsdp", "strategy.replicas=4"),
     "one_device": ("strategy=one_device",),
+    "pipeline": ("strategy=pipeline", "strategy.stages=2"),
 }
 
 
