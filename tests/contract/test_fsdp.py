@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
+from tests.support.counted import bytes_of_rank
 from tests.support.pool import Pool
 from trainkit.numerics.deferred import build_deferred
 
@@ -140,3 +141,14 @@ def test_a_model_that_no_rank_has_built_whole_begins_with_its_numbers(
     expected = oracle(case)
     for rank in train(pool, deferred(case)):
         assert reference.differences(rank.weights, expected) == []
+
+
+def test_four_ranks_hold_a_quarter_each_and_gather_a_block_at_a_time(pool: Pool) -> None:
+    blocks = 12
+    model = {"width": 128, "num_layers": blocks, "bias": False}
+    base = replace(ADAMW, model=model, precision="fp32", num_steps=2, global_size=4, micro_size=1)
+    lasting, peak = bytes_of_rank(None, replace(base, strategy="one_device"))
+    case = replace(base, settings={"replicas": 4})
+    for rank_lasting, rank_peak in pool.run("tests.support.counted.bytes_of_rank", case, num_ranks=4):
+        assert 0.24 < rank_lasting / lasting <= 0.26
+        assert 0.26 < rank_peak / peak <= 0.26 + 1 / blocks

@@ -1,0 +1,129 @@
+"""What fsdp refuses, in its exact words; what it gathers at once; where parts lie; what it holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainkit.models.gpt import Gpt
+from trainkit.models.resnet import ResNet
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.fsdp import Fsdp
+from trainkit.strategies.sharded.elementwise import is_elementwise
+from trainkit.strategies.sharded.units import blocks_of_model, modules_above, without_shared
+
+CPU = Facts()
+GPUS = Facts(num_gpus=4)
+
+
+def gpt(*, num_layers: int = 2) -> nn.Module:
+    with torch.device("meta"):
+        return Gpt(vocab_size=11, context=4, num_layers=num_layers, num_heads=2, width=8)
+
+
+def refusals(facts: Facts = CPU, model: nn.Module | None = None, **settings: Any) -> list[str]:
+    strategy = Fsdp(**settings)
+    return [str(problem) for problem in strategy.problems(facts) or strategy.problems_with(model or gpt(), facts)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"replicas": 4, "replicate": 3}, "strategy.replicate=3: must divide the 4 replicas."),
+        (
+            {"replicas": 4, "replicate": 4},
+            "strategy.replicate=4: leaves each of the 4 replicas a whole model. Use at most 2, or strategy=mirrored.",
+        ),
+        ({"wrap_mb": 1.0}, "strategy.wrap_mb=1.0: has no effect without strategy.wrap=size."),
+        ({"wrap": ()}, "strategy.wrap=[]: names no class. Name some, [Block], or use blocks or size."),
+        (
+            {"offload": True},
+            (
+                "strategy.offload=true: keeps in the memory of the host what a GPU computes with, and the replicas are "
+                "on the CPU. Leave it out."
+            ),
+        ),
+        (
+            {"wrap": ("_Bloc",)},
+            "strategy.wrap=_Bloc: no module of the model is of this class. Did you mean _Block?",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(settings: dict[str, Any], said: str) -> None:
+    assert refusals(**settings) == [said]
+
+
+def test_offload_is_for_gpus() -> None:
+    assert refusals(GPUS, offload=True, replicas=4) == []
+
+
+def test_a_fixed_order_of_summation_is_refused() -> None:
+    assert refusals(Facts(numerics=Numerics(reproducible=True)), replicas=16) == [
+        (
+            "numerics.reproducible=true: is not kept where gradients are summed part by part. Use strategy=mirrored, "
+            "or leave it out."
+        )
+    ]
+
+
+class Halving(torch.optim.SGD):
+    """A user's own rule, which looks at whole parameters and says so."""
+
+    elementwise = False
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Halving])
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(kind: type) -> None:
+    name = kind.__name__
+    assert refusals(Facts(optimizer=kind)) == [
+        (
+            f"optimizer._target_={kind.__module__}.{name}: {name} looks at whole parameters, and here a rank has parts "
+            "of them. Use an elementwise optimizer (torch.optim.AdamW), or strategy=mirrored."
+        )
+    ]
+
+
+def test_optimizers_are_known_by_name_and_by_what_they_say_of_themselves() -> None:
+    lamb = type("LAMB", (torch.optim.Optimizer,), {})
+    own = type("Muon", (torch.optim.Optimizer,), {"elementwise": True})
+    assert not is_elementwise(lamb)
+    assert not is_elementwise(type("Tuned", (lamb,), {}))
+    assert is_elementwise(own)
+    assert is_elementwise(torch.optim.Adam)
+
+
+def test_parameters_that_cannot_be_cut_are_named() -> None:
+    model = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 2))
+    model[1].scale = nn.Parameter(torch.tensor(1.0))  # type: ignore[assignment]
+    assert refusals(model=model) == [
+        "model: 0 has sparse gradients, which are not summed in parts. Use sparse=False.",
+        "model: 1.scale has no dims, and cannot be cut. Give it the shape (1,).",
+    ]
+
+
+def test_blocks_are_gathered_by_themselves_and_tied_weights_with_the_model() -> None:
+    model = gpt()
+    assert list(without_shared(model, blocks_of_model(model))) == ["blocks.0", "blocks.1"]
+    with torch.device("meta"):
+        resnet = ResNet(depth=18)
+    assert [*without_shared(resnet, blocks_of_model(resnet))][:4] == ["stem.0", "stem.1", "blocks.0", "blocks.1"]
+
+
+def test_modules_by_size_are_the_smallest_that_hold_so_much() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(16, 16)), nn.Linear(4, 4), nn.Linear(4, 4))
+    assert list(modules_above(model, 200)) == ["0.1"]
+    assert list(modules_above(model, 80)) == ["0.0", "0.1", "1", "2"]
+
+
+def test_a_rank_holds_rows_and_gathers_a_block_and_the_next_one() -> None:
+    model, strategy = gpt(num_layers=3), Fsdp(replicas=4)
+    held = strategy.held(model, CPU)
+    assert held["embed.tokens.weight"] == 3 * 8
+    assert held["blocks.0.mlp.expand.weight"] == 32 * 8 // 4
+    block, rest = 12 * 8 * 8 + 2 * 8, 11 * 8 + 4 * 8 + 8
+    assert strategy.gathered(model, CPU) == rest + 4 * block
+    assert Fsdp(replicas=4, replicate=2).held(model, CPU)["blocks.0.mlp.expand.weight"] == 32 * 8 // 2
+    assert Fsdp(replicas=1).gathered(model, CPU) == 0
