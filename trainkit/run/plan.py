@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -76,6 +76,8 @@ class RunPlan:
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.parts.precision.value,
             "parameters": f"{num_params:,}",
+            "recomputed": _recomputed(cfg.activation_checkpointing),
+            "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
@@ -208,6 +210,13 @@ def _rate(cfg: RunConfig, parts: Parts, batch: BatchPlan, num_steps: int) -> Lea
     return LearningRate(
         base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=parts.schedule
     )
+
+
+def _recomputed(asked: str | int | Sequence[str]) -> str | None:
+    if asked == "none":
+        return None
+    words = "every block" if isinstance(asked, str) else f"one block in {asked}"
+    return words if isinstance(asked, str | int) else f"each {', '.join(asked)}"
 
 
 def _counted(count: int, word: str) -> str:
