@@ -14,6 +14,7 @@ from trainkit.strategies.optimizer import optimizer_state, restore_optimizer_sta
 from trainkit.strategies.pieces import Piece, Pieces
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.sharded.cuts import Cut, local_part
+from trainkit.strategies.stored import region_of, shape_of
 
 __all__ = ["ShardedReplica", "restore_pieces", "sharded_pieces"]
 
@@ -69,7 +70,7 @@ def sharded_pieces(replica: ShardedReplica) -> Pieces:
 
 
 def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> None:
-    """Take this rank's parts of the whole tensors of a checkpoint; each is asked for once, or for its shape as well.
+    """Take this rank's parts of the tensors of a checkpoint; no more of one is asked for than that part.
 
     Raises:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
@@ -80,11 +81,11 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
     parts = {f"param/{name}": part for name, part in replica.parts.items()}
     with torch.no_grad():
         for key, part in parts.items():
-            whole, cut = tensors[key], replica.cuts[_name_of(key)]
-            _refuse_shape(key, whole, cut.shape)
-            part.copy_(whole[cut.region])
+            cut = replica.cuts[_name_of(key)]
+            _refuse_shape(key, shape_of(tensors, key), cut.shape)
+            part.copy_(region_of(tensors, key, cut.region))
         for key, buffer in buffers.items():
-            _refuse_shape(key, tensors[key], tuple(buffer.shape))
+            _refuse_shape(key, shape_of(tensors, key), tuple(buffer.shape))
             buffer.copy_(tensors[key])
     replica.refresh_params()
     restore_optimizer_state(replica.stepper.optimizer, replica.masters, _Local(tensors, replica.cuts))
@@ -114,8 +115,10 @@ class _Local(Mapping[str, Tensor]):
         self._wholes, self._cuts = wholes, cuts
 
     def __getitem__(self, key: str) -> Tensor:
-        cut, whole = self._cuts.get(_name_of(key)), self._wholes[key]
-        return whole if cut is None else cut.take(whole)
+        cut = self._cuts.get(_name_of(key))
+        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a count of steps is no cut one
+            return self._wholes[key]
+        return region_of(self._wholes, key, cut.region).clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._wholes)
@@ -134,7 +137,7 @@ def _refuse_others(replica: ShardedReplica, buffers: Mapping[str, Tensor], tenso
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
 
 
-def _refuse_shape(key: str, there: Tensor, here: tuple[int, ...]) -> None:
-    if tuple(there.shape) != here:
-        line = f"{key} is {tuple(there.shape)} there and {here} here"
+def _refuse_shape(key: str, there: torch.Size, here: tuple[int, ...]) -> None:
+    if tuple(there) != here:
+        line = f"{key} is {tuple(there)} there and {here} here"
         raise CheckpointError(f"the checkpoint is of another model: {line}.")
