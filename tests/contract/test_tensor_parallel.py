@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
@@ -85,6 +86,40 @@ STREAM = {
 
 def test_a_residual_stream_cut_along_the_sequence_is_that_of_the_reference(pool: Pool) -> None:
     check(StreamCase(settings=COPIES | {"plan": STREAM}, max_norm=0.1, micro_size=4), pool)
+
+
+def test_the_head_of_a_resnet_is_cut_as_the_reference(pool: Pool) -> None:
+    plan = {"type:Linear": "rowwise_scattered"}
+    base = Case(task="resnet", strategy="tensor_parallel", micro_size=4, num_steps=4, rate_scale=0.1, max_norm=0.1)
+    check(replace(base, settings=TWO | {"plan": plan}), pool)
+
+
+GATHERED = {"0": "colwise_gathered"}
+
+
+def test_what_is_drawn_for_whole_activations_is_drawn_alike(pool: Pool) -> None:
+    base = replace(NET, model={"width": 8, "dropout": 0.5}, micro_size=3)
+    expected = train(pool, replace(base, strategy="one_device"))[0].weights
+    for rank in train(pool, replace(base, settings=TWO | {"plan": GATHERED})):
+        for name, tensor in expected.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("settings", [TWO, SHARDED], ids=["two ranks", "shared out"])
+def test_rounded_parameters_have_masters_that_are_cut_and_saved(settings: dict[str, object], pool: Pool) -> None:
+    base = replace(GPT, precision="bf16", rate_scale=0.1, settings=settings, micro_size=4)
+    whole, parted = train(pool, base)[0], train(pool, replace(base, resume_at=4))[0]
+    assert {tensor.dtype for key, tensor in whole.state.items() if key.startswith("param/")} == {torch.float32}
+    for name, tensor in whole.state.items():
+        torch.testing.assert_close(parted.state[name], tensor, rtol=0, atol=0)
+    assert whole.losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
+
+
+def test_an_overflow_is_tried_again_by_all(pool: Pool) -> None:
+    base = replace(GPT, precision="fp16_mixed", rate_scale=0.1, settings=COPIES, micro_size=4)
+    ranks = train(pool, base)
+    assert {rank.scale for rank in ranks} == {ranks[0].scale}
+    assert ranks[0].losses[-1] == pytest.approx(oracle(base).losses[-1], rel=0.02)
 
 
 @pytest.mark.parametrize(

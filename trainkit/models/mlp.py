@@ -61,6 +61,19 @@ class Mlp(nn.Module):
         layers.append(nn.Linear(widths[-1], out_features))
         self.layers = nn.Sequential(*layers)
 
+    def tensor_plan(self, degree: int) -> dict[str, str]:  # noqa: ARG002 - whether it divides is asked of every plan
+        """How its layers are cut over ranks: in pairs, by rows and by columns; a batch norm wants whole activations.
+
+        Example:
+            >>> Mlp(in_features=64, hidden=[128], out_features=10).tensor_plan(2)
+            {'layers.0': 'colwise', 'layers.2': 'rowwise'}
+        """
+        linear = [f"layers.{place}" for place, layer in enumerate(self.layers) if isinstance(layer, nn.Linear)]
+        if any(isinstance(layer, nn.BatchNorm1d) for layer in self.layers):
+            return dict.fromkeys(linear[:-1], "colwise_gathered")
+        pairs = dict(zip(linear[::2], linear[1::2], strict=False))
+        return {name: style for pair in pairs.items() for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
+
     def forward(self, inputs: Tensor) -> Tensor:
         """(samples, ...) -> (samples, out_features)."""
         outputs: Tensor = self.layers(inputs.flatten(1) if inputs.dim() > 2 else inputs)

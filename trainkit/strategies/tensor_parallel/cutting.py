@@ -134,6 +134,8 @@ def _rowwise(one: Chosen, exchange: _Exchange, given: Tensor) -> Tensor:
     to = Shard(1) if one.style.gives == "stretch" else Replicate()
     if isinstance(module, nn.Embedding):
         return exchange.changed(_own_rows(module, given, exchange.place), Partial(), to)
+    if one.style.takes == "whole":
+        given = exchange.changed(given, Replicate(), Shard(given.dim() - 1))
     total = exchange.changed(functional.linear(given, module.weight), Partial(), to)
     if module.bias is None:
         return total

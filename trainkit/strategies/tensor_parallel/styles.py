@@ -61,6 +61,7 @@ STYLES: Final = {
         Style(name="colwise_gathered", linear=_ROWS, embedding=_COLUMNS),
         Style(name="colwise_sequence", linear=_ROWS, takes="stretch", gives="cut"),
         Style(name="rowwise", linear=_COLUMNS, embedding={"weight": 0}, takes="cut", sums=True),
+        Style(name="rowwise_scattered", linear=_COLUMNS, sums=True),
         Style(name="rowwise_sequence", linear=_COLUMNS, takes="cut", gives="stretch", sums=True),
         Style(name="sequence", other=True, takes="stretch", gives="stretch"),
         Style(name="sequence_split", other=True, gives="stretch"),
