@@ -1,24 +1,236 @@
-"""A pipeline is the training of one device, whatever its schedule."""
+"""A pipeline is the training of one device: every schedule, over stages and replicas."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.contract.stepping import Case, oracle, train
-from tests.support import reference
-from tests.support.pool import Pool
+from tests.contract.running import run
+from tests.contract.stepping import Case, Trained, _Rank, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Place, Pool
+from trainkit.models.gpt import Gpt
+from trainkit.models.resnet import ResNet
 
-TOKENS = Case(task="tokens", global_size=8, micro_size=2, strategy="pipeline")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("base", [TOKENS], ids=["tokens"])
-def test_ten_steps_are_those_of_the_reference(base: Case, optimizer: str, schedule: str, pool: Pool) -> None:
-    case = replace(base, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05)
-    expected = oracle(case)
-    for rank in train(pool, case):
+@dataclass(frozen=True, kw_only=True)
+class Pipelined(Case):
+    """A training in stages; its models have more blocks than those of the zoo."""
+
+    strategy: str = "pipeline"
+    named: str = "zoo"
+
+    def make_model(self) -> nn.Module:
+        """The model of its name."""
+        if self.named == "deep":
+            return deep(**self.model)
+        if self.named == "gpt":
+            sizes = {"vocab_size": zoo.TOKENS, "context": zoo.LENGTH, "num_layers": 2, "num_heads": 2, "width": 4}
+            return zoo.fill(Gpt(**sizes, **self.model))
+        return super().make_model()
+
+
+def deep(*, norm: bool = True, dropout: float = 0.0) -> nn.Module:
+    """Five blocks with parameters; one begins by writing into what it receives."""
+    middle: list[nn.Module] = [nn.BatchNorm1d(7)] if norm else []
+    return zoo.fill(
+        nn.Sequential(nn.Linear(6, 7), *middle, nn.ELU(inplace=True), nn.Dropout(dropout), nn.Linear(7, 7), nn.Tanh(),
+                      nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+    )  # fmt: skip
+
+
+CLASSES = Pipelined(task="classes", global_size=16, micro_size=4)
+TOKENS = Pipelined(task="tokens", global_size=8, micro_size=2)
+MANY = Pipelined(task="classes", named="deep", global_size=20, micro_size=4)
+"""Five microbatches of 4 a step; the last batch of an epoch has 17 points in 4, 4, 3, 3 and 3."""
+
+
+def same(case: Case, pool: Pool) -> list[Trained]:
+    """What the ranks ended with, held to the reference."""
+    expected, ranks = oracle(case), train(pool, case)
+    for rank in ranks:
         assert reference.differences(rank.weights, expected) == []
         assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+    return ranks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_branches_and_tied_weights_on_two_stages_train_as_the_reference(
+    optimizer: str, schedule: str, pool: Pool
+) -> None:
+    case = replace(TOKENS, optimizer=optimizer, settings={"schedule": schedule}, max_norm=0.05)
+    ranks = same(case, pool)
+    assert ranks[0].norms == ranks[1].norms
+    assert min(ranks[0].norms) > 0.05
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_batch_statistics_and_repeats_that_count_nothing_are_those_of_the_reference(schedule: str, pool: Pool) -> None:
+    same(replace(MANY, settings={"schedule": schedule}), pool)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_four_stages_train_as_the_reference(schedule: str, pool: Pool) -> None:
+    same(replace(MANY, settings={"schedule": schedule, "stages": 4}, max_norm=0.1), pool)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_two_replicas_of_two_stages_train_as_the_reference(schedule: str, pool: Pool) -> None:
+    case = replace(TOKENS, settings={"schedule": schedule, "replicas": 2}, optimizer="adamw", max_norm=0.05)
+    same(case, pool)
+
+
+def test_microbatches_of_unequal_sizes_train_as_the_reference(pool: Pool) -> None:
+    # 11 points are 4, 4 and 3; the last batch of an epoch has 4
+    same(replace(CLASSES, global_size=11, optimizer="adamw"), pool)
+
+
+def test_a_replica_without_a_shard_in_a_short_batch_takes_part(pool: Pool) -> None:
+    # the last batch of an epoch has 5 of 16 points: one shard of them
+    ranks = same(replace(MANY, global_size=16, micro_size=8, settings={"replicas": 2}, resume_at=2), pool)
+    assert [len(rank.samples[2]) for rank in ranks] == [5, 0, 0, 0]
+
+
+@pytest.mark.parametrize("settings", [{"stages": 2}, {"stages": 4}, {"schedule": "interleaved"}])
+def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], pool: Pool) -> None:
+    same(replace(TOKENS, named="gpt", settings=settings, max_norm=0.1, resume_at=4), pool)
+
+
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(MANY, model={"dropout": 0.4}, precision="fp32"),
+        replace(MANY, precision="bf16", optimizer="adamw"),
+        replace(MANY, precision="bf16_mixed", model={"dropout": 0.4}),
+        replace(CLASSES, precision="fp16_mixed", rate_scale=0.1),
+    ],
+    ids=["dropout", "masters", "mixed", "scaled"],
+)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_its_bits_are_those_of_one_device(base: Case, schedule: str, pool: Pool) -> None:
+    (expected,) = train(pool, replace(base, strategy="one_device", settings={}))
+    for rank in train(pool, replace(base, settings={"schedule": schedule})):
+        assert rank.scale == expected.scale
+        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+
+
+def test_a_gpt_draws_what_it_draws_on_one_device(pool: Pool) -> None:
+    base = replace(TOKENS, named="gpt", model={"dropout": 0.3})  # its tied weight is summed in another order
+    (expected,) = train(pool, replace(base, strategy="one_device"))
+    for rank in train(pool, replace(base, settings={"stages": 4, "schedule": "zero_bubble"})):
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+class Loud(zoo.Points):
+    """Points whose gradients overflow at the first loss scale, on the first stage alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = self.inputs * 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overflowing(Pipelined):
+    """A training that begins with an overflow."""
+
+    def make_data(self) -> zoo.Points:
+        """Loud ones."""
+        return Loud()
+
+
+def test_an_overflow_on_one_stage_is_tried_again_by_all(pool: Pool) -> None:
+    base = Overflowing(precision="fp16_mixed", rate_scale=0.01, global_size=16, micro_size=4, num_steps=4)
+    (expected,) = train(pool, replace(base, strategy="one_device"))
+    assert expected.scale < 65536
+    for rank in train(pool, replace(base, settings={"schedule": "zero_bubble"})):
+        assert rank.scale == expected.scale
+        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures(Pipelined):
+    """A residual network on small pictures."""
+
+    def make_model(self) -> nn.Module:
+        """Its weights as a seed draws them, in float64."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(1)
+            return ResNet(depth=18, num_classes=zoo.CLASSES, in_channels=1)
+
+    def make_data(self) -> Any:
+        """Pictures of 8 x 8."""
+        return Squares()
+
+
+class Squares(zoo.Points):
+    """Points as pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inputs = zoo.wave(37, 1, 8, 8, phase=0.0)
+
+
+def test_a_residual_network_trains_as_the_reference(pool: Pool) -> None:
+    same(Pictures(global_size=5, micro_size=3, num_steps=2, rate_scale=0.1, settings={"schedule": "interleaved"}), pool)
+
+
+def drifts(place: Place, case: Case) -> str | None:
+    """What the check of replicas says once one of them has gone its own way."""
+    rank = _Rank(place, case)
+    placed = rank._place(0)
+    try:
+        assert rank.strategy.check_replicas(placed) is None
+        if place.rank == 3:
+            with torch.no_grad():
+                next(iter(placed.params.values())).add_(1.0)
+        return rank.strategy.check_replicas(placed)
+    finally:
+        rank.strategy.leave(placed)
+
+
+def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
+    case = replace(CLASSES, settings={"replicas": 2})
+    said = pool.run("tests.contract.test_pipeline.drifts", case, num_ranks=4)
+    assert set(said) == {"the parameter 2.weight differs on rank 3 from rank 1."}
+
+
+def held(place: Place, case: Case) -> tuple[list[str], list[str]]:
+    """The parameters that have numbers on this rank, and those that it writes."""
+    rank = _Rank(place, case)
+    placed = rank._place(0)
+    try:
+        here = [name for name, param in placed.model.named_parameters() if not param.is_meta]
+        return here, list(rank.strategy.pieces(placed))
+    finally:
+        rank.strategy.leave(placed)
+
+
+def test_a_rank_holds_its_stage_and_writes_what_no_other_does(pool: Pool) -> None:
+    given = {"embed": 0, "rest": 1}
+    first, second, *others = pool.run(
+        "tests.contract.test_pipeline.held", replace(TOKENS, settings={"map": given, "replicas": 2}), num_ranks=4
+    )
+    assert first == (["embed.weight"], ["param/embed.weight"])
+    inner = [f"{name}.{kind}" for name in ("query", "key", "value") for kind in ("weight", "bias")]
+    assert second[0] == ["embed.weight", *inner]
+    assert second[1] == [f"param/{name}" for name in inner]
+    assert [pieces for _, pieces in others] == [[], []]
+
+
+def test_a_run_evaluates_and_saves_what_one_device_does(tmp_path: Path) -> None:
+    fixed = ("model=net", "model.dropout=0.2", "data=points", "batch.global_size=16", "batch.micro_size=4",
+             "optimizer=adamw", "steps=4")  # fmt: skip
+    one = run(tmp_path / "one", *fixed)
+    two = run(tmp_path / "two", *fixed, "strategy=pipeline", "strategy.map={0-1:0,rest:1}")
+    assert two["weights_sha256"] == one["weights_sha256"]
+    assert two["metrics"] == one["metrics"]
+    assert two["fingerprint"] == one["fingerprint"]

@@ -40,7 +40,7 @@ def run(call: Call) -> int:
         parts = plan.parts.strategy.parts(model, plan.facts)
     except ConfigError as error:
         raise composition.located(error) from error
-    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory, parts))}
+    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory, parts, len(plan.tasks)))}
     print_summary(f"plan of {plan.cfg.name}", rows, notes=[*composition.notes, *notes])
     if parts:
         print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, parts))
@@ -80,7 +80,7 @@ def _part(part: Part) -> tuple[str, ...]:
     return str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device
 
 
-def _memory(memory: Memory, parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
+def _memory(memory: Memory, parts: Sequence[Part], num_tasks: int) -> Iterator[tuple[str, str]]:
     optimizer = "unknown" if memory.optimizer_bytes is None else num_bytes(memory.optimizer_bytes)
     held = (
         f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
@@ -88,5 +88,5 @@ def _memory(memory: Memory, parts: Sequence[Part]) -> Iterator[tuple[str, str]]:
     )
     if memory.gathered_bytes:
         held += f", gathered for a while {num_bytes(memory.gathered_bytes)}"
-    whole = len({part.device for part in parts}) <= 1
+    whole = len({part.device for part in parts}) <= 1 or num_tasks > 1
     yield "memory a device" if whole else "memory in all", f"{num_bytes(memory.total_bytes)} and activations: {held}"

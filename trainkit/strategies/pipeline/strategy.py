@@ -126,6 +126,20 @@ class Pipeline(Grouped):
         devices = [task.device for task in self.tasks(replace(facts, launch=None))]
         return tuple(_part(cut, stage, bytes_of, devices[stage % self.stages]) for stage in range(cut.num_stages))
 
+    def held(self, model: nn.Module, facts: Facts) -> Mapping[str, int]:
+        """What the fullest rank holds."""
+        from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
+
+        cut = self._cut(model, facts.precision)
+        if not isinstance(cut, Cut):
+            return super().held(model, facts)
+        holders = holders_of(model, cut, self.stages)
+        sizes = {name: param.numel() for name, param in model.named_parameters()}
+        by_place = [
+            {name: size for name, size in sizes.items() if place in holders[name]} for place in range(self.stages)
+        ]
+        return max(by_place, key=lambda held: sum(held.values()))
+
     def _cut(self, model: nn.Module, precision: str) -> Cut | list[Problem]:
         given = self.map if isinstance(self.map, Mapping) else None
         bytes_of = model_bytes(Precision(value=precision))  # type: ignore[arg-type]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -69,17 +68,16 @@ class PipelineWork:
         return [*sums, *self._counted()]
 
     def _groups(self) -> list[list[Chunk]]:
-        """Microbatches by shape: a schedule takes those of one."""
-        chunks: list[tuple[Any, Chunk]] = []
+        """Microbatches by shape, in the order of the shards: a schedule takes those of one."""
+        groups: dict[Any, list[Chunk]] = {}
         for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
             inputs, targets = split_batch(batch)
             tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
             share = self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
-            chunks.append((inputs, Chunk(shard=shard, inputs=tensors, targets=targets, share=share)))
-        chunks.sort(key=lambda pair: repr(shape_key(pair[0])), reverse=True)
-        self._inputs = {chunk.shard: inputs for inputs, chunk in chunks}
-        grouped = groupby(chunks, key=lambda pair: shape_key(pair[0]))
-        return [[chunk for _, chunk in members] for _, members in grouped]
+            self._inputs[shard] = inputs
+            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=share)
+            groups.setdefault(shape_key(inputs), []).append(chunk)
+        return list(groups.values())
 
     def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
         """Compute the groups, and note the share of the time in which this rank waited for others."""
