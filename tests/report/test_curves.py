@@ -62,6 +62,12 @@ def test_every_metric_gets_a_plot_of_its_own(tmp_path):
     assert all(map(is_png, written))
 
 
+def test_figures_of_a_strategy_are_no_metric(tmp_path):
+    read = read_curves(['{"step": 1, "train/loss": 2.0, "pipeline/bubble": 0.2}'])
+
+    assert [path.name for path in draw_metrics(tmp_path, title="digits", curves=read, modes={})] == ["loss.png"]
+
+
 @pytest.mark.parametrize("values", [[math.nan], [0.0], [-1.0, 2.0], []])
 def test_odd_values_are_drawn_too(tmp_path, values):
     points = list(enumerate(values))

@@ -39,6 +39,8 @@ _STYLE: dict[Any, Any] = {
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
 }
+_SIDES = ("train", "val")
+"""What a metric is drawn of; a strategy's own figures, `pipeline/bubble`, are no metric."""
 _MOST_POINTS = 1500
 """More than a plot has pixels across; longer curves are averaged in buckets."""
 
@@ -138,9 +140,9 @@ def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes
         The files written.
     """
     written = []
-    for metric in sorted({name.partition("/")[2] for name in curves if not name.startswith("test/")}):
+    for metric in sorted({metric for side, _, metric in (name.partition("/") for name in curves) if side in _SIDES}):
         path = folder / f"{metric.replace('/', '_')}.png"
-        split = {side: curve for side in ("train", "val") if (curve := curves.get(f"{side}/{metric}")) is not None}
+        split = {side: curve for side in _SIDES if (curve := curves.get(f"{side}/{metric}")) is not None}
         with mpl.rc_context(_STYLE):
             axes = _axes(title, metric)
             _draw_train(axes, split.get("train"))
