@@ -96,6 +96,15 @@ def test_two_of_three_sizes_give_the_third(
     assert resolve_batch(**sizes, num_replicas=replicas, lanes=lanes) == expected
 
 
+@pytest.mark.parametrize(("global_size", "micro_size"), [(64, 4), (5, 1)])
+def test_a_replica_that_needs_several_shards_to_be_busy_gets_them_where_the_batch_is_large_enough(
+    global_size: int, micro_size: int
+) -> None:
+    sizes = {"global_size": global_size, "micro_size": None, "accumulation": None}
+    found = resolve_batch(**sizes, num_replicas=2, lanes=None, shards_a_replica=8)
+    assert found == BatchSizes(global_size=global_size, micro_size=micro_size)
+
+
 def test_fewer_shards_than_replicas_is_a_problem_with_the_size_that_occupies_all() -> None:
     found = resolve_batch(global_size=100, micro_size=50, accumulation=None, num_replicas=4, lanes=None)
     (problem,) = found

@@ -147,6 +147,7 @@ def resolve_batch(
     accumulation: int | None,
     num_replicas: int,
     lanes: int | None,
+    shards_a_replica: int = 1,
 ) -> BatchSizes | list[Problem]:
     """Work out global and micro size from the two of three that the config gives.
 
@@ -156,6 +157,8 @@ def resolve_batch(
         accumulation: shards that each replica computes in a full step.
         num_replicas: replicas that get their own shards.
         lanes: lanes of the reproducible order of summation; None where the order is free.
+        shards_a_replica: shards of a step that keep a replica busy: one where it is a device, more where it is a
+            pipeline; taken where the config leaves the cut open and the batch is large enough.
 
     Returns:
         The sizes, or what is wrong with them.
@@ -170,9 +173,10 @@ def resolve_batch(
             return [Problem(key="batch", rule=rule)]
         return BatchSizes(global_size=micro_size * accumulation * num_replicas, micro_size=micro_size)
     if micro_size is None:
-        # Without either, one shard a replica is the fastest; a reproducible run has one a lane, so that the shards,
-        # and with them the bits, are the same on every number of replicas.
-        shards = num_replicas * accumulation if accumulation else max(num_replicas, min(lanes or 0, global_size))
+        # Without either, as few shards as keep a replica busy are the fastest; a reproducible run has one a lane, so
+        # that the shards, and with them the bits, are the same on every number of replicas.
+        wanted = lanes or num_replicas * shards_a_replica
+        shards = num_replicas * accumulation if accumulation else max(num_replicas, min(wanted, global_size))
         if shards > global_size:
             return [_too_few(global_size, shards, num_replicas)]
         micro_size = -(-global_size // shards)

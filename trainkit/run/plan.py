@@ -120,7 +120,7 @@ def make_plan(
     if problems:
         raise ConfigError(problems)
     replicas = parts.strategy.num_replicas(facts)
-    sizes = _sizes(cfg, replicas)
+    sizes = _sizes(cfg, replicas, parts.strategy.shards_a_replica)
     num_samples = size_of(parts.datasets["train"])
     batch = BatchPlan(
         num_samples=num_samples,
@@ -179,13 +179,14 @@ def _elastic_problems(cfg: RunConfig, parts: Parts, facts: Facts, engine: Engine
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
 
 
-def _sizes(cfg: RunConfig, replicas: int) -> BatchSizes:
+def _sizes(cfg: RunConfig, replicas: int, shards_a_replica: int) -> BatchSizes:
     sizes = resolve_batch(
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         accumulation=cfg.batch.accumulation,
         num_replicas=replicas,
         lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
+        shards_a_replica=shards_a_replica,
     )
     if isinstance(sizes, list):
         raise ConfigError(sizes)

@@ -85,7 +85,7 @@ def prove(
 ) -> tuple[str, list[Proof]]:
     """Train a few steps under each candidate and on one device, and compare every parameter after every step.
 
-    Every run has one `micro_size`, that of the candidate with most replicas, and float64 where the model allows.
+    Every run has one `micro_size`, the smallest of the candidates', and float64 where the model allows.
 
     Args:
         candidates: (label, checked config) of each.
@@ -102,8 +102,8 @@ def prove(
     plans = [(label, make_plan(_for_proof(cfg, steps))) for label, cfg in candidates]
     for _, plan in plans:
         model_notes(plan, abstract_model(plan))  # what is wrong with one is told before any is trained
-    most = max((plan for _, plan in plans), key=lambda plan: plan.num_replicas)
-    sizes = replace(most.cfg.batch, accumulation=None)
+    finest = min((plan for _, plan in plans), key=lambda plan: plan.batch.micro_size)
+    sizes = replace(finest.cfg.batch, accumulation=None)
     # One whose replicas train apart ends later, where they are alike.
     last = max(plan.last_step for _, plan in plans)
     reference = replace(

@@ -234,6 +234,11 @@ class Strategy(ABC):
     """Whether a forward pass is an exchange between ranks: whoever runs the model then does so on every rank."""
 
     @property
+    def shards_a_replica(self) -> int:
+        """Shards of a step that keep a replica busy, where the config leaves the cut of a step open."""
+        return 1
+
+    @property
     def is_another_training(self) -> bool:
         """Whether, as it is set, it is another training than that of one device."""
         return self.changes_maths

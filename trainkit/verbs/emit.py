@@ -195,6 +195,7 @@ def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: Job) 
             accumulation=cfg.batch.accumulation,
             num_replicas=strategy.num_replicas(facts),
             lanes=numerics.lanes if numerics.reproducible else None,
+            shards_a_replica=strategy.shards_a_replica,
         )
         problems = sizes if isinstance(sizes, list) else []
     if problems:
