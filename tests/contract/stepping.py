@@ -44,7 +44,15 @@ def changes_maths(strategy: str) -> bool:
     return changes
 
 
-STRATEGIES = sorted(path.stem for path in (CONF / "strategy").glob("*.yaml") if not changes_maths(path.stem))
+def runs_here(strategy: str) -> bool:
+    """Whether this machine has what a strategy needs, as its YAML sets it."""
+    made: Strategy = build(node_of(strategy))
+    return not made.problems(Facts())
+
+
+STRATEGIES = sorted(
+    path.stem for path in (CONF / "strategy").glob("*.yaml") if not changes_maths(path.stem) and runs_here(path.stem)
+)
 """Those that are the training of one device."""
 
 

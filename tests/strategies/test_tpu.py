@@ -1,0 +1,96 @@
+"""strategy=tpu: what is to be installed, and the calls it makes of torch_xla where there is none to make them of."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract.stepping import Case, oracle, run_rank
+from tests.support import reference
+from trainkit.strategies import tpu
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.tpu import Tpu
+
+INSTALL = "In an environment of its own: pip install 'torch==2.9.0' 'torch_xla[tpu]==2.9.0'."
+
+
+def told(facts: Facts) -> list[str]:
+    return [str(problem) for problem in Tpu().problems(facts)]
+
+
+def test_where_torch_xla_is_missing_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "find_spec", lambda _: None)
+    assert told(Facts()) == [f"torch_xla: strategy=tpu needs it, and it is not installed. {INSTALL}"]
+
+
+class Xla:
+    """An importable torch_xla that computes on the CPU, and the calls it got."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        note = self.calls.append
+        names = ("", ".runtime", ".core", ".core.xla_model", ".distributed", ".distributed.spmd")
+        self.modules: dict[str, Any] = {f"torch_xla{name}": ModuleType(f"torch_xla{name}") for name in names}
+        root = self.modules["torch_xla"]
+        root.__spec__, root.__version__ = ModuleSpec("torch_xla", None), torch.__version__
+        root.device, root.sync = lambda: torch.device("cpu"), lambda: note("sync")
+        runtime, spmd = self.modules["torch_xla.runtime"], self.modules["torch_xla.distributed.spmd"]
+        runtime.use_spmd, runtime.global_runtime_device_count = lambda: note("spmd"), lambda: 4
+        self.modules["torch_xla.core.xla_model"].set_rng_state = lambda key: note(("key", key))
+        spmd.Mesh = lambda ids, shape, names: SimpleNamespace(ids=ids, shape=shape, names=names)
+        spmd.mark_sharding = self.mark
+
+    def mark(self, tensor: Tensor, mesh: Any, axes: tuple[str | None, ...]) -> None:
+        self.calls.append(("mark", tuple(tensor.shape), mesh.shape, axes))
+
+
+@pytest.fixture
+def xla(monkeypatch: pytest.MonkeyPatch) -> Xla:
+    fake = Xla()
+    for name, module in fake.modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+CASE = Case(strategy="tpu", global_size=16, micro_size=8, num_steps=3, max_norm=0.05)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.usefixtures("xla")
+def test_its_steps_are_those_of_the_reference(optimizer: str) -> None:
+    case = replace(CASE, num_steps=10, optimizer=optimizer, resume_at=4)
+    assert reference.differences(run_rank(None, case).weights, oracle(case)) == []
+
+
+def test_every_step_is_handed_over_and_every_shard_is_keyed_and_spread(xla: Xla) -> None:
+    run_rank(None, CASE)
+    assert xla.calls[0] == "spmd"
+    assert xla.calls.count("sync") == 3
+    keys = [call for call in xla.calls if call[0] == "key"]
+    assert len(keys) == len(set(keys)) == 5  # shards of 8, 8; 8, 8; and 5, which 4 devices do not share evenly
+    assert [call for call in xla.calls if call[0] == "mark"] == [
+        call
+        for _ in range(4)
+        for call in (("mark", (8, 6), (4,), ("samples", None)), ("mark", (8,), (4,), ("samples",)))
+    ]
+
+
+def test_another_version_of_torch_is_refused(xla: Xla) -> None:
+    xla.modules["torch_xla"].__version__ = "1.13.0"
+    here = ".".join(torch.__version__.split(".")[:2])
+    assert told(Facts()) == [f"torch_xla: version 1.13 does not work with torch {here}. {INSTALL}"]
+
+
+@pytest.mark.usefixtures("xla")
+def test_what_xla_cannot_keep_is_refused() -> None:
+    assert told(Facts(numerics=Numerics(reproducible=True), precision="fp16_mixed")) == [
+        "numerics.reproducible=true: XLA orders sums itself. Use strategy=mirrored, or leave it out.",
+        ("precision=fp16_mixed: TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."),
+    ]

@@ -1,0 +1,175 @@
+"""TPUs, and whatever else XLA drives: one process, its samples spread over all devices by XLA itself (SPMD)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.errors import Problem
+from trainkit.fields import placement
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.hashing import key32
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Collective, Loss
+from trainkit.strategies.base import Facts, Numerics, Outcome, Training
+from trainkit.strategies.collective import LocalCollective
+from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.reducers import LocalReducer, Reducer
+from trainkit.strategies.replica import Replica
+from trainkit.strategies.shaping import Compiles
+from trainkit.strategies.spread import OnOneDevice, Spread
+from trainkit.strategies.synchronous import Synchronous
+
+__all__ = ["Tpu"]
+
+_VERSION: Final = "2.9.0"
+"""The torch_xla this was written for; it takes the torch of its own version alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tpu(Synchronous):
+    """Train one replica on XLA devices.
+
+    A step is traced and compiled by XLA, and compiled anew for every shape of a shard: ragged last batches cost a
+    compilation once.
+
+    Example:
+        >>> Tpu().tasks(Facts())
+        (Task(role='worker', index=0, rank=0, device='xla:0'),)
+    """
+
+    compiles: ClassVar[Compiles] = "nothing"
+
+    spmd: Annotated[bool, placement] = True
+    """Spread the samples of every shard over all devices; false: one device."""
+
+    def problems(self, facts: Facts) -> list[Problem]:
+        """What is to be installed; what XLA cannot keep."""
+        found = _missing()
+        if facts.launch is not None and facts.launch.num_ranks > 1:
+            rule = f"{facts.launch.kind} started {facts.launch.num_ranks} processes, and it has work for one."
+            found.append(Problem(key="strategy", value="tpu", rule=f"{rule} Use strategy=multi_worker_mirrored."))
+        if facts.numerics.reproducible:
+            rule = "XLA orders sums itself. Use strategy=mirrored, or leave it out."
+            found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+        if facts.precision == "fp16_mixed":
+            rule = "TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."
+            found.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+        return found
+
+    def notes_with(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+        """What XLA draws."""
+        return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
+
+    def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
+        """One: XLA spreads it."""
+        return 1
+
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:  # noqa: ARG002
+        """One task for all devices."""
+        return (Task(role="worker", index=0, rank=0, device="xla:0"),)
+
+    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - there is nobody to meet
+        """Nobody to meet."""
+        return LocalCollective()
+
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
+        """XLA adds up what its devices computed."""
+        return LocalReducer()
+
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Spread:  # noqa: ARG002
+        """The XLA device; with SPMD, all of them as one."""
+        if self.spmd:
+            _xla("runtime").use_spmd()  # before the first tensor is there
+        return OnOneDevice(device=_xla().device())
+
+    def place(
+        self,
+        model: nn.Module,
+        *,
+        identity: Identity,
+        precision: Precision,
+        numerics: Numerics,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Replica:
+        """Move the model to the device; its optimizer is not a fused one, which XLA has none of."""
+        return super().place(
+            model,
+            identity=identity,
+            precision=precision,
+            numerics=numerics,
+            make_optimizer=lambda params: _unfused(make_optimizer(params)),
+        )
+
+    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+        """What computes a ticket."""
+        if self.spmd:
+            batches = [_spread_out(batch) for batch in batches]
+        return _XlaWork(placed, ticket, batches, training)
+
+    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        """Trace a step and hand it to the device."""
+        outcome = super().step(placed, ticket, batches, training)
+        _xla().sync()
+        return outcome
+
+
+class _XlaWork(StepWork):
+    """A try at a step; what the device draws is keyed by step and shard."""
+
+    def _forward(self, shard: int, batch: Any) -> Loss:
+        key = key32(self.replica.numerics.seed, self.ticket.step, shard)
+        _xla("core.xla_model").set_rng_state(key)
+        return super()._forward(shard, batch)
+
+
+def _missing() -> list[Problem]:
+    """What is to be installed before XLA can be used."""
+    install = f"pip install 'torch=={_VERSION}' 'torch_xla[tpu]=={_VERSION}'"
+    if find_spec("torch_xla") is None:
+        rule = f"strategy=tpu needs it, and it is not installed. In an environment of its own: {install}."
+        return [Problem(key="torch_xla", rule=rule)]
+    here, theirs = _minor(torch.__version__), _minor(_xla().__version__)
+    if here != theirs:
+        rule = f"version {theirs} does not work with torch {here}. In an environment of its own: {install}."
+        return [Problem(key="torch_xla", rule=rule)]
+    return []
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def _xla(part: str = "") -> Any:
+    """A module of torch_xla, imported when it is needed: it takes the devices of the host."""
+    return importlib.import_module(f"torch_xla.{part}" if part else "torch_xla")
+
+
+def _unfused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for group in [optimizer.defaults, *optimizer.param_groups]:
+        if group.get("fused"):
+            group["fused"], group["foreach"] = False, False
+    return optimizer
+
+
+def _spread_out(batch: Any) -> Any:
+    """A batch whose samples are shared out evenly over the devices, where they come out even."""
+    count = _xla("runtime").global_runtime_device_count()
+    sharding = _xla("distributed.spmd")
+    mesh = sharding.Mesh(list(range(count)), (count,), ("samples",))
+
+    def mark(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.dim() and value.shape[0] % count == 0:
+            sharding.mark_sharding(value, mesh, ("samples", *[None] * (value.dim() - 1)))
+        return value
+
+    return tree_map(mark, batch)
