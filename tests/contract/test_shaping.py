@@ -68,6 +68,35 @@ def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(shaping: Shap
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+class Nested(nn.Module):
+    """A block with blocks inside, which are keyed by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.5))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        outputs: torch.Tensor = self.layers(inputs)
+        return outputs
+
+
+def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
+    found = []
+    for shaping in (Shaping(), FULL):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = shape(nn.Sequential(Nested(), Nested()), shaping)
+        keys = BlockKeys(model, seed=1, devices=[])
+        inputs, outputs = torch.ones(50, 2), []
+        for shard in (1, 2):
+            keys.enter(step=2, shard=shard)
+            outputs.append(model(inputs))
+        for output in outputs:
+            output.square().sum().backward()
+        found.append([*outputs, *(param.grad for param in model.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def kept_bytes(shaping: Shaping) -> int:
     """What backward is kept for, parameters apart."""
     model = shape(gpt(), shaping)

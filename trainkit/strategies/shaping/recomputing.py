@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.numerics.randomness import draws_nothing, keys_of
+from trainkit.numerics.randomness import BlockKeys, draws_nothing, keys_of
 
 __all__ = ["Recomputed"]
 
@@ -60,14 +60,24 @@ class Recomputed:
         self, before: list[_Entry]
     ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
         keys = keys_of(self.module)
-        state = None if keys is None else keys.state
+        again = _Again(before, keys, 0 if keys is None else keys.state)
+        return lambda: (nullcontext(), again)
 
-        @contextmanager
-        def again() -> Iterator[None]:
-            with _as_before(before), nullcontext() if keys is None or state is None else keys.at(state):
-                yield
 
-        return lambda: (nullcontext(), again())
+class _Again:
+    """Around a recomputation; entered twice where backward comes twice, for inputs and for weights (zero bubble)."""
+
+    def __init__(self, before: list[_Entry], keys: BlockKeys | None, state: int) -> None:
+        self._before, self._keys, self._state = before, keys, state
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        self._entered.enter_context(_as_before(self._before))
+        if self._keys is not None:
+            self._entered.enter_context(self._keys.at(self._state))
+
+    def __exit__(self, *raised: object) -> None:
+        self._entered.close()
 
 
 _Entry = tuple[nn.Module, str, Tensor]
