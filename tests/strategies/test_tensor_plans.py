@@ -193,6 +193,14 @@ def test_an_order_of_summation_cannot_be_kept() -> None:
     )
 
 
+def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
+    plain, sharing = TensorParallel(degree=2, replicas=2), TensorParallel(degree=2, replicas=2, shard=True)
+    whole = sum(param.numel() for param in gpt().parameters())
+    assert sum(plain.held(gpt(), Facts()).values()) == (whole - 72) // 2 + 72
+    assert sum(sharing.held(gpt(), Facts()).values()) == ((whole - 72) // 2 + 72) // 2
+    assert plain.gathered(gpt(), Facts()) == 0 < sharing.gathered(gpt(), Facts())
+
+
 def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
     assert TensorParallel(degree=2).notes_with(gpt(dropout=0.1)) == (
         (

@@ -94,6 +94,29 @@ class TensorParallel(Sharded):
             return (said,)
         return (said, "the model draws random numbers: where layers are cut, alike in distribution only.")
 
+    def held(self, model: nn.Module, facts: Facts) -> dict[str, int]:
+        """A part of each parameter that is cut; with `shard`, of the rows of all of them as well."""
+        fit, sharers = self._fitted(model), self.num_replicas(facts) if self.shard else 1
+        found = {}
+        for name, param in model.named_parameters():
+            dim, rows = fit.dims.get(name), param.shape[0] if param.dim() else 1
+            here = rows // self.degree if dim == 0 else rows
+            row = param.numel() // max(rows, 1) // (self.degree if dim else 1)
+            found[name] = -(-here // sharers) * row
+        return found
+
+    def gathered(self, model: nn.Module, facts: Facts) -> int:
+        """With `shard`: what the model itself owns, a block and the next, the gradients of one, and these as sent."""
+        if not self.shard or self.num_replicas(facts) == 1:
+            return 0
+        fit = self._fitted(model)
+        part = {id(p): p.numel() // (self.degree if name in fit.dims else 1) for name, p in model.named_parameters()}
+        blocks = without_shared(model, blocks_of_model(model)).values()
+        units = [sum(part[id(param)] for param in block.parameters()) for block in blocks]
+        largest = max(units, default=0)
+        rest = max(sum(part.values()) - sum(units), 0)
+        return rest + 2 * largest + 2 * max(largest, rest)
+
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
         """The vector that replicas exchange; none where backward sums part by part."""
         return Grouped.gradient_copies(self, numerics, 1 if self.shard else num_replicas)
