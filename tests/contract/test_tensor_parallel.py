@@ -10,8 +10,13 @@ from torch import nn
 
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference, zoo
-from tests.support.pool import Pool
+from tests.support.pool import Place, Pool
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import Numerics
+from trainkit.strategies.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +138,34 @@ def test_an_overflow_is_tried_again_by_all(pool: Pool) -> None:
 )
 def test_replicas_that_share_out_their_parameters_are_the_reference(base: Case, pool: Pool) -> None:
     check(replace(base, settings=SHARDED | base.settings | {"degree": 2, "replicas": 2}), pool)
+
+
+def drift(place: Place, wrong: int, name: str) -> str | None:
+    """What the check of the replicas says, once a rank has changed one bit of what it holds."""
+    strategy = TensorParallel(degree=2, replicas=2, plan=MLP)
+    task = Task(role="worker", index=place.rank, rank=place.rank, device="cpu")
+    placed = strategy.place(
+        zoo.Net(width=8),
+        identity=Identity(task=task, num_ranks=place.num_ranks, store=place.store, prefix=place.prefix),
+        precision=Precision(value="fp32"),
+        numerics=Numerics(),
+        make_optimizer=lambda params: torch.optim.SGD(list(params.values()), lr=0.1),
+    )
+    if place.rank == wrong:
+        placed.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    said = strategy.check_replicas(placed)
+    strategy.leave(placed)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "said"),
+    [
+        (-1, "0.weight", None),
+        (3, "0.weight", "the parameter 0.weight differs on rank 3 from rank 1, which holds the same part of it."),
+        (1, "2.bias", "the parameter 2.bias differs on rank 1 from rank 0, which holds the same part of it."),
+    ],
+)
+def test_one_changed_bit_of_a_part_is_found_and_named(wrong: int, name: str, said: str | None, pool: Pool) -> None:
+    found = pool.run("tests.contract.test_tensor_parallel.drift", wrong, name, num_ranks=4)
+    assert found == [said] * 4

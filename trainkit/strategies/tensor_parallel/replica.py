@@ -9,13 +9,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainkit.numerics.hashing import hash64
 from trainkit.strategies.mesh import Axes
 from trainkit.strategies.replica import Held
+from trainkit.strategies.replica_check import bits_hash
 from trainkit.strategies.sharded.cuts import Cut
 from trainkit.strategies.sharded.replica import ShardedReplica
 from trainkit.strategies.spread import OnOneDevice
 
-__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike", "within"]
+__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike", "drifted_part", "within"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +90,23 @@ def begin_alike(replica: TensorReplica) -> None:
             dist.broadcast(param.detach(), group=copies, group_src=0)
     for buffer in replica.model.buffers():
         dist.broadcast(buffer.detach(), src=0)
+
+
+def drifted_part(replica: TensorReplica) -> str | None:
+    """The first parameter of which two ranks hold the same part in different bits, and which they are; collective."""
+    names = list(replica.parts)
+    rows = [
+        [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
+        for name, part in replica.parts.items()
+    ]
+    found = torch.stack(replica.everyone.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
+    for at, name in enumerate(names):
+        firsts: dict[int, int] = {}
+        for rank, row in enumerate(found):
+            bits, part = row[at]
+            first = firsts.setdefault(part, rank)
+            if found[first][at][0] != bits:
+                return (
+                    f"the parameter {name} differs on rank {rank} from rank {first}, which holds the same part of it."
+                )
+    return None

@@ -31,7 +31,14 @@ from trainkit.strategies.spread import Spread
 from trainkit.strategies.tensor_parallel.cutting import cut_parameters, exchange_activations
 from trainkit.strategies.tensor_parallel.plans import Fitted, described, fitted, repeated_draws
 from trainkit.strategies.tensor_parallel.regions import Regions
-from trainkit.strategies.tensor_parallel.replica import CutHeld, OnMesh, TensorReplica, begin_alike, within
+from trainkit.strategies.tensor_parallel.replica import (
+    CutHeld,
+    OnMesh,
+    TensorReplica,
+    begin_alike,
+    drifted_part,
+    within,
+)
 
 __all__ = ["TensorParallel"]
 
@@ -195,6 +202,10 @@ class TensorParallel(Sharded):
         if (sharers := placed.spread.group("shard")) is None:
             return Grouped.work(self, placed, ticket, batches, training)
         return ShardedWork(placed, ticket, batches, training, group=sharers)
+
+    def check_replicas(self, placed: Any) -> str | None:
+        """The parameter of which ranks hold the same part in different bits; collective."""
+        return drifted_part(placed)
 
     def _fitted(self, model: nn.Module) -> Fitted:
         return fitted(model, self.plan, self.degree) if self.degree > 1 else Fitted()
