@@ -17,6 +17,7 @@ from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.sharded.cuts import Cut, local_part
 from trainkit.strategies.sharded.filling import with_memory
+from trainkit.strategies.sharded.freeing import give_freed_memory_back
 
 __all__ = ["Sharding", "fully_sharded", "gathers_anew", "reduces_when"]
 
@@ -48,6 +49,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
         sharding: how.
     """
     precision, policy, values = sharding.precision, _policy(sharding.precision), initial_values(model)
+    if sharding.device.type == "cpu":
+        give_freed_memory_back()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     for module in [*units, model]:
         _settle(module, sharding, precision)
