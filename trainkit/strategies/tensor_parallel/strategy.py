@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.mesh import Axes
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.replica import Held, Replica
+from trainkit.strategies.shaping import Compiles
 from trainkit.strategies.sharded.base import Sharded
 from trainkit.strategies.sharded.fully import Sharding, fully_sharded, gathers_anew
 from trainkit.strategies.sharded.norms import joined_norms
@@ -51,6 +52,8 @@ class TensorParallel(Sharded):
         >>> len(TensorParallel(degree=2, replicas=2).tasks(Facts()))
         4
     """
+
+    compiles: ClassVar[Compiles] = "nothing"
 
     degree: Annotated[int, placement] = 1
     """Ranks that each layer of the plan is cut over; 1 cuts nothing."""
