@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext as no_context
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.nn import functional
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
+from trainkit.objectives.classification import Classification
 from trainkit.objectives.own_loss import OwnLoss
 from trainkit.strategies.base import Facts, Numerics
 from trainkit.strategies.pipeline import Pipeline
@@ -267,3 +269,14 @@ def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that
     assert [taken("interleaved", count, 4) for count in (1, 3, 4, 7, 9)] == [1, 3, 4, 7, 10]
     assert ideal_bubble("gpipe", 4, num_ranks=4, stages_a_rank=1) == pytest.approx(3 / 7)
     assert ideal_bubble("interleaved", 4, num_ranks=4, stages_a_rank=2) == pytest.approx(3 / 11)
+
+
+def test_auto_weighs_what_blocks_keep_of_a_shard_for_backward() -> None:
+    narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
+    known = Facts(objective=Classification(), sample=(torch.zeros(8), 1), micro_size=4096)
+    maps = [Pipeline(stages=2).decided(lambda: model, facts).map for facts in (Facts(), known)]
+    assert [list(one.values()) for one in maps if isinstance(one, Mapping)] == [
+        [0, 1, 1, 1, 1, 1],
+        [0, 0, 1, 1, 1, 1],
+    ]

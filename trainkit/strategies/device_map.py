@@ -19,10 +19,9 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts, Numerics, Part
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
-from trainkit.strategies.maps.activations import activation_bytes, forward_of
+from trainkit.strategies.maps.activations import activations_in
 from trainkit.strategies.maps.fitting import Fitting, model_bytes
 from trainkit.strategies.maps.placing import Layout
-from trainkit.strategies.maps.units import Unit
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import LaneReducer, LocalReducer, Partials, Reducer
 from trainkit.strategies.synchronous import Synchronous
@@ -124,17 +123,13 @@ class DeviceMap(Synchronous):
 
     def _fitting(self, precision: Precision, num_gpus: int, facts: Facts | None = None) -> Fitting:
         given = None if self.map == "auto" else self.map
-
-        def activations(model: nn.Module, units: Sequence[Unit]) -> list[int] | None:
-            forward = None if facts is None or len(self._used(num_gpus)) == 1 else forward_of(facts)
-            return None if forward is None else activation_bytes(model, units, forward, precision)
-
+        alone = len(self._used(num_gpus)) == 1  # and nothing to weigh
         return Fitting(
             given=given if isinstance(given, Mapping) else None,
             devices=self._used(num_gpus),
             capacities=self._capacities(num_gpus),
             bytes_of=model_bytes(precision),
-            activations=activations,
+            activations=activations_in(None if alone else facts, precision),
         )
 
     def _with_limits(self, problems: list[Problem]) -> list[Problem]:

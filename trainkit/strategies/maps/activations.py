@@ -18,7 +18,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Facts
 from trainkit.strategies.maps.units import Unit
 
-__all__ = ["activation_bytes", "forward_of"]
+__all__ = ["activation_bytes", "activations_in"]
 
 _META = torch.device("meta")
 
@@ -60,13 +60,19 @@ def activation_bytes(
     return kept.sizes
 
 
-def forward_of(facts: Facts) -> Callable[[Callable[..., Any]], Any] | None:
-    """What runs a model on a shard of a config, and scores it; None where no sample or objective is known."""
-    objective, sample = facts.objective, facts.sample
-    if objective is None or sample is None:
-        return None
-    batch = tree_map(lambda value: _of_size(value, facts.micro_size), collate([sample], [0]))
-    return lambda model: objective.loss(model, batch)
+def activations_in(
+    facts: Facts | None, precision: Precision
+) -> Callable[[nn.Module, Sequence[Unit]], list[int] | None]:
+    """`activation_bytes` of a shard of a config; it gives None where no sample or objective is known."""
+
+    def find(model: nn.Module, units: Sequence[Unit]) -> list[int] | None:
+        if facts is None or facts.objective is None or facts.sample is None:
+            return None
+        objective = facts.objective
+        batch = tree_map(lambda value: _of_size(value, facts.micro_size), collate([facts.sample], [0]))
+        return activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
+
+    return find
 
 
 def _of_size(value: Any, count: int) -> Any:

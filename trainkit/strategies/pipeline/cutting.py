@@ -79,6 +79,7 @@ def cut_blocks(
     *,
     num_stages: int,
     bytes_of: Callable[[Tensor], int],
+    activations: Callable[[nn.Module, Sequence[Unit]], Sequence[int] | None] = lambda _model, _units: None,
 ) -> Cut | list[Problem]:
     """Cut a model, which may be on the meta device.
 
@@ -87,13 +88,14 @@ def cut_blocks(
         given: the user's map; None: balanced by bytes.
         num_stages: stages that there are.
         bytes_of: what a tensor costs.
+        activations: bytes that each block keeps of a shard for backward; None where that is not known.
 
     Returns:
         The cut, or every problem of the map.
     """
     units = blocks_to_cut(model)
     if given is None:
-        return _balanced(units, num_stages, bytes_of)
+        return _balanced(units, num_stages, bytes_of, activations(model, units))
     assigned = assign(model, units, given, key="strategy.map")
     problems = assigned.problems or [
         *_number_problems(given, num_stages),
@@ -106,15 +108,36 @@ def cut_blocks(
     return _empty_problems(cut) or cut
 
 
-def _balanced(units: Sequence[Unit], num_stages: int, bytes_of: Callable[[Tensor], int]) -> Cut | list[Problem]:
+def _balanced(
+    units: Sequence[Unit], num_stages: int, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
+) -> Cut | list[Problem]:
     sizes = [sum(bytes_of(tensor) for tensor in _distinct(unit)) for unit in units]
     counted = [size if _is_trained(unit) else 0 for unit, size in zip(units, sizes, strict=True)]
+    if kept is not None:
+        counted = _with_kept(counted, kept)
     found = balanced(counted, [math.inf] * num_stages, leaders=range(len(units)), fill=True)
     if found is None:
         most = sum(size > 0 for size in counted)
         rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
         return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
     return Cut(units=tuple(units), stages=tuple(found), num_stages=num_stages)
+
+
+def _with_kept(counted: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Bytes with what blocks keep for backward; that of one that trains nothing goes to the trained one before it.
+
+    Every stage must train something, so what trains nothing counts for nothing.
+
+    Example:
+        >>> _with_kept([0, 5, 0, 5], [1, 10, 10, 0])
+        [0, 25, 0, 5]
+    """
+    found, last = list(counted), None
+    for at, more in enumerate(kept):
+        last = at if counted[at] else last
+        if last is not None:
+            found[last] += more
+    return found
 
 
 def _number_problems(given: Mapping[str, Place], num_stages: int) -> list[Problem]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,6 +22,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective, Supervised, split_batch
 from trainkit.strategies.base import Facts, Numerics, Outcome, Part, Training
 from trainkit.strategies.grouped import Grouped
+from trainkit.strategies.maps.activations import activations_in
 from trainkit.strategies.maps.fitting import model_bytes
 from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.pieces import Piece, Pieces, assembled
@@ -112,7 +113,7 @@ class Pipeline(Grouped):
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """What is wrong with the map for this model."""
-        cut = self._cut(model, facts.precision)
+        cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             return cut
         sparse = [
@@ -124,7 +125,7 @@ class Pipeline(Grouped):
 
     def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
         """The stages of the first replica."""
-        cut = self._cut(model, facts.precision)
+        cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             return ()
         bytes_of = model_bytes(Precision(value=facts.precision))  # type: ignore[arg-type]
@@ -135,7 +136,7 @@ class Pipeline(Grouped):
         """What the fullest rank holds."""
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
-        cut = self._cut(model, facts.precision)
+        cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             return super().held(model, facts)
         holders = holders_of(model, cut, self.stages)
@@ -145,10 +146,25 @@ class Pipeline(Grouped):
         ]
         return max(by_place, key=lambda held: sum(held.values()))
 
-    def _cut(self, model: nn.Module, precision: str) -> Cut | list[Problem]:
+    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Pipeline:
+        """With a map in the place of `auto`: what a shard keeps in each block is known here, not where it is placed."""
+        if self.map != "auto":
+            return self
+        cut = self._cut(build(), facts.precision, facts)
+        if not isinstance(cut, Cut):
+            raise ConfigError(cut)
+        return replace(self, map={unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)})
+
+    def _cut(self, model: nn.Module, value: str, facts: Facts | None = None) -> Cut | list[Problem]:
         given = self.map if isinstance(self.map, Mapping) else None
-        bytes_of = model_bytes(Precision(value=precision))  # type: ignore[arg-type]
-        return cut_blocks(model, given, num_stages=self.num_stages, bytes_of=bytes_of)
+        precision = Precision(value=value)  # type: ignore[arg-type]
+        return cut_blocks(
+            model,
+            given,
+            num_stages=self.num_stages,
+            bytes_of=model_bytes(precision),
+            activations=activations_in(facts, precision),
+        )
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002
         """A flat vector for the exchange between replicas."""
