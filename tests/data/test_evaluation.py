@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
 from trainkit.config.schema import Loader as LoaderSettings
@@ -58,3 +59,28 @@ def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_ow
 
     assert [one.num_counted for one in ranks] == [1, 1, 0]
     assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
+
+
+def test_a_repeated_batch_is_run_and_not_counted():
+    from trainkit.engine.evaluate import evaluate
+    from trainkit.numerics.precision import Precision
+    from trainkit.objectives.regression import Regression
+    from trainkit.strategies.base import Placed
+    from trainkit.strategies.collective import LocalCollective
+
+    ran = []
+    model = torch.nn.Linear(1, 1)
+    model.register_forward_hook(lambda *_: ran.append(1))
+    placed = Placed(
+        model=model,
+        device=CPU,
+        collective=LocalCollective(),
+        loss_scale=Precision().loss_scale(),
+        precision=Precision(),
+    )
+    once = [(torch.ones(2, 1), torch.zeros(2, 1))]
+    repeated = [*once, (torch.ones(2, 1), torch.full((2, 1), 1000.0))]
+    expected = evaluate(placed, Regression(), once, split="val")
+
+    assert evaluate(placed, Regression(), repeated, split="val", num_counted=1) == expected
+    assert len(ran) == 3
