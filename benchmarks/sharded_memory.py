@@ -36,7 +36,15 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=3)
     options = parser.parse_args()
     model = {"width": options.width, "num_layers": options.blocks, "bias": False}
-    base = Case(task="gpt", optimizer="adamw", precision="fp32", num_steps=options.num_steps, global_size=8, micro_size=1, model=model)
+    base = Case(
+        task="gpt",
+        optimizer="adamw",
+        precision="fp32",
+        num_steps=options.num_steps,
+        global_size=8,
+        micro_size=1,
+        model=model,
+    )
     one_lasting, one_peak = bytes_of_rank(None, base)
     rows = [["one_device", f"{one_lasting / 2**20:.1f}", f"{one_peak / 2**20:.1f}", "1", "1"]]
     with Pool() as pool:
@@ -50,7 +58,7 @@ def main() -> None:
     params = sum(param.numel() for name, param in base.make_model().named_parameters() if "blocks" in name)
     report.write(
         "sharded_memory",
-        f"Bytes of a GPT of {options.blocks} blocks and {params / 1e6:.1f} M parameters in them, cut over {RANKS} ranks",
+        f"Bytes of a GPT of {options.blocks} blocks, {params / 1e6:.1f} M parameters in them, cut over {RANKS} ranks",
         f"python benchmarks/sharded_memory.py --blocks {options.blocks} --width {options.width}",
         "AdamW, float32, 8 sequences of 5 tokens a step. Counted, not sampled: the bytes below every tensor that an "
         "operation makes, for as long as they are allocated (`tests/support/storages.py`), on the rank that has most. "
