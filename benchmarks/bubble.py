@@ -1,0 +1,143 @@
+"""The bubble of each schedule of a pipeline beside its ideal, on stages of equal weight.
+
+python benchmarks/bubble.py [--ranks 4] [--shards 8] [--milliseconds 50] [--rounds 5]
+
+Two cores cannot compute four stages at once, but four stages can sleep at once: each block sleeps for so long in its
+forward pass and twice as long in its backward pass, as layers do. What is measured is the time in which a rank waits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import report
+from tests.contract.stepping import Case, _Rank
+from tests.support import zoo
+from tests.support.pool import Place, Pool
+
+BLOCKS = 8
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"schedule": "gpipe"},
+    "1f1b": {"schedule": "1f1b"},
+    "interleaved, 2 stages a rank": {"schedule": "interleaved", "virtual_stages": 2},
+    "zero_bubble, 1 stage a rank": {"schedule": "zero_bubble", "virtual_stages": 1},
+    "zero_bubble, 2 stages a rank": {"schedule": "zero_bubble", "virtual_stages": 2},
+}
+
+
+class _Sleep(torch.autograd.Function):
+    """Gives what it gets; its gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grads[0], None
+
+
+class Sleeper(nn.Module):
+    """A layer of known weight: as long forwards as for the gradient of its inputs, and for that of its weight."""
+
+    draws_nothing = True
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.weight = nn.Parameter(torch.zeros(6))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Sleep."""
+        if self.training and not inputs.is_meta and type(inputs) is Tensor:
+            time.sleep(self.seconds)
+        if not inputs.requires_grad:  # the first layer is as heavy as the others
+            inputs = inputs.detach().requires_grad_()
+        outputs: Tensor = _Sleep.apply(inputs, self.seconds) + _Sleep.apply(self.weight, self.seconds)  # type: ignore[no-untyped-call]
+        return outputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sleeping(Case):
+    """A training of equal blocks."""
+
+    seconds: float = 0.02
+
+    def make_data(self) -> zoo.Points:
+        """As many points as make full steps."""
+        points = zoo.Points()
+        points.inputs, points.targets = points.inputs[: self.global_size], points.targets[: self.global_size]
+        return points
+
+    def make_model(self) -> nn.Module:
+        """Blocks that sleep."""
+        return nn.Sequential(*(Sleeper(self.seconds) for _ in range(BLOCKS)))
+
+
+def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
+    """(measured, ideal) of each step on this rank, but for the first two."""
+    rank = _Rank(place, case)
+    placed, found = rank._place(0), []  # noqa: SLF001 - a rank as the tests have it
+    for ticket in rank.strategy.tickets(rank.training.plan, rank.at, placed):
+        if rank.at.step == case.num_steps:
+            break
+        batches = [rank._batch(rank._indices(ticket.step, shard)) for shard in ticket.shards]  # noqa: SLF001
+        rank.strategy.step(placed, ticket, batches, rank.training)
+        rank.at.step += 1
+        found.append((placed.figures["pipeline/bubble"], placed.figures["pipeline/bubble_ideal"]))
+    rank.strategy.leave(placed)
+    return found[2:]
+
+
+def main() -> None:
+    """Measure, print and write the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--shards", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--milliseconds", type=float, default=50)
+    options = parser.parse_args()
+    base = Sleeping(strategy="pipeline", precision="fp32", seconds=options.milliseconds / 1000,
+                    global_size=2 * options.shards, micro_size=2, num_steps=2 + options.rounds)  # fmt: skip
+    rows = []
+    with Pool() as pool:
+        for name, settings in SCHEDULES.items():
+            case = replace(base, settings={**settings, "stages": options.ranks, "replicas": 1})
+            ranks = pool.run("benchmarks.bubble.bubbles", case, num_ranks=options.ranks, timeout_s=300)
+            steps = [statistics.mean(step) for step in zip(*([one for one, _ in rank] for rank in ranks), strict=True)]
+            ideal = ranks[0][0][1]
+            measured = statistics.median(steps)
+            spread = f"{min(steps):.3f} to {max(steps):.3f}"
+            rows.append([name, f"{ideal:.3f}", f"**{measured:.3f}**", spread, f"{measured / ideal:.2f}"])
+            print(rows[-1], flush=True)
+    report.write(
+        "bubble",
+        f"The bubble of a pipeline of {options.ranks} ranks and {options.shards} microbatches",
+        f"python benchmarks/bubble.py --ranks {options.ranks} --shards {options.shards} --milliseconds "
+        f"{options.milliseconds:g} --rounds {options.rounds}",
+        f"{BLOCKS} blocks that sleep {options.milliseconds:g} ms forwards and twice that backwards, so that ranks "
+        "do not share cores. The bubble is the share of forward and backward in which a rank waits, mean over the "
+        "ranks, median over the steps.\n\n"
+        + report.table(["schedule", "ideal", "measured", "least to most", "measured / ideal"], rows)
+        + "\n\nTarget: gpipe, 1f1b and interleaved within 15 % of the ideal.",
+    )
+
+
+if __name__ == "__main__":
+    from benchmarks import bubble  # ranks know its classes by that name
+
+    bubble.main()
