@@ -21,6 +21,7 @@ from tests.support import reference
 from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
+from trainkit.strategies.base import Facts
 from trainkit.strategies.device_map import DeviceMap
 from trainkit.strategies.maps import placing
 from trainkit.strategies.maps.placing import Layout
@@ -154,3 +155,10 @@ def test_mixed_precision_spans_the_cpu_and_a_gpu(precision: str, tmp_path: Path)
                  "strategy.map={0-1:cpu,rest:0}")  # fmt: skip
     assert result["status"] == "finished"
     assert result["metrics"]["val/loss"] < 2.0
+
+
+def test_the_memory_that_is_planned_is_that_of_the_fullest_device() -> None:
+    model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
+    half = DeviceMap(map={"0": 0, "1": 1}).held(model, Facts(num_gpus=2))
+    assert half == {"0.weight": 42, "0.bias": 7}
+    assert sum(DeviceMap(map={"rest": 0}).held(model, Facts(num_gpus=2)).values()) == 49 + 24

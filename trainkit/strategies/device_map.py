@@ -86,6 +86,16 @@ class DeviceMap(Synchronous):
         placed = zip(layout.units, layout.devices_by_unit, strict=True)
         return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
 
+    def held(self, model: nn.Module, facts: Facts) -> Mapping[str, int]:
+        """What the fullest device holds."""
+        layout = self._judged(model, facts)
+        if not isinstance(layout, Layout):
+            return super().held(model, facts)
+        by_device: dict[torch.device, dict[str, int]] = {}
+        for name, param in model.named_parameters():
+            by_device.setdefault(layout.device_of(name), {})[name] = param.numel()
+        return max(by_device.values(), key=lambda held: sum(held.values()))
+
     def _judged(self, model: nn.Module, facts: Facts) -> Layout | list[Problem]:
         """The layout of a model of which all is known but its numbers."""
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
