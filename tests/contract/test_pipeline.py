@@ -33,7 +33,7 @@ class Pipelined(Case):
             return deep(**self.model)
         if self.named == "gpt":
             sizes = {"vocab_size": zoo.TOKENS, "context": zoo.LENGTH, "num_layers": 2, "num_heads": 2, "width": 4}
-            return zoo.fill(Gpt(**sizes, **self.model))
+            return zoo.fill(Gpt(**(sizes | self.model)))
         return super().make_model()
 
 
@@ -102,6 +102,12 @@ def test_a_replica_without_a_shard_in_a_short_batch_takes_part(pool: Pool) -> No
 @pytest.mark.parametrize("settings", [{"stages": 2}, {"stages": 4}, {"schedule": "interleaved"}])
 def test_a_gpt_with_tied_ends_trains_as_the_reference(settings: dict[str, Any], pool: Pool) -> None:
     same(replace(TOKENS, named="gpt", settings=settings, max_norm=0.1, resume_at=4), pool)
+
+
+@pytest.mark.long
+def test_eight_stages_on_four_ranks_train_as_the_reference(pool: Pool) -> None:
+    settings = {"schedule": "interleaved", "stages": 4}
+    same(replace(TOKENS, named="gpt", model={"num_layers": 6}, settings=settings, max_norm=0.1), pool)
 
 
 @pytest.mark.parametrize(
