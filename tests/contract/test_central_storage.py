@@ -40,6 +40,13 @@ def test_ten_steps_are_those_of_the_reference(base: Case, optimizer: str, thread
     assert reference.differences(rank.weights, oracle(case)) == []
 
 
+@pytest.mark.parametrize("task", ["gpt", "resnet"])
+def test_the_repos_own_models_train_as_the_reference(task: str, pool: Pool) -> None:
+    case = central(Case(task=task, global_size=8, micro_size=3, num_steps=4, rate_scale=0.1), 2)
+    (rank,) = train(pool, case)
+    assert reference.differences(rank.weights, oracle(case)) == []
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 def test_reproducible_runs_have_the_bits_of_one_device(threads: int, pool: Pool) -> None:
     base = Case(

@@ -45,6 +45,21 @@ def test_ten_steps_are_those_of_the_reference(base: Case, optimizer: str, micro_
 
 
 @pytest.mark.parametrize(
+    ("case", "word"),
+    [
+        (Case(task="gpt", global_size=8, micro_size=3, num_steps=6), "embed"),
+        (Case(task="gpt", global_size=8, micro_size=3, optimizer="adamw", model={"bias": False}), "blocks"),
+        (Case(task="resnet", global_size=8, micro_size=4, num_steps=4, rate_scale=0.1), "stem"),
+    ],
+    ids=["gpt", "gpt with adamw", "resnet"],
+)
+def test_the_repos_own_models_train_as_the_reference(case: Case, word: str, pool: Pool) -> None:
+    given = replace(case, strategy="device_map", settings={"map": {word: "cpu", "rest": "/cpu:0"}}, max_norm=0.1)
+    (rank,) = train(pool, given)
+    assert reference.differences(rank.weights, oracle(given)) == []
+
+
+@pytest.mark.parametrize(
     "base",
     [
         replace(CLASSES, precision="bf16", optimizer="adamw", micro_size=5),
