@@ -133,6 +133,24 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {},
             "strategy.stages=7: the model has 6 blocks with parameters to train. Use 6 stages or fewer in all.",
         ),
+        (
+            {"max_memory": {"2": 3}},
+            {},
+            "strategy.max_memory.2=3: no such rank: there are 0 to 1.",
+        ),
+        (
+            {"max_memory": {"1": 0}},
+            {},
+            "strategy.max_memory.1=0: must be more than 0.",
+        ),
+        (
+            {"max_memory": {"1": 1e-9}, "map": {"head": 1, "rest": 0}},
+            {},
+            (
+                "strategy.max_memory={1:1e-09}: rank 1 takes 1e-09 GiB, and its stages hold 7.15e-07 GiB of "
+                "parameters, gradients and buffers. Use more stages, or activation_checkpointing=full."
+            ),
+        ),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings: Any, facts: Any, said: str) -> None:

@@ -18,7 +18,7 @@ from trainkit.strategies.maps.placing import Layout
 from trainkit.strategies.maps.syntax import assign
 from trainkit.strategies.maps.units import Unit, units_of
 
-__all__ = ["Fitting", "model_bytes", "unit_bytes"]
+__all__ = ["Fitting", "gib", "model_bytes", "unit_bytes"]
 
 _GIB = 2**30
 
@@ -93,9 +93,9 @@ class Fitting:
         if found is None:
             largest = max(range(len(units)), key=sizes.__getitem__)
             rule = (
-                f"too little: the model needs {_gib(sum(sizes))} for {counted}, its largest "
-                f"block, {units[largest].name}, {_gib(sizes[largest])}; {', '.join(self.devices)} take "
-                f"{_gib(sum(limits))}. Give more memory or more devices."
+                f"too little: the model needs {gib(sum(sizes))} for {counted}, its largest "
+                f"block, {units[largest].name}, {gib(sizes[largest])}; {', '.join(self.devices)} take "
+                f"{gib(sum(limits))}. Give more memory or more devices."
             )
             return [Problem(key="strategy.max_memory", rule=rule)]
         devices = tuple(self.devices[place] for place in found)
@@ -107,12 +107,13 @@ class Fitting:
             held = sum(size for size, one in zip(sizes, layout.devices_by_unit, strict=True) if one == device)
             if held > limit:
                 rule = (
-                    f"{device} takes {_gib(limit)}, and strategy.map puts {_gib(held)} of {counted} there. "
+                    f"{device} takes {gib(limit)}, and strategy.map puts {gib(held)} of {counted} there. "
                     "Move blocks to another device."
                 )
                 problems.append(Problem(key="strategy.max_memory", rule=rule))
         return problems
 
 
-def _gib(num_bytes: float) -> str:
+def gib(num_bytes: float) -> str:
+    """Bytes as text, `1.5 GiB`."""
     return f"{num_bytes / _GIB:.3g} GiB"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from trainkit.cluster.identity import Identity
-from trainkit.config.values import at_least
+from trainkit.config.values import above, at_least
 from trainkit.data.collate import collate
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
@@ -28,6 +28,7 @@ from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.pieces import Piece, Pieces, assembled
 from trainkit.strategies.pipeline.cutting import Cut, cut_blocks, order_problems, run_problems
 from trainkit.strategies.pipeline.holding import Kept
+from trainkit.strategies.pipeline.limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
@@ -60,6 +61,9 @@ class Pipeline(Grouped):
     """Stages of each rank, `stages` apart in the model; null: 2 where the schedule is interleaved, else 1."""
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""
+
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    """GiB of parameters, gradients, buffers and a shard's activations that a rank takes: for all, or `{0:20,1:40}`."""
 
     @property
     def ranks_a_replica(self) -> int:
@@ -109,7 +113,12 @@ class Pipeline(Grouped):
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
+        found += self._limits.problems()
         return found or super().problems(facts)
+
+    @property
+    def _limits(self) -> Limits:
+        return Limits(given=self.max_memory, num_ranks=self.stages)
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """What is wrong with the map for this model."""
@@ -121,7 +130,14 @@ class Pipeline(Grouped):
             for name, module in model.named_modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
         ]
-        return sparse or _tried(model, cut, facts.sample)
+        return self._exceeded(model, cut, facts) or sparse or _tried(model, cut, facts.sample)
+
+    def _exceeded(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
+        if self.max_memory is None:
+            return []
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        kept = activations_in(facts, precision)(model, cut.units)
+        return self._limits.exceeded(cut, model_bytes(precision), kept)
 
     def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
         """The stages of the first replica."""
