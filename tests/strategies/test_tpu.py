@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -94,3 +97,29 @@ def test_what_xla_cannot_keep_is_refused() -> None:
         "numerics.reproducible=true: XLA orders sums itself. Use strategy=mirrored, or leave it out.",
         ("precision=fp16_mixed: TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."),
     ]
+
+
+def test_where_xla_finds_no_device_it_says_what_to_set(xla: Xla, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> int:
+        raise OSError("libtpu not found")
+
+    monkeypatch.setattr(xla.modules["torch_xla.runtime"], "global_runtime_device_count", none)
+    remedy = "On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
+    assert told(Facts()) == [f"torch_xla: finds no device (libtpu not found). {remedy}"]
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("devices", [1, 4])
+def test_torch_xla_itself_trains_and_proves(devices: int, tmp_path: Path) -> None:
+    python = os.environ.get("TRAINKIT_TEST_XLA")
+    if python is None:
+        pytest.skip("needs an environment with torch_xla, which takes a torch of its own: TRAINKIT_TEST_XLA=PYTHON")
+    environ = os.environ | {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": str(devices),
+        "PYTHONPATH": str(Path(__file__).resolve().parents[2]),
+    }
+    for words in (("epochs=1",), ("prove",)):
+        command = [python, "-m", "trainkit", *words, "strategy=tpu", f"hydra.run.dir={tmp_path}/run"]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, "rounding" in done.stdout or "finished" in done.stdout) == (0, True), done.stderr

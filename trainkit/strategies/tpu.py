@@ -54,7 +54,7 @@ class Tpu(Synchronous):
 
     def problems(self, facts: Facts) -> list[Problem]:
         """What is to be installed; what XLA cannot keep."""
-        found = _missing()
+        found = _missing() or _without_devices()
         if facts.launch is not None and facts.launch.num_ranks > 1:
             rule = f"{facts.launch.kind} started {facts.launch.num_ranks} processes, and it has work for one."
             found.append(Problem(key="strategy", value="tpu", rule=f"{rule} Use strategy=multi_worker_mirrored."))
@@ -141,6 +141,17 @@ def _missing() -> list[Problem]:
     here, theirs = _minor(torch.__version__), _minor(_xla().__version__)
     if here != theirs:
         rule = f"version {theirs} does not work with torch {here}. In an environment of its own: {install}."
+        return [Problem(key="torch_xla", rule=rule)]
+    return []
+
+
+def _without_devices() -> list[Problem]:
+    """Whether XLA finds a device; it also has to be asked before torch's first backward pass, which counts devices."""
+    try:
+        _xla("runtime").global_runtime_device_count()
+    except (RuntimeError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        rule = f"finds no device ({reason}). On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
         return [Problem(key="torch_xla", rule=rule)]
     return []
 

@@ -219,7 +219,8 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     unique, tied = {}, {}
     for name, tensor in tensors.items():
         refuse_unwritable(name, tensor)
-        same = (tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        # an XLA tensor has no address: each stands for itself
+        same = (tensor.data_ptr() or id(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         first = seen.setdefault(same, name) if tensor.numel() else name
         if first == name:
             unique[name] = tensor

@@ -20,9 +20,9 @@ class Snapshot:
         """Copy to the host; waits for the device once, after all copies are under way."""
         self.buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self.buffers[name].copy_(tensor.detach(), non_blocking=True)
-        for device in {tensor.device for tensor in tensors.values() if tensor.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)
+            self.buffers[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
         return dict(self.buffers)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
