@@ -36,9 +36,7 @@ def train(workload: Workload, steps: int, *, replicas: int) -> float:
             jit_compile=False,  # and one step an execution: more fail here, "must feed a value for placeholder tensor"
         )
     clock = Windows(workload, steps)
-    ticking = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda batch, logs: clock.tick()
-    )
+    ticking = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: clock.tick())
     model.fit(batches, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=[ticking])
     return clock.seconds_a_step
 
