@@ -43,7 +43,6 @@ PLACES = {
     "device map, 2 halves": ("strategy=device_map", f"strategy.map={{{','.join(HALVES)}}}"),
     "pipeline, 2 stages, gpipe": ("strategy=pipeline", "strategy.schedule=gpipe"),
     "pipeline, 2 stages, 1f1b": ("strategy=pipeline", "strategy.schedule=1f1b"),
-    "fsdp, 2 ranks": ("strategy=fsdp", "strategy.replicas=2"),
 }
 
 
