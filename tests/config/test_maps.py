@@ -23,6 +23,12 @@ def test_prove_judges_the_map_before_it_trains(refuse):
     ]
 
 
+def test_the_plan_counts_the_memory_of_the_fullest_device_and_says_so(cwd, capsys):
+    assert main(["plan", "--world", "2", *GPT, "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}"]) == 0
+    (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory")]
+    assert row.startswith("  memory a device  6.63 MiB and activations: parameters 1.66 MiB,")
+
+
 def test_the_plan_shows_what_is_where(cwd, capsys):
     assert main(["plan", "--world", "2", *GPT, "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}"]) == 0
     assert capsys.readouterr().out.splitlines()[-5:] == [

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
@@ -53,6 +54,15 @@ class RunPlan:
         """Updates after which this start of the run ends."""
         asked = self.cfg.stop_at_step
         return self.num_steps if asked is None else min(self.num_steps, self.parts.strategy.settles_at(asked))
+
+    def decided(self, build: Callable[[], nn.Module]) -> RunPlan:
+        """The plan with what its strategy leaves to be decided by the model.
+
+        Args:
+            build: gives the model, perhaps without its numbers; asked for where something is left open.
+        """
+        strategy = self.parts.strategy.decided(build, self.facts)
+        return replace(self, parts=replace(self.parts, strategy=strategy))
 
     def summary(self, num_params: int) -> dict[str, str]:
         """Effective values for a person, label -> text."""

@@ -6,7 +6,6 @@ import gc
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from trainkit.strategies.base import Placed
 from trainkit.strategies.shaping import shape
 
 __all__ = ["Session"]
-
-
-def _decided(plan: RunPlan) -> RunPlan:
-    """The plan with what its strategy leaves to be decided by the model."""
-    strategy = plan.parts.strategy.decided(lambda: abstract_model(plan), plan.facts)
-    return replace(plan, parts=replace(plan.parts, strategy=strategy))
 
 
 class Session:
@@ -68,8 +61,8 @@ class Session:
         confirm: Callable[[], None] | None = None,
     ) -> None:
         self.confirm = confirm or (lambda: None)
-        plan = _decided(plan)
-        self.plan, self.cfg, self.parts = plan, plan.cfg, plan.parts
+        self.plan = plan.decided(lambda: abstract_model(plan))
+        self.cfg, self.parts = self.plan.cfg, self.plan.parts
         self.callbacks, self.fingerprint = callbacks, fingerprint
         self._requested = requested
         self._data_state: dict[str, Any] | None = None
@@ -88,11 +81,11 @@ class Session:
             make_optimizer=make_optimizer(self.cfg, model),
         )
         self._cleanup.callback(self.parts.strategy.leave, self.placed)
-        self.run = run_of(plan, self.placed, folder, notes)
-        self._training = training_of(plan)
-        self._scorer = Scorer(plan, self.run, self.placed, callbacks=callbacks)
+        self.run = run_of(self.plan, self.placed, folder, notes)
+        self._training = training_of(self.plan)
+        self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
         self._keeper = Keeper(
-            plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
+            self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
         )
         self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
 

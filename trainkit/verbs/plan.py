@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from trainkit.errors import ConfigError, Problem
@@ -36,11 +36,12 @@ def run(call: Call) -> int:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_of(composition.cfg))
         model = abstract_model(plan)
         notes = model_notes(plan, model)
+        plan = plan.decided(lambda: model)  # what `auto` comes to, once for all that is told of it
         memory = memory_of(plan, model)
         parts = plan.parts.strategy.parts(model, plan.facts)
     except ConfigError as error:
         raise composition.located(error) from error
-    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory, parts, len(plan.tasks)))}
+    rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory))}
     print_summary(f"plan of {plan.cfg.name}", rows, notes=[*composition.notes, *notes])
     if parts:
         print_rows(("stage", "modules", "parameters", "bytes", "device"), map(_part, parts))
@@ -80,7 +81,7 @@ def _part(part: Part) -> tuple[str, ...]:
     return str(part.stage), part.modules, f"{part.num_params:,}", num_bytes(part.num_bytes), part.device
 
 
-def _memory(memory: Memory, parts: Sequence[Part], num_tasks: int) -> Iterator[tuple[str, str]]:
+def _memory(memory: Memory) -> Iterator[tuple[str, str]]:
     optimizer = "unknown" if memory.optimizer_bytes is None else num_bytes(memory.optimizer_bytes)
     held = (
         f"parameters {num_bytes(memory.parameter_bytes)}, buffers {num_bytes(memory.buffer_bytes)}, gradients "
@@ -88,5 +89,4 @@ def _memory(memory: Memory, parts: Sequence[Part], num_tasks: int) -> Iterator[t
     )
     if memory.gathered_bytes:
         held += f", gathered for a while {num_bytes(memory.gathered_bytes)}"
-    whole = len({part.device for part in parts}) <= 1 or num_tasks > 1
-    yield "memory a device" if whole else "memory in all", f"{num_bytes(memory.total_bytes)} and activations: {held}"
+    yield "memory a device", f"{num_bytes(memory.total_bytes)} and activations: {held}"
