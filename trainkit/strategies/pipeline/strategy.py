@@ -20,7 +20,8 @@ from trainkit.numerics.batch import Ticket
 from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective, Supervised, split_batch
-from trainkit.strategies.base import Facts, Numerics, Outcome, Part, Training
+from trainkit.strategies.base import Facts, Numerics, Part, Training
+from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.maps.activations import activations_in
 from trainkit.strategies.maps.fitting import model_bytes
@@ -33,7 +34,6 @@ from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
 from trainkit.strategies.stored import chosen
-from trainkit.strategies.update import apply_update
 
 __all__ = ["Pipeline"]
 
@@ -230,16 +230,11 @@ class Pipeline(Grouped):
         if replica.masters_apart:
             replica.groups.align(replica.masters, replica.holders)
 
-    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
-        """Shards of this replica through the stages, one reduction, one update."""
+    def work(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+        """What sends the shards of this replica through the stages."""
         from trainkit.strategies.pipeline.work import PipelineWork  # noqa: PLC0415 - heavy
 
-        work = PipelineWork(placed, ticket, batches, training)
-        sums = work.run()
-        if placed.on_phase is not None:
-            placed.on_phase("update", ticket.step)
-        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step))
-        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+        return PipelineWork(placed, ticket, batches, training)
 
     def pieces(self, placed: Any) -> Pieces:
         """The tensors of this rank's stages; of the first replica, and those of several stages by the first of them."""

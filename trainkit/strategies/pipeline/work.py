@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Supervised, split_batch
 from trainkit.strategies.base import Training
-from trainkit.strategies.forward_backward import Divisor
+from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
 from trainkit.strategies.pipeline.replica import PipelineReplica, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
@@ -22,10 +21,8 @@ from trainkit.strategies.pipeline.segment import filled
 
 __all__ = ["PipelineWork"]
 
-_divisor_of = lru_cache(maxsize=8)(Divisor.of)
 
-
-class PipelineWork:
+class PipelineWork(StepWork):
     """One try at a step: forward and backward of its shards through the stages, and what they add up to.
 
     Args:
@@ -35,12 +32,10 @@ class PipelineWork:
         training: plan, objective and weighing.
     """
 
+    replica: PipelineReplica
+
     def __init__(self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Any], training: Training) -> None:
-        self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
-        self.batch_size = training.plan.batch_size(ticket.step)
-        self.divisor = _divisor_of(training.weighing, self.batch_size)
-        self.loss_sum: Tensor | None = None
-        self.weight: Tensor | float = 0.0
+        super().__init__(replica, ticket, batches, training)
         self._now: Sequence[Chunk] = ()
         self._inputs: dict[int, Any] = {}
 
@@ -73,9 +68,8 @@ class PipelineWork:
         for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
             inputs, targets = split_batch(batch)
             tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
-            share = self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
             self._inputs[shard] = inputs
-            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=share)
+            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._share(shard))
             groups.setdefault(shape_key(inputs), []).append(chunk)
         return list(groups.values())
 
@@ -136,10 +130,6 @@ class PipelineWork:
         dtype = replica.precision.master_dtype
         here = torch.as_tensor(self.weight, dtype=dtype, device=replica.device).reshape(1)
         return [replica.collective.sum(here)]
-
-    def _enter(self, phase: str) -> None:
-        if self.replica.on_phase is not None:
-            self.replica.on_phase(phase, self.ticket.step)
 
 
 def _repeat(chunk: Chunk) -> Chunk:
