@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,27 +16,29 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective
+from trainkit.strategies.alone import Alone
 from trainkit.strategies.base import Facts, Numerics, Part
-from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
 from trainkit.strategies.maps.activations import activations_in
 from trainkit.strategies.maps.fitting import Fitting, model_bytes
 from trainkit.strategies.maps.placing import Layout
 from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers import LaneReducer, LocalReducer, Partials, Reducer
-from trainkit.strategies.synchronous import Synchronous
+from trainkit.strategies.reducers import LaneReducer, Partials, Reducer
 
 __all__ = ["DeviceMap"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMap(Synchronous):
+class DeviceMap(Alone):
     """Train one replica on several devices, in one process.
 
     Example:
         >>> DeviceMap(map={"embed": "cpu", "rest": 0}).tasks(Facts(num_gpus=1))
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
+
+    named: ClassVar[str] = "device_map"
+    called: ClassVar[str] = "a device map"
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
@@ -47,10 +49,8 @@ class DeviceMap(Synchronous):
 
     def problems(self, facts: Facts) -> list[Problem]:
         """Whether its devices exist; `problems_with` judges the map by the model."""
-        if facts.launch is not None and facts.launch.num_ranks > 1:
-            started = f"{facts.launch.kind} started {facts.launch.num_ranks} processes"
-            rule = f"{started}, and a device map has work for one. Use strategy=multi_worker_mirrored."
-            return [Problem(key="strategy", value="device_map", rule=rule)]
+        if found := self.launch_problems(facts):
+            return found
         problems = [
             found for key, device in self._named_devices() for found in device_problems(key, device, facts.num_gpus)
         ]
@@ -101,24 +101,15 @@ class DeviceMap(Synchronous):
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
         return self._fitting(precision, facts.num_gpus, facts).layout(model)
 
-    def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
-        """One."""
-        return 1
-
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task; its device is the first GPU of the map, else the CPU."""
         found = self._used(facts.num_gpus)
         return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
 
-    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - there is nobody to meet
-        """Nobody to meet."""
-        return LocalCollective()
-
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
-        """The lanes of a reproducible run, else nothing."""
-        if numerics.reproducible:
-            return _Returning(LaneReducer(lanes=numerics.lanes, rank=0, num_ranks=1))
-        return LocalReducer()
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
+        """The lanes of a reproducible run, whose sums go back to where their parts were; else nothing."""
+        reducer = super().make_reducer(collective, numerics)
+        return _Returning(reducer) if isinstance(reducer, LaneReducer) else reducer
 
     def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Layout:  # noqa: ARG002
         """The layout of this model on the devices of this host.

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.precision import Precision
 from trainkit.strategies.averaging import Outer, Window
 from trainkit.strategies.base import Facts, Numerics, Outcome, Status, Ticket, Training
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.data_parallel import DataParallel
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.reducers import LocalReducer
-from trainkit.strategies.replica import Replica
+from trainkit.strategies.replica import Held, Replica
 from trainkit.strategies.replica_check import drifted_parameter
 from trainkit.strategies.update import apply_update
 
@@ -131,21 +129,11 @@ class LocalSgd(DataParallel):
         apart = step - self.local_after
         return step if apart <= 0 else step + -apart % self.average_every
 
-    def place(
-        self,
-        model: nn.Module,
-        *,
-        identity: Identity,
-        precision: Precision,
-        numerics: Numerics,
-        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-    ) -> _LocalReplica:
-        """As every data-parallel strategy, with an account of the steps made alone."""
-        replica = super().place(
-            model, identity=identity, precision=precision, numerics=numerics, make_optimizer=make_optimizer
+    def make_replica(self, held: Held, **rest: Any) -> _LocalReplica:
+        """As every data-parallel strategy's, with an account of the steps made alone."""
+        return _LocalReplica(
+            model=held.model, params=held.params, masters=held.masters, window=Window(outer=self.outer), **rest
         )
-        kept = {item.name: getattr(replica, item.name) for item in fields(replica)}
-        return _LocalReplica(**kept, window=Window(outer=self.outer))
 
     def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
         """An update of this replica's own; after the last one of a window the average."""

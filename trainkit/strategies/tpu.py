@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Final
@@ -19,15 +19,13 @@ from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.hashing import key32
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Collective, Loss
-from trainkit.strategies.base import Facts, Numerics, Outcome, Training
-from trainkit.strategies.collective import LocalCollective
+from trainkit.objectives.base import Loss
+from trainkit.strategies.alone import Alone
+from trainkit.strategies.base import Facts, Outcome, Training
 from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.reducers import LocalReducer, Reducer
-from trainkit.strategies.replica import Replica
+from trainkit.strategies.replica import Held, Replica
 from trainkit.strategies.shaping import Compiles
 from trainkit.strategies.spread import OnOneDevice, Spread
-from trainkit.strategies.synchronous import Synchronous
 
 __all__ = ["Tpu"]
 
@@ -36,7 +34,7 @@ _VERSION: Final = "2.9.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tpu(Synchronous):
+class Tpu(Alone):
     """Train one replica on XLA devices.
 
     A step is traced and compiled by XLA, and compiled anew for every shape of a shard: ragged last batches cost a
@@ -47,6 +45,7 @@ class Tpu(Synchronous):
         (Task(role='worker', index=0, rank=0, device='xla:0'),)
     """
 
+    named: ClassVar[str] = "tpu"
     compiles: ClassVar[Compiles] = "nothing"
 
     spmd: Annotated[bool, placement] = True
@@ -54,10 +53,7 @@ class Tpu(Synchronous):
 
     def problems(self, facts: Facts) -> list[Problem]:
         """What is to be installed; what XLA cannot keep."""
-        found = _missing() or _without_devices()
-        if facts.launch is not None and facts.launch.num_ranks > 1:
-            rule = f"{facts.launch.kind} started {facts.launch.num_ranks} processes, and it has work for one."
-            found.append(Problem(key="strategy", value="tpu", rule=f"{rule} Use strategy=multi_worker_mirrored."))
+        found = [*(_missing() or _without_devices()), *self.launch_problems(facts)]
         if facts.numerics.reproducible:
             rule = "XLA orders sums itself. Use strategy=mirrored, or leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
@@ -70,21 +66,9 @@ class Tpu(Synchronous):
         """What XLA draws."""
         return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
 
-    def num_replicas(self, facts: Facts) -> int:  # noqa: ARG002 - the same on any host
-        """One: XLA spreads it."""
-        return 1
-
     def tasks(self, facts: Facts) -> tuple[Task, ...]:  # noqa: ARG002
         """One task for all devices."""
         return (Task(role="worker", index=0, rank=0, device="xla:0"),)
-
-    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - there is nobody to meet
-        """Nobody to meet."""
-        return LocalCollective()
-
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
-        """XLA adds up what its devices computed."""
-        return LocalReducer()
 
     def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Spread:  # noqa: ARG002
         """The XLA device; with SPMD, all of them as one."""
@@ -92,23 +76,10 @@ class Tpu(Synchronous):
             _xla("runtime").use_spmd()  # before the first tensor is there
         return OnOneDevice(device=_xla().device())
 
-    def place(
-        self,
-        model: nn.Module,
-        *,
-        identity: Identity,
-        precision: Precision,
-        numerics: Numerics,
-        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-    ) -> Replica:
-        """Move the model to the device; its optimizer is not a fused one, which XLA has none of."""
-        return super().place(
-            model,
-            identity=identity,
-            precision=precision,
-            numerics=numerics,
-            make_optimizer=lambda params: _unfused(make_optimizer(params)),
-        )
+    def make_replica(self, held: Held, **rest: Any) -> Replica:
+        """As anywhere, but for the optimizer: not a fused one, which XLA has none of."""
+        _unfuse(rest["stepper"].optimizer)
+        return super().make_replica(held, **rest)
 
     def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
         """What computes a ticket."""
@@ -165,11 +136,10 @@ def _xla(part: str = "") -> Any:
     return importlib.import_module(f"torch_xla.{part}" if part else "torch_xla")
 
 
-def _unfused(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def _unfuse(optimizer: torch.optim.Optimizer) -> None:
     for group in [optimizer.defaults, *optimizer.param_groups]:
         if group.get("fused"):
             group["fused"], group["foreach"] = False, False
-    return optimizer
 
 
 def _spread_out(batch: Any) -> Any:

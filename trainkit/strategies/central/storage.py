@@ -18,7 +18,7 @@ from trainkit.fields import maths, placement
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import draws_nothing
-from trainkit.objectives.base import Collective
+from trainkit.strategies.alone import Alone
 from trainkit.strategies.base import Facts, Numerics, Outcome, Placed, Position, Ticket, Training
 from trainkit.strategies.central.asynchronous import (
     Flight,
@@ -30,13 +30,10 @@ from trainkit.strategies.central.asynchronous import (
 )
 from trainkit.strategies.central.copies import Central, computing_copy
 from trainkit.strategies.central.step import central_step
-from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.devices import device_problems, parse_device
 from trainkit.strategies.optimizer import Stepper
-from trainkit.strategies.reducers import LaneReducer, LocalReducer, Reducer
 from trainkit.strategies.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.shaping import Compiles
-from trainkit.strategies.synchronous import Synchronous
 
 __all__ = ["CentralStorage"]
 
@@ -45,7 +42,7 @@ _CPU_THREADS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class CentralStorage(Synchronous):
+class CentralStorage(Alone):
     """Keep parameters and optimizer in one place, and compute on several devices, in one process.
 
     A thread a compute device works on a copy of the model. In `sync` the copies are refreshed after every update, the
@@ -62,6 +59,8 @@ class CentralStorage(Synchronous):
     arXiv:1605.08695, section 4.4.
     """
 
+    named: ClassVar[str] = "central_storage"
+    called: ClassVar[str] = "central storage"
     compiles: ClassVar[Compiles] = "nothing"
 
     parameter_device: Annotated[int | str, placement] = "auto"
@@ -73,10 +72,8 @@ class CentralStorage(Synchronous):
 
     def problems(self, facts: Facts) -> list[Problem]:
         """Devices that do not exist or stand twice, and processes that there is no work for."""
-        if facts.launch is not None and facts.launch.num_ranks > 1:
-            started = f"{facts.launch.kind} started {facts.launch.num_ranks} processes"
-            rule = f"{started}, and central storage has work for one. Use strategy=multi_worker_mirrored."
-            return [Problem(key="strategy", value="central_storage", rule=rule)]
+        if found := self.launch_problems(facts):
+            return found
         key, names = "strategy.compute_devices", self.compute_devices
         problems = [p for name in names or () for p in device_problems(key, name, facts.num_gpus)]
         parsed = [parse_device(name) for name in names or ()]
@@ -126,16 +123,6 @@ class CentralStorage(Synchronous):
         if numerics.reproducible:
             return numerics.lanes + numerics.lanes.bit_length()
         return 0 if num_replicas == 1 else num_replicas
-
-    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - there is nobody to meet
-        """Nobody to meet."""
-        return LocalCollective()
-
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
-        """The lanes of a reproducible run, else nothing: the threads' sums are one already."""
-        if numerics.reproducible:
-            return LaneReducer(lanes=numerics.lanes, rank=0, num_ranks=1)
-        return LocalReducer()
 
     def place(
         self,
