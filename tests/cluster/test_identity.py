@@ -7,7 +7,9 @@ from trainkit.errors import ConfigError
 
 def test_an_identity_survives_the_environment():
     task = Task(role="ps", index=1, rank=3, device="cuda:1")
-    identity = Identity(task=task, num_ranks=4, store=("127.0.0.1", 29400), prefix="attempt/2", attempt=2)
+    identity = Identity(
+        task=task, num_ranks=4, store=("127.0.0.1", 29400), prefix="attempt/2", attempt=2, life=1, token="t0"
+    )
     assert Identity.from_environ(identity.to_environ()) == identity
     assert set(identity.to_environ()) == set(VARIABLES)
 

@@ -70,7 +70,7 @@ def test_what_cannot_be_read_is_refused(text):
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value).splitlines()[1] == (
-        f"  TRAINKIT_FAIL={text}: write rank=N,index=N,step=N,attempt=N,phase=PHASE,while=FILE,action=ACTION "
-        "with one of the phases start, data, forward, backward, reduce, update, evaluate, save, end and one of the "
-        "actions kill, stop, hang, raise, full, exit, slow. (environment)"
+        f"  TRAINKIT_FAIL={text}: write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION "
+        "with one of the phases start, data, forward, backward, reduce, update, evaluate, save, end, idle and one "
+        "of the actions kill, stop, hang, raise, full, exit, slow. (environment)"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from trainkit.cluster.tasks import Task
@@ -20,6 +20,8 @@ VARIABLES: Final = (
     "TRAINKIT_STORE",
     "TRAINKIT_PREFIX",
     "TRAINKIT_ATTEMPT",
+    "TRAINKIT_LIFE",
+    "TRAINKIT_TOKEN",
 )
 """Every environment variable that `Identity.to_environ` writes."""
 
@@ -44,6 +46,11 @@ class Identity:
     """The prefix of every key in the store: fresh for every attempt, so that no address of a dead peer is read."""
     attempt: int = 0
     """0 at the first start, then one more for every restart; above 0 the newest checkpoint is continued."""
+    life: int = 0
+    """Times that this task was started again alone in this attempt, while the others went on."""
+    token: str = field(default="", repr=False)
+    """What the tasks of this run know and nobody else does; empty where they have nothing to say to each other but in a
+    group."""
 
     @classmethod
     def solo(cls, device: str = "cpu") -> Identity:
@@ -53,6 +60,7 @@ class Identity:
     def to_environ(self) -> dict[str, str]:
         """The environment variables that `from_environ` reads back."""
         store = {} if self.store is None else {"TRAINKIT_STORE": f"{self.store[0]}:{self.store[1]}"}
+        token = {"TRAINKIT_TOKEN": self.token} if self.token else {}
         return {
             "TRAINKIT_RANK": str(self.task.rank),
             "TRAINKIT_RANKS": str(self.num_ranks),
@@ -61,7 +69,9 @@ class Identity:
             "TRAINKIT_DEVICE": self.task.device,
             "TRAINKIT_PREFIX": self.prefix,
             "TRAINKIT_ATTEMPT": str(self.attempt),
+            "TRAINKIT_LIFE": str(self.life),
             **store,
+            **token,
         }
 
     @classmethod
@@ -83,6 +93,7 @@ class Identity:
         num_ranks = _number(environ, "TRAINKIT_RANKS", 1, problems)
         index = _number(environ, "TRAINKIT_INDEX", rank, problems)
         attempt = _number(environ, "TRAINKIT_ATTEMPT", 0, problems)
+        life = _number(environ, "TRAINKIT_LIFE", 0, problems)
         store = _store(environ, problems)
         if not problems and rank >= num_ranks:
             rule = f"ranks go from 0 to TRAINKIT_RANKS - 1 = {num_ranks - 1}."
@@ -96,6 +107,8 @@ class Identity:
             store=store,
             prefix=environ.get("TRAINKIT_PREFIX", ""),
             attempt=attempt,
+            life=life,
+            token=environ.get("TRAINKIT_TOKEN", ""),
         )
 
 

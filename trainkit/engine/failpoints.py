@@ -3,9 +3,10 @@
     TRAINKIT_FAIL="rank=1,step=3,phase=backward,action=kill"
 
 Several, parted by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank; without
-`step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `while` only as long as that file
-exists. Actions: kill (SIGKILL), stop (SIGSTOP), hang (sleeps for ever), raise (RuntimeError), full (no space left on
-device), exit (ends the process with code 7, without a word), slow (sleeps for a twentieth of a second and goes on).
+`step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `life` only that life of a task
+that is started again alone; with `while` only as long as that file exists. Actions: kill (SIGKILL), stop (SIGSTOP),
+hang (sleeps for ever), raise (RuntimeError), full (no space left on device), exit (ends the process with code 7,
+without a word), slow (sleeps for a twentieth of a second and goes on).
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from trainkit.errors import ConfigError, Problem
 
 __all__ = ["ACTIONS", "PHASES", "Failpoint", "Phase", "arm", "armed", "parse", "reached"]
 
-Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "end"]
-"""What a rank is doing, in the order of a step."""
+Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "end", "idle"]
+"""What a rank is doing, in the order of a step; `idle` says that it waits to be asked for something."""
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit", "slow")
@@ -38,12 +39,15 @@ class Failpoint:
     step: int | None = None
     phase: str | None = None
     attempt: int | None = None
+    life: int | None = None
     index: int | None = None
     marker: str | None = None
 
     def concerns(self, environ: Mapping[str, str]) -> bool:
         """Whether it is planted in the process of this environment."""
         if self.attempt is not None and str(self.attempt) != environ.get("TRAINKIT_ATTEMPT", "0"):
+            return False
+        if self.life is not None and str(self.life) != environ.get("TRAINKIT_LIFE", "0"):
             return False
         rank = environ.get("TRAINKIT_RANK", "0")
         if self.index is not None:
@@ -80,20 +84,22 @@ def parse(text: str) -> tuple[Failpoint, ...]:
 
     Example:
         >>> parse("step=3,phase=save,action=kill")
-        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None, index=None, marker=None),)
+        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None, life=None, index=None, marker=None),)
     """
     return tuple(_parse_one(part) for part in text.split(";") if part.strip())
 
 
 def _parse_one(text: str) -> Failpoint:
     pairs = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
-    numbers = {key: int(pairs[key]) for key in ("rank", "index", "step", "attempt") if pairs.get(key, "").isdigit()}
+    numbers = {
+        key: int(pairs[key]) for key in ("rank", "index", "step", "attempt", "life") if pairs.get(key, "").isdigit()
+    }
     words = {key: value for key, value in pairs.items() if key not in numbers}
     phase = words.pop("phase", None)
     action, marker = words.pop("action", ""), words.pop("while", None)
     if words or action not in ACTIONS or phase not in (None, *PHASES):
         rule = (
-            "write rank=N,index=N,step=N,attempt=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
+            "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
             f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
         )
         raise ConfigError([Problem(key="TRAINKIT_FAIL", value=text, rule=rule, origin="environment")])

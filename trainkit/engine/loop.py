@@ -4,21 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from trainkit.engine.events import Callback, Run, overriding
 from trainkit.engine.journal import Journal
-from trainkit.strategies.base import Placed, Strategy, Ticket, Training
+from trainkit.strategies.base import Data, Placed, Strategy, Training
 
-__all__ = ["Data", "Occasion", "Timeline", "train"]
-
-
-class Data(Protocol):
-    """Gives the batches of a ticket."""
-
-    def fetch(self, ticket: Ticket) -> list[Any]:
-        """One collated batch a shard, on the device; the same again for the same ticket."""
-        ...
+__all__ = ["Occasion", "Timeline", "train"]
 
 
 @dataclass(kw_only=True)

@@ -8,6 +8,7 @@ import queue
 import signal
 import time
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import Final
 
 from trainkit.cluster.identity import Identity
@@ -65,6 +66,7 @@ class Attempts:
         self._hang_timeout_s = hang_timeout_s
         self._pass_fds = pass_fds
         self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
+        self._token = token_hex(32)
         self._asked_to_resize = False
         self.events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()  # its put is safe in a signal handler
         self.stop = StopFlag()
@@ -94,6 +96,7 @@ class Attempts:
             store=self._meeting.address,
             prefix=f"attempt/{attempt}",
             attempt=attempt,
+            token=self._token,
         )
         environ = worker_environ(self._environ, identity)
         log = self._folder.log_of(task.rank) if task.rank > 0 else None

@@ -96,7 +96,7 @@ def _silent(folder: RunFolder, exited: Exited, when: str) -> Failure:
 
 
 def hung(folder: RunFolder, running: Iterable[int], *, now: float, started: float, timeout_s: float) -> Failure | None:
-    """The rank that holds up the others, where one has not beaten for too long; else None.
+    """The rank that holds up the others, where one has not beaten for too long; else None. One that is idle may wait.
 
     Args:
         folder: holds the pulses.
@@ -106,6 +106,7 @@ def hung(folder: RunFolder, running: Iterable[int], *, now: float, started: floa
         timeout_s: how long a rank may go without a beat.
     """
     pulses = {rank: read_pulse(folder.heartbeat_of(rank)) for rank in running}
+    pulses = {rank: pulse for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"}
     if all(now - (pulse.moment if pulse else started) <= timeout_s for pulse in pulses.values()):
         return None
     rank, pulse = _most_behind(folder, pulses)

@@ -13,14 +13,14 @@ from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.semantics import fingerprint
-from trainkit.engine import failpoints
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.numerics.determinism import reproducible_process
+from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
 from trainkit.run.environment import write_environment, write_resolved
 from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.heartbeat import pulse_of
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
@@ -157,6 +157,10 @@ def run_task(
     with reproducible_process(enabled=cfg.numerics.reproducible):
         try:
             plan = plan or make_plan(cfg)
+            if not plan.parts.strategy.trains(identity.task):
+                enter = pulse_of(identity, folder) or (lambda _phase, _step: None)
+                assist(plan, identity, requested=lambda: stop.requested, on_phase=enter)
+                return None
             with telling_of_memory(plan, identity.task, lambda: None):
                 session = _open(plan, identity, folder, stop, confirm)
         except BaseException as error:
@@ -210,7 +214,9 @@ def _open(
         confirm=confirm,
     )
     try:
-        _watch_phases(session, identity, folder)
+        enter = pulse_of(identity, folder)
+        if enter is not None:
+            session.listen(enter)
         begin_where_it_stood(session, folder.checkpoints)
     except BaseException:
         session.close()
@@ -222,19 +228,6 @@ def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
     """Says that replicas are lost, where some are."""
     planned, present = len(plan.tasks), identity.num_ranks
     return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
-
-
-def _watch_phases(session: Session, identity: Identity, folder: RunFolder) -> None:
-    """Tell the supervisor and planted failures what this rank is doing; nobody listens to a rank that is alone."""
-    if identity.store is None and not failpoints.armed():
-        return
-    heartbeat = Heartbeat(folder.heartbeat_of(identity.task.rank))
-
-    def enter(phase: Any, step: int) -> None:
-        heartbeat.beat(step, phase)
-        failpoints.reached(phase, step)
-
-    session.listen(enter)
 
 
 def _places(folder: RunFolder) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from trainkit.engine.journal import Journal
 from trainkit.engine.loop import Occasion, Timeline, train
 from trainkit.errors import TrainingError
 from trainkit.numerics.deferred import initial_values
+from trainkit.run.assisting import unforeseen_data
 from trainkit.run.beginning import run_of, training_of
 from trainkit.run.building import build_model, make_optimizer, shaping_of
 from trainkit.run.keeping import Keeper
@@ -80,7 +81,9 @@ class Session:
             numerics=self.parts.numerics,
             make_optimizer=make_optimizer(self.cfg, model),
         )
+        self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
         self._cleanup.callback(self.parts.strategy.leave, self.placed)
+        self.placed.open_data = self._open_data
         self.run = run_of(self.plan, self.placed, folder, notes)
         self._training = training_of(self.plan)
         self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
@@ -93,6 +96,11 @@ class Session:
         """Be told (phase, step) whenever this rank begins something else."""
         self._on_phase = on_phase
         self.placed.on_phase = on_phase
+
+    def _open_data(self, device: torch.device) -> Loader:
+        loader = unforeseen_data(self.plan, device)
+        self._opened.callback(loader.close)
+        return loader
 
     def _enter(self, phase: str) -> None:
         if self._on_phase is not None:

@@ -22,6 +22,8 @@ from trainkit.strategies.pieces import Piece, Pieces
 from trainkit.strategies.shaping import Compiles
 
 __all__ = [
+    "Bench",
+    "Data",
     "Facts",
     "Numerics",
     "Outcome",
@@ -101,6 +103,14 @@ class Training:
     """How the loss is normalised."""
     rule: Rule
     """The update of a version."""
+
+
+class Data(Protocol):
+    """Gives the batches of a ticket."""
+
+    def fetch(self, ticket: Ticket) -> list[Any]:
+        """One collated batch a shard, on the device; the same again for the same ticket."""
+        ...
 
 
 class Position(Protocol):
@@ -186,6 +196,8 @@ class Placed:
     """What the strategy has measured of the latest step, for the next row of metrics."""
     on_phase: Callable[[str, int], None] | None = None
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
+    open_data: Callable[[torch.device], Data] | None = None
+    """Opens training data by tickets that nobody knows beforehand, for what computes beside the loop."""
 
     def __post_init__(self) -> None:
         """One device and one process a replica, where nothing else is said."""
@@ -206,6 +218,33 @@ class Placed:
     def num_ranks(self) -> int:
         """Data ranks of the run."""
         return self.collective.num_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What a task works with that assists the rank that trains, in a process of its own (`Strategy.assist`)."""
+
+    identity: Identity
+    """Who this process is, and where it finds the others."""
+    model: nn.Module
+    """As `Strategy.place` takes it: initialised on the CPU in float32 alike in every task, and shaped."""
+    make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+    """Builds the optimizer over parameters by canonical name."""
+    precision: Precision
+    """The numbers to use."""
+    numerics: Numerics
+    """The numbers settings."""
+    training: Training
+    """Plan, objective and update rule."""
+    num_steps: int
+    """Steps of the whole training."""
+    open_data: Callable[[torch.device], Data]
+    """Opens training data by tickets that nobody knows beforehand; closed when the task ends."""
+    requested: Callable[[], str | None]
+    """Why this process was asked to stop, or None. The rank that trains was asked too, and ends the others itself."""
+    on_phase: Callable[[str, int], None]
+    """Is told (phase, step) whenever something else begins. In `idle` a task waits to be asked, as long as it takes; in
+    any other phase it counts as hanging after `supervisor.hang_timeout_s` without a word."""
 
 
 class Strategy(ABC):
@@ -282,6 +321,22 @@ class Strategy(ABC):
 
         In a launch these are the launch's own, each with its device; only that of this process need be exact.
         """
+
+    def trains(self, task: Task) -> bool:  # noqa: ARG002 - in most strategies all do
+        """Whether a task runs the engine's loop; pure. The others are given to `assist`. Rank 0 always trains."""
+        return True
+
+    def replaces(self, task: Task) -> bool:  # noqa: ARG002 - in most strategies none can be
+        """Whether a task that dies is started again alone, while the others go on; pure. It joins them by itself."""
+        return False
+
+    def assist(self, bench: Bench) -> None:
+        """Do the part of a task that does not train, until the rank that trains has ended it.
+
+        Raises:
+            ConnectionError: the rank that trains is gone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no task that assists")
 
     def num_processes(self, num_gpus: int) -> int:
         """The processes it starts on a host of so many GPUs."""
