@@ -10,6 +10,7 @@ TrainkitError                1   anything below
 │   ├── OutOfMemoryError     1   a device or its host had no memory left
 │   ├── NonFiniteError       1   a loss or gradient that is NaN or infinite
 │   └── LossScaleError       1   the loss scale fell to its floor and gradients still overflow
+├── LinkError              1   a connection between tasks that broke, or was never made
 ├── HangError                5   a rank that stopped making progress
 ├── CrashLoopError           6   restarts that do not get further
 ├── PeerError                    of a rank: another one failed; the exit code is that of its error
@@ -30,6 +31,7 @@ __all__ = [
     "CrashLoopError",
     "DataError",
     "HangError",
+    "LinkError",
     "LossScaleError",
     "MissingExtraError",
     "NonFiniteError",
@@ -149,6 +151,10 @@ class NonFiniteError(TrainingError):
 
 class LossScaleError(TrainingError):
     """The loss scale is at its floor and gradients still overflow."""
+
+
+class LinkError(TrainkitError):
+    """A connection to another task broke, or was never made; the message names the other one."""
 
 
 class HangError(TrainkitError):
