@@ -5,11 +5,11 @@ import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
 from trainkit.config.schema import Loader as LoaderSettings
-from trainkit.data.evaluation import eval_batches, num_eval_batches
+from trainkit.data.evaluation import EvalBatches, num_eval_batches
 
 
 def batches(dataset, rank=0, num_ranks=1, **settings):
-    return eval_batches(
+    return EvalBatches(
         dataset, batch_size=4, rank=rank, num_ranks=num_ranks, device=CPU, settings=LoaderSettings(**settings)
     )
 
@@ -50,7 +50,7 @@ def test_stopping_early_leaves_no_process():
 def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(dataset, settings):
     split = dataset(6)
     ranks = [
-        eval_batches(
+        EvalBatches(
             split, batch_size=4, rank=rank, num_ranks=3, device=CPU, settings=LoaderSettings(**settings), together=True
         )
         for rank in range(3)

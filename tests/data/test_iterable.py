@@ -4,7 +4,7 @@ import pytest
 
 from tests.data.samples import CPU, make_loader
 from trainkit.config.schema import Loader as LoaderSettings
-from trainkit.data.evaluation import eval_batches
+from trainkit.data.evaluation import EvalBatches
 from trainkit.data.iterable import Stream
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
@@ -109,7 +109,7 @@ def test_validation_has_its_own_source_and_is_shared_by_ranks():
     shared = [
         [
             numbers.tolist()
-            for numbers, _ in eval_batches(
+            for numbers, _ in EvalBatches(
                 stream, batch_size=2, rank=rank, num_ranks=2, device=CPU, settings=LoaderSettings()
             )
         ]

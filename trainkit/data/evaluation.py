@@ -16,7 +16,7 @@ from trainkit.data.sources import collated, whole_arrays
 from trainkit.data.splits import size_of
 from trainkit.data.workers import Request, opened, read_ahead, shut_down
 
-__all__ = ["EvalBatches", "eval_batches", "num_eval_batches"]
+__all__ = ["EvalBatches", "num_eval_batches"]
 
 
 def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
@@ -27,28 +27,6 @@ def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ra
         [2, 1]
     """
     return len(range(rank, -(-num_samples // batch_size), num_ranks))
-
-
-def eval_batches(
-    dataset: Any,
-    *,
-    batch_size: int,
-    rank: int,
-    num_ranks: int,
-    device: torch.device,
-    settings: LoaderSettings,
-    together: bool = False,
-) -> EvalBatches:
-    """The batches of one rank; see `EvalBatches`."""
-    return EvalBatches(
-        dataset,
-        batch_size=batch_size,
-        rank=rank,
-        num_ranks=num_ranks,
-        device=device,
-        settings=settings,
-        together=together,
-    )
 
 
 class EvalBatches:
@@ -63,8 +41,8 @@ class EvalBatches:
 
     Example:
         >>> from trainkit.data.digits import Digits
-        >>> batches = eval_batches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
-        ...                        device=torch.device("cpu"), settings=LoaderSettings())
+        >>> batches = EvalBatches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
+        ...                       device=torch.device("cpu"), settings=LoaderSettings())
         >>> [len(labels) for _, labels in batches]
         [100, 100, 100, 60]
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trainkit.config.watched import Watched
-from trainkit.data.evaluation import eval_batches
+from trainkit.data.evaluation import EvalBatches
 from trainkit.engine.evaluate import evaluate
 from trainkit.engine.events import Callback, Run
 from trainkit.engine.manifest import better
@@ -44,7 +44,7 @@ class Scorer:
 
     def score(self, split: str) -> None:
         """Score a split; collective."""
-        batches = eval_batches(
+        batches = EvalBatches(
             self._plan.parts.datasets[split],
             batch_size=self._plan.cfg.eval.batch_size or max(self._plan.batch.micro_size, 256),
             rank=self._placed.rank,
