@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from trainkit.errors import Problem
 
-__all__ = ["device_problems", "parse_device"]
+__all__ = ["device_list_problems", "device_problems", "parse_device"]
 
 _PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?$", re.IGNORECASE)
 
@@ -26,6 +27,27 @@ def parse_device(name: str | int) -> str | None:
     if match["kind"].lower() == "cpu":
         return "cpu"
     return f"cuda:{match['index'] or 0}"
+
+
+def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: int, *, because: str) -> list[Problem]:
+    """What is wrong with a list of devices: names of none, a GPU that stands twice, nothing in it.
+
+    Args:
+        key: the config's key that holds the list.
+        names: the list; None: it was left out.
+        num_gpus: GPUs of the host.
+        because: why a GPU cannot stand twice, as a sentence.
+    """
+    if names is None:
+        return []
+    if not names:
+        return [Problem(key=key, value=[], rule="names no device. Leave it out for all.")]
+    problems = [problem for name in names for problem in device_problems(key, name, num_gpus)]
+    parsed = [parse_device(name) for name in names]
+    twice = sorted({name for name in parsed if name is not None and name != "cpu" and parsed.count(name) > 1})
+    if twice:
+        problems.append(Problem(key=key, value=list(names), rule=f"names {', '.join(twice)} twice. {because}"))
+    return problems
 
 
 def device_problems(key: str, name: str | int, num_gpus: int) -> list[Problem]:

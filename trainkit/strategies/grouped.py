@@ -17,7 +17,7 @@ from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts
 from trainkit.strategies.collective import GroupCollective, LocalCollective
-from trainkit.strategies.devices import device_problems, parse_device
+from trainkit.strategies.devices import device_list_problems, parse_device
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.synchronous import Synchronous
 
@@ -120,17 +120,11 @@ class Grouped(Synchronous):
     def _device_problems(self, facts: Facts) -> list[Problem]:
         if self.devices is None:
             return []
-        problems = [p for name in self.devices for p in device_problems("strategy.devices", name, facts.num_gpus)]
-        parsed = [parse_device(name) for name in self.devices]
-        twice = sorted({str(name) for name in parsed if name != "cpu" and parsed.count(name) > 1})
-        if twice:
-            rule = f"names {', '.join(twice)} twice. NCCL takes one replica a GPU."
-            problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
+        because = "NCCL takes one replica a GPU."
+        problems = device_list_problems("strategy.devices", self.devices, facts.num_gpus, because=because)
         if self.ranks_a_replica == 1 and self.replicas_here(facts.launch) not in ("auto", len(self.devices)):
             rule = f"but strategy.devices names {len(self.devices)}. Leave one of the two out."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
-        if not self.devices:
-            problems.append(Problem(key="strategy.devices", value=[], rule="names no device. Leave it out for all."))
         return problems
 
     def num_replicas(self, facts: Facts) -> int:

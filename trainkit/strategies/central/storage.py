@@ -30,7 +30,7 @@ from trainkit.strategies.central.asynchronous import (
 )
 from trainkit.strategies.central.copies import Central, computing_copy
 from trainkit.strategies.central.step import central_step
-from trainkit.strategies.devices import device_problems, parse_device
+from trainkit.strategies.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.shaping import Compiles
@@ -75,14 +75,7 @@ class CentralStorage(Alone):
         if found := self.launch_problems(facts):
             return found
         key, names = "strategy.compute_devices", self.compute_devices
-        problems = [p for name in names or () for p in device_problems(key, name, facts.num_gpus)]
-        parsed = [parse_device(name) for name in names or ()]
-        twice = sorted({str(name) for name in parsed if name not in ("cpu", None) and parsed.count(name) > 1})
-        if twice:
-            rule = f"names {', '.join(twice)} twice. A GPU computes one copy."
-            problems.append(Problem(key=key, value=list(names or ()), rule=rule))
-        if names == ():
-            problems.append(Problem(key=key, value=[], rule="names no device. Leave it out for all."))
+        problems = device_list_problems(key, names, facts.num_gpus, because="A GPU computes one copy.")
         if self.parameter_device != "auto":
             problems += device_problems("strategy.parameter_device", self.parameter_device, facts.num_gpus)
         if self.mode == "async":
@@ -108,6 +101,10 @@ class CentralStorage(Alone):
         count = len(self._computing(torch.cuda.device_count()))
         said = f"central_storage: {count} threads update as they come"
         return (f"{said}: another training than that of one device, and another every time.",)
+
+    def num_slots(self, num_gpus: int) -> int:
+        """A device, or a core, a thread that computes."""
+        return max(1, len(self._computing(num_gpus)))
 
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task, on the parameter device."""
