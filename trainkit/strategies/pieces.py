@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.objectives.base import Collective
 from trainkit.strategies.telling import tell_all
 
-__all__ = ["Piece", "Pieces", "assembled", "misfit", "streamed"]
+__all__ = ["Piece", "Pieces", "assembled", "misfit", "region", "streamed"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +41,17 @@ class Piece:
     @property
     def region(self) -> tuple[slice, ...]:
         """The place of the part in the whole."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.tensor.shape, strict=True))
+        return region(self.offset, self.tensor.shape)
+
+
+def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    """The place of a rectangular part in its whole, as an index.
+
+    Example:
+        >>> region((2, 0), (2, 3))
+        (slice(2, 4, None), slice(0, 3, None))
+    """
+    return tuple(slice(start, start + length) for start, length in zip(offset, size, strict=True))
 
 
 Pieces = Mapping[str, Sequence[Piece]]
@@ -127,8 +137,7 @@ def _gathered(told: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[Piece
     for rank, said in told:
         for place, cut in enumerate(said["cuts"]):
             mine = own[place].tensor.detach() if rank == everyone.rank else torch.empty(cut["size"], dtype=dtype)
-            region = (slice(start, start + size) for start, size in zip(cut["offset"], cut["size"], strict=True))
-            whole[tuple(region)] = mine if everyone.num_ranks == 1 else _shared(mine, rank)
+            whole[region(cut["offset"], cut["size"])] = mine if everyone.num_ranks == 1 else _shared(mine, rank)
     return whole
 
 

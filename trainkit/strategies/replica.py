@@ -20,7 +20,7 @@ from trainkit.strategies.reducers import Overlapping, Reducer
 from trainkit.strategies.spread import Spread
 from trainkit.strategies.stored import shape_of
 
-__all__ = ["Held", "JoinNorms", "Replica", "masters_apart", "replica_state", "restore_replica"]
+__all__ = ["Held", "JoinNorms", "Replica", "masters_apart", "refuse_mismatch", "replica_state", "restore_replica"]
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
@@ -147,7 +147,7 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
     """
     own = {key: tensor for key, tensor in replica_state(replica).items() if not key.startswith("optimizer/")}
-    _refuse_mismatch(own, tensors)
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
     with torch.no_grad():
         for key, tensor in own.items():
             tensor.copy_(tensors[key])
@@ -156,13 +156,22 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
     replica.stepper.forget()
 
 
-def _refuse_mismatch(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        own: the shapes of this model's parameters and buffers, by key.
+        tensors: the checkpoint's; read no earlier than before.
+
+    Raises:
+        CheckpointError: one is missing, unknown, or of another shape; up to five are named.
+    """
     lines = [f"{key} is missing there" for key in own if key not in tensors]
     lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith("optimizer/")]
     lines += [
-        f"{key} is {tuple(shape_of(tensors, key))} there and {tuple(tensor.shape)} here"
-        for key, tensor in own.items()
-        if key in tensors and shape_of(tensors, key) != tensor.shape
+        f"{key} is {tuple(shape_of(tensors, key))} there and {shape} here"
+        for key, shape in own.items()
+        if key in tensors and tuple(shape_of(tensors, key)) != shape
     ]
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""

@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainkit.errors import Problem
 from trainkit.objectives.base import Collective
 
-__all__ = ["find_sparse", "gather_sparse", "sparse_figures", "with_values"]
+__all__ = ["find_sparse", "gather_sparse", "sparse_figures", "sparse_problems", "with_values"]
 
 _INT32: Final = 2**31
 
@@ -57,6 +58,20 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
     most = max(len(part) for part in indices)  # shorter ones are sent padded
     row = sparse_dim * narrow.itemsize + values[0][:1].numel() * values[0].element_size() if most else 0
     return total, most * row
+
+
+def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
+    """Embeddings with sparse gradients, for a strategy that cannot take those.
+
+    Args:
+        model: perhaps without its numbers.
+        why: what becomes of such gradients there: "which are not summed".
+    """
+    return [
+        Problem(key="model", rule=f"{name} has sparse gradients, {why}. Use sparse=False.")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+    ]
 
 
 def sparse_figures(totals: Mapping[int, Tensor], sent_bytes: int, num_ranks: int) -> dict[str, float]:

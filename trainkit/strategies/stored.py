@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Stored", "chosen", "region_of", "shape_of"]
+__all__ = ["Stored", "chosen", "name_in", "region_of", "shape_of"]
 
 
 class Stored(Mapping[str, Tensor]):
@@ -21,6 +21,17 @@ class Stored(Mapping[str, Tensor]):
     @abstractmethod
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
         """A part of a tensor; no more is read than what was written together with it."""
+
+
+def name_in(key: str) -> str:
+    """The canonical name of the parameter or buffer that a key of a checkpoint is about.
+
+    Example:
+        >>> name_in("param/head.weight"), name_in("optimizer/exp_avg/head.weight")
+        ('head.weight', 'head.weight')
+    """
+    kind, _, rest = key.partition("/")
+    return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:

@@ -33,7 +33,8 @@ from trainkit.strategies.pipeline.limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
-from trainkit.strategies.stored import chosen
+from trainkit.strategies.sparse import sparse_problems
+from trainkit.strategies.stored import chosen, name_in
 
 __all__ = ["Pipeline"]
 
@@ -125,11 +126,7 @@ class Pipeline(Grouped):
         cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             return cut
-        sparse = [
-            Problem(key="model", rule=f"{name} has sparse gradients, which are not summed. Use sparse=False.")
-            for name, module in model.named_modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-        ]
+        sparse = sparse_problems(model, "which are not summed")
         return self._exceeded(model, cut, facts) or sparse or _tried(model, cut, facts.sample)
 
     def _exceeded(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
@@ -241,7 +238,7 @@ class Pipeline(Grouped):
         if placed.rank:
             return {}
         found = self._own_state(placed)
-        return {key: (Piece.whole(tensor),) for key, tensor in found.items() if placed.is_home(_name_in(key))}
+        return {key: (Piece.whole(tensor),) for key, tensor in found.items() if placed.is_home(name_in(key))}
 
     def state(self, placed: Any) -> dict[str, Tensor]:
         """Parameters in the masters' dtype, buffers, optimizer slots of all stages; collective."""
@@ -250,7 +247,7 @@ class Pipeline(Grouped):
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over this rank's tensors of a checkpoint of any strategy."""
         foreign = {name for name, param in placed.model.named_parameters() if param.is_meta and param.requires_grad}
-        restore_replica(placed, chosen(tensors, lambda key: _name_in(key) not in foreign))
+        restore_replica(placed, chosen(tensors, lambda key: name_in(key) not in foreign))
 
     def check_replicas(self, placed: Any) -> str | None:
         """The first parameter whose bits are not the same on all ranks that hold it; collective."""
@@ -283,12 +280,6 @@ def _tried(model: nn.Module, cut: Cut, sample: Any) -> list[Problem]:
 
 def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: param for name, param in params.items() if not param.is_meta}
-
-
-def _name_in(key: str) -> str:
-    """The canonical name in the key of a checkpoint, `optimizer/exp_avg/head.weight`."""
-    kind, _, rest = key.partition("/")
-    return rest.partition("/")[2] if kind == "optimizer" else rest
 
 
 def _part(cut: Cut, stage: int, bytes_of: Any, device: str) -> Part:

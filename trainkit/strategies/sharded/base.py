@@ -28,6 +28,7 @@ from trainkit.strategies.sharded.filling import filled
 from trainkit.strategies.sharded.norms import joined_norms
 from trainkit.strategies.sharded.replica import ShardedReplica, restore_pieces, sharded_pieces
 from trainkit.strategies.sharded.work import ShardedWork
+from trainkit.strategies.sparse import sparse_problems
 from trainkit.strategies.spread import Spread
 
 __all__ = ["Sharded"]
@@ -58,11 +59,7 @@ class Sharded(Grouped):
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """Parameters that cannot be cut, and gradients that cannot be summed in parts."""
-        found = super().problems_with(model, facts)
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-                rule = f"{name} has sparse gradients, which are not summed in parts. Use sparse=False."
-                found.append(Problem(key="model", rule=rule))
+        found = [*super().problems_with(model, facts), *sparse_problems(model, "which are not summed in parts")]
         for name, param in model.named_parameters():
             if not param.dim():
                 rule = f"{name} has no dims, and cannot be cut. Give it the shape (1,)."

@@ -9,7 +9,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trainkit.strategies.pieces import Piece
+from trainkit.strategies.pieces import Piece, region
 
 __all__ = ["Cut", "local_part"]
 
@@ -60,7 +60,7 @@ class Cut:
     @property
     def region(self) -> tuple[slice, ...]:
         """Its place in the whole."""
-        return tuple(slice(start, start + size) for start, size in zip(self.offset, self.size, strict=True))
+        return region(self.offset, self.size)
 
     @property
     def is_empty(self) -> bool:

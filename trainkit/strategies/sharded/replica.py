@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainkit.errors import CheckpointError
 from trainkit.strategies.optimizer import optimizer_state, restore_optimizer_state
 from trainkit.strategies.pieces import Piece, Pieces
-from trainkit.strategies.replica import Replica
+from trainkit.strategies.replica import Replica, refuse_mismatch
 from trainkit.strategies.sharded.cuts import Cut, local_part
-from trainkit.strategies.stored import region_of, shape_of
+from trainkit.strategies.stored import name_in, region_of, shape_of
 
 __all__ = ["ShardedReplica", "restore_pieces", "sharded_pieces"]
 
@@ -61,7 +60,7 @@ def sharded_pieces(replica: ShardedReplica) -> Pieces:
     for name, part in replica.parts.items():
         _add(found, f"param/{name}", part, replica.cuts[name], replica.is_owner)
     for key, tensor in optimizer_state(replica.stepper.optimizer, replica.masters).items():
-        _add(found, key, tensor, replica.cuts[_name_of(key)], replica.is_owner)
+        _add(found, key, tensor, replica.cuts[name_in(key)], replica.is_owner)
     saved = replica.model.state_dict(keep_vars=True)
     for name, buffer in replica.model.named_buffers():
         if replica.is_owner and name in saved:
@@ -77,15 +76,14 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
     """
     saved = replica.model.state_dict(keep_vars=True)
     buffers = {f"buffer/{n}": local_part(b) for n, b in replica.model.named_buffers() if n in saved}
-    _refuse_others(replica, buffers, tensors)
+    shapes = {f"param/{name}": cut.shape for name, cut in replica.cuts.items()}
+    refuse_mismatch({**shapes, **{key: tuple(buffer.shape) for key, buffer in buffers.items()}}, tensors)
     parts = {f"param/{name}": part for name, part in replica.parts.items()}
     with torch.no_grad():
         for key, part in parts.items():
-            cut = replica.cuts[_name_of(key)]
-            _refuse_shape(key, shape_of(tensors, key), cut.shape)
+            cut = replica.cuts[name_in(key)]
             part.copy_(region_of(tensors, key, cut.region))
         for key, buffer in buffers.items():
-            _refuse_shape(key, shape_of(tensors, key), tuple(buffer.shape))
             buffer.copy_(tensors[key])
     replica.refresh_params()
     restore_optimizer_state(replica.stepper.optimizer, replica.masters, _Local(tensors, replica.cuts))
@@ -102,12 +100,6 @@ def _add(found: dict[str, tuple[Piece, ...]], key: str, part: Tensor, cut: Cut, 
         found[key] = (cut.piece(part),)
 
 
-def _name_of(key: str) -> str:
-    """The parameter that a name of a checkpoint is about."""
-    kind, _, rest = key.partition("/")
-    return rest.partition("/")[2] if kind == "optimizer" else rest
-
-
 class _Local(Mapping[str, Tensor]):
     """The tensors of a checkpoint, each cut to this rank's part when it is asked for."""
 
@@ -115,7 +107,7 @@ class _Local(Mapping[str, Tensor]):
         self._wholes, self._cuts = wholes, cuts
 
     def __getitem__(self, key: str) -> Tensor:
-        cut = self._cuts.get(_name_of(key))
+        cut = self._cuts.get(name_in(key))
         if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a count of steps is no cut one
             return self._wholes[key]
         return region_of(self._wholes, key, cut.region).clone()
@@ -125,19 +117,3 @@ class _Local(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._wholes)
-
-
-def _refuse_others(replica: ShardedReplica, buffers: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    own = [*(f"param/{name}" for name in replica.cuts), *buffers]
-    lines = [f"{key} is missing there" for key in own if key not in tensors]
-    known = set(own)
-    lines += [f"{key} is not in this model" for key in tensors if key not in known and not key.startswith("optimizer/")]
-    if lines:
-        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
-
-
-def _refuse_shape(key: str, there: torch.Size, here: tuple[int, ...]) -> None:
-    if tuple(there) != here:
-        line = f"{key} is {tuple(there)} there and {here} here"
-        raise CheckpointError(f"the checkpoint is of another model: {line}.")
