@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -11,33 +10,29 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
 from trainkit.errors import TrainingError
+from trainkit.objectives.base import Collective
+from trainkit.strategies.telling import tell_all
 
 __all__ = ["batch_of_first_rank"]
 
 
-def batch_of_first_rank(batch: Any, device: torch.device) -> Any:
+def batch_of_first_rank(batch: Any, device: torch.device, everyone: Collective) -> Any:
     """Rank 0's batch, on every rank that has none; collective over all ranks.
 
     Args:
         batch: this rank's own, which it keeps; None where it has none. Rank 0 has one.
         device: where ranks exchange tensors.
+        everyone: all ranks.
 
     Raises:
         TrainingError: the batch holds more than tensors, numbers and text in lists, tuples and dicts.
     """
-    speaks = dist.get_rank() == 0
+    speaks = everyone.rank == 0
     leaves, spec = tree_flatten(batch if speaks else None)
-    content = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if speaks else []
-    told = torch.tensor(list(json.dumps(content).encode()), dtype=torch.uint8, device=device)
-    length = torch.tensor([len(told)], device=device)
-    dist.broadcast(length, src=0)
-    told = told if speaks else told.new_empty(int(length.item()))
-    dist.broadcast(told, src=0)
-    heard, described = json.loads(bytes(told.tolist()))
-    leaves = leaves if speaks else [None] * len(described)
-    found = [
-        _exchanged(leaf, how, device) for leaf, how in zip(leaves or [None] * len(described), described, strict=True)
-    ]
+    told = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if speaks else None
+    heard, described = tell_all(told, everyone)[0]
+    own = leaves if speaks else [None] * len(described)
+    found = [_exchanged(leaf, how, device) for leaf, how in zip(own, described, strict=True)]
     return tree_unflatten(found, treespec_loads(heard)) if batch is None else batch
 
 

@@ -83,8 +83,8 @@ class ShardedWork(StepWork):
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
-            own = self.batches[0] if self.batches else None
-            replica.stand_in = own if num_shards >= ranks else batch_of_first_rank(own, replica.device)
+            own, everyone = self.batches[0] if self.batches else None, replica.everyone
+            replica.stand_in = own if num_shards >= ranks else batch_of_first_rank(own, replica.device, everyone)
         if len(self.batches) == -(-num_shards // ranks):
             return None
         return self.batches[-1] if self.batches else replica.stand_in
