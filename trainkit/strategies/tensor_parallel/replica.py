@@ -80,10 +80,9 @@ def begin_alike(replica: TensorReplica) -> None:
     if replica.spread.mesh is None or replica.spread.axes.shard > 1:
         return
     copies = replica.spread.group("replicate")
-    named = {**replica.owners, **replica.masters}
-    held = [*named.items(), *((f"{name} as computed", param) for name, param in replica.params.items())]
-    for name, param in held:
-        cut = replica.cuts[name.partition(" ")[0]]
+    rounded = replica.params if replica.masters_apart else {}
+    for name, param in (*{**replica.owners, **replica.masters}.items(), *rounded.items()):
+        cut = replica.cuts[name]
         if cut.size == cut.shape:
             dist.broadcast(param.detach(), src=0)
         elif copies is not None:
