@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
@@ -10,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from trainkit.config.values import above, at_least
+from trainkit.config.values import above, at_least, closest
 from trainkit.errors import Problem
 from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
@@ -93,8 +92,8 @@ class Fsdp(Sharded):
         known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
         for name in self.wrap:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"Did you mean {close[0]}?" if close else f"It has {', '.join(known)}."
+                close = closest(name, known)
+                hint = f"Did you mean {close}?" if close else f"It has {', '.join(known)}."
                 rule = f"no module of the model is of this class. {hint}"
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
