@@ -20,7 +20,7 @@ from tests.support.pool import Place, Request
 
 _COLLECT_EVERY: Final = 8
 """Requests between two collections. A model in a cycle of references keeps its process groups, and each of those keeps
-threads that wake a hundred times a second: left to themselves, 140 of them took a third of a core a worker."""
+threads that wake a hundred times a second: left to themselves, a worker had 140 of them at the end of a session."""
 
 
 def main(descriptor: int) -> None:

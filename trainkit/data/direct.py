@@ -32,9 +32,9 @@ _BURST_S: Final = 2e-3
 class Direct:
     """Reads samples here, several batches at a time where they are small and quick.
 
-    Reading and stepping push each other out of the processor's caches: a batch read between two steps took both half
-    again as long as either takes alone. A burst of reading every few steps pays that once. Batches that are large, or
-    slow to read, are read one at a time.
+    Reading and stepping push each other out of the processor's caches: taking turns, a step of a small model and the
+    reading of its batch took about a sixth longer than the two alone. A burst of reading every few steps pays that
+    once. Batches that are large, or slow to read, are read one at a time.
 
     Args:
         reader: reads samples.

@@ -16,8 +16,8 @@ def give_freed_memory_back() -> bool:
     """Let this process return a large block of memory as soon as it is freed; whether its C library can be told so.
 
     What is gathered comes and goes all the time. glibc takes a block that was freed once for a sign to keep others of
-    its size on its heap from then on, up to 32 MiB, and the heap falls to pieces: a GPT of 76 M parameters on 4 ranks
-    took 1.6 GB a rank instead of 0.75. A fixed threshold costs fresh pages for every block above it.
+    its size on its heap from then on, up to 32 MiB, and the heap falls to pieces: what a rank takes grows to far
+    more than what it holds. A fixed threshold costs fresh pages for every block above it.
 
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """
