@@ -78,12 +78,11 @@ def small_resnet() -> nn.Module:
         return resnet.ResNet(depth=18, num_classes=CLASSES)
 
 
-class Pictures:
-    """19 images of 3 x 8 x 8 in three classes."""
+class InMemory:
+    """Samples in memory, as every dataset here has them."""
 
-    def __init__(self) -> None:
-        self.inputs = wave(19, 3, 8, 8, phase=0.3)
-        self.targets = torch.arange(19) * 5 % CLASSES
+    inputs: Tensor
+    targets: Tensor
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -96,7 +95,15 @@ class Pictures:
         return self.inputs, self.targets
 
 
-class Points:
+class Pictures(InMemory):
+    """19 images of 3 x 8 x 8 in three classes."""
+
+    def __init__(self) -> None:
+        self.inputs = wave(19, 3, 8, 8, phase=0.3)
+        self.targets = torch.arange(19) * 5 % CLASSES
+
+
+class Points(InMemory):
     """37 points in three classes, in memory; 11 more to evaluate on."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
@@ -105,16 +112,6 @@ class Points:
         count, phase = (37, 0.0) if split == "train" else (11, 0.5)
         self.inputs = wave(count, FEATURES, phase=phase)
         self.targets = (torch.arange(count) * 5 + (self.inputs[:, 0] > 0)) % CLASSES
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """All of them."""
-        return self.inputs, self.targets
 
 
 class RecordedPoints:
@@ -148,7 +145,7 @@ class NoisyPoints(RecordedPoints):
         return inputs + noise, target
 
 
-class Sentences:
+class Sentences(InMemory):
     """29 short sequences, each with a different number of tokens that count."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
@@ -160,16 +157,6 @@ class Sentences:
         self.inputs, self.targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
         for row in range(count):
             self.targets[row, 1 + row % LENGTH :] = PAD
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self.inputs[index], self.targets[index]
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """All of them."""
-        return self.inputs, self.targets
 
 
 class CountedTokens(Supervised):
