@@ -1,0 +1,124 @@
+"""Tasks that die alone are started again alone; those that hold something take the group with them."""
+
+import json
+
+import pytest
+
+from tests.run.faking import assert_no_process_is_left, run_roles
+from trainkit.errors import CrashLoopError, DataError
+from trainkit.run.folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    def set_up(settings, fail="", raising="-1::"):
+        monkeypatch.setenv("FAKE", settings)
+        monkeypatch.setenv("TRAINKIT_FAIL", fail)
+        monkeypatch.setenv("FAKE_RAISE", raising)
+
+    return set_up
+
+
+def lives(folder, rank):
+    """(attempt, life) of each start of a rank, by its log."""
+    lines = folder.log_of(rank).read_text().splitlines()
+    told = [json.loads(line.removeprefix(f"rank {rank} says ")) for line in lines if line.startswith("rank ")]
+    return [(one["attempt"], one["life"]) for one in told]
+
+
+def test_a_worker_that_is_killed_is_started_again_alone(folder, fake):
+    fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
+    said = []
+    assert run_roles(folder, "worker worker ps", say=said.append) == {"status": "finished", "attempt": 0}
+    expected = (
+        "rank 1 was ended by SIGKILL in step 3 (forward). The system may have run out of memory. "
+        "Starting worker:0 again, alone: the others go on."
+    )
+    assert said == [expected]
+    assert [lives(folder, rank) for rank in (1, 2, 3)] == [[(0, 0), (0, 1)], [(0, 0)], [(0, 0)]]
+    assert_no_process_is_left(folder)
+
+
+def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake):
+    fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
+    said = []
+    assert run_roles(folder, "worker ps", say=said.append) == {"status": "finished", "attempt": 1}
+    assert said[0].startswith("rank 2 was ended by SIGKILL in step 20 (idle).")
+    assert lives(folder, 1) == [(0, 0), (1, 0)]
+
+
+def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
+    fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
+    said = []
+    assert run_roles(folder, "worker ps", hang_timeout_s=1, say=said.append)["attempt"] == 0
+    expected = (
+        "rank 1 has made no progress for 1 s in step 3 (forward) (supervisor.hang_timeout_s=1). "
+        "Starting worker:0 again, alone: the others go on."
+    )
+    assert said == [expected]
+
+
+def test_a_task_that_waits_to_be_asked_is_not_hanging(folder, fake, monkeypatch):
+    monkeypatch.setattr("trainkit.run.attempts._FAREWELL_S", 0.2)
+    fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
+    assert run_roles(folder, "worker", hang_timeout_s=1, say=pytest.fail)["status"] == "finished"
+
+
+def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake):
+    hang = "rank=0,step=0,phase=forward,action=hang"
+    fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
+    said = []
+    with pytest.raises(CrashLoopError) as caught:
+        run_roles(folder, "worker", max_restarts=1, say=said.append)
+    assert len(said) == 1
+    assert str(caught.value).splitlines()[0] == (
+        "gave up after 1 restarts of worker:0 alone that got no further than step 0: "
+        "rank 1 was ended by SIGKILL in step 2 (forward). The system may have run out of memory."
+    )
+    assert_no_process_is_left(folder)
+
+
+def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(folder, fake):
+    fake("steps=250 pause=0.02", fail="rank=1,step=0,phase=forward,action=kill")
+    said = []
+    assert run_roles(folder, "evaluator", max_restarts=1, say=said.append)["status"] == "finished"
+    assert len(said) == 2
+    assert said[1].endswith(
+        "Evaluation gave up after 1 restarts of evaluator:0 alone; the training goes on without it."
+    )
+
+
+def test_an_error_of_a_workers_own_ends_the_run(folder, fake):
+    fake("steps=400 pause=0.02", raising="1:DataError:/gone")
+    with pytest.raises(DataError, match=r"^/gone$"):
+        run_roles(folder, "worker", say=pytest.fail)
+
+
+def test_an_error_of_the_evaluators_own_does_not(folder, fake):
+    fake("steps=150 pause=0.02", raising="1:DataError:/gone")
+    said = []
+    assert run_roles(folder, "evaluator", say=said.append)["status"] == "finished"
+    assert said == [
+        "rank 1 failed in step 2 (idle): DataError: /gone. Starting evaluator:0 again, alone: the others go on."
+    ]
+
+
+def test_a_worker_that_stays_when_the_training_has_ended_is_ended(folder, fake, monkeypatch):
+    monkeypatch.setattr("trainkit.run.attempts._FAREWELL_S", 0.2)
+    fake("steps=3 stays=worker")
+    assert run_roles(folder, "worker ps", say=pytest.fail)["status"] == "finished"
+    assert_no_process_is_left(folder)
+
+
+def test_tasks_share_a_token_that_no_file_holds(folder, fake, monkeypatch):
+    monkeypatch.setattr("trainkit.run.attempts.token_hex", lambda size: "5ec2e7" * size)
+    fake("steps=3")
+    run_roles(folder, "worker", say=pytest.fail)
+    written = [path for path in folder.path.rglob("*") if path.is_file() and b"5ec2e7" in path.read_bytes()]
+    assert folder.log_of(1).is_file()
+    assert written == []

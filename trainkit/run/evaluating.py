@@ -1,0 +1,240 @@
+"""The evaluator: scores each new complete checkpoint of a run beside its training, which never waits for it.
+
+It reads the folder of checkpoints and nothing else of the training. What it finds stands in `evaluations.jsonl`, a line
+a checkpoint, and in an event file of its own beside the training's; which checkpoint is best is told through
+`checkpoints/evaluated.json` (`trainkit.engine.checkpoint.judged`). It may die and be started again at any moment: a
+checkpoint has its line once it is done, and what has a line is not done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.watched import Watched
+from trainkit.data.evaluation import EvalBatches
+from trainkit.engine.checkpoint import Checkpoint, Judged, Loaded, Retention, exclusive, load, scan
+from trainkit.engine.evaluate import evaluate
+from trainkit.engine.manifest import MANIFEST
+from trainkit.errors import CheckpointError
+from trainkit.report.events import EventFile
+from trainkit.run.building import build_model, make_optimizer, shaping_of
+from trainkit.run.folder import RunFolder
+from trainkit.run.keeping import retention_of
+from trainkit.run.memory import abstract_model
+from trainkit.run.plan import RunPlan
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.shaping import shape
+from trainkit.strategies.stored import chosen
+
+__all__ = ["Evaluator", "evaluate_beside"]
+
+_LOOK_S: Final = 0.5
+"""Seconds between two looks at the folder of checkpoints."""
+_NICENESS: Final = 10
+"""How far an evaluator on the training's own host gives way to it on the CPU."""
+
+
+def evaluate_beside(
+    plan: RunPlan,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    requested: Callable[[], str | None],
+    on_phase: Callable[[str, int], None],
+) -> None:
+    """Evaluate each checkpoint as it comes, until the training has ended and its last one is done; or asked to stop.
+
+    Args:
+        plan: the run.
+        identity: who this process is.
+        folder: the run folder.
+        requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
+        on_phase: is told (phase, step) of what it does.
+    """
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    evaluator = Evaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
+    try:
+        while requested() is None:
+            has_ended = training_has_ended(folder)  # asked first: a checkpoint may come in between
+            if evaluator.evaluate_next(requested):
+                continue
+            if has_ended:
+                break
+            on_phase("idle", evaluator.step)
+            time.sleep(_LOOK_S)
+    finally:
+        evaluator.close()
+
+
+def training_has_ended(folder: RunFolder) -> bool:
+    """Whether a result was written that is not to be followed by more."""
+    result = folder.read_result()
+    return result is not None and result.get("status") != "resized"
+
+
+class Evaluator:
+    """A model on one device, and the checkpoints that it has scored.
+
+    Args:
+        plan: the run.
+        folder: its folder.
+        device: where to compute.
+        on_phase: is told (phase, step) of what it does.
+    """
+
+    def __init__(self, plan: RunPlan, folder: RunFolder, *, device: str, on_phase: Callable[[str, int], None]) -> None:
+        self._plan = plan.decided(lambda: abstract_model(plan))
+        self._folder, self._on_phase = folder, on_phase
+        cfg, parts = self._plan.cfg, self._plan.parts
+        model = build_model(cfg)
+        self._strategy = OneDevice(device=device)
+        shape(model, shaping_of(cfg), compiles=self._strategy.compiles)
+        self._placed = self._strategy.place(
+            model,
+            identity=Identity.solo(device),
+            precision=parts.precision,
+            numerics=replace(parts.numerics, reproducible=False),
+            make_optimizer=make_optimizer(cfg, model),
+        )
+        self._batches = EvalBatches(
+            parts.datasets["val"],
+            batch_size=cfg.eval.batch_size or max(self._plan.batch.micro_size, 256),
+            rank=0,
+            num_ranks=1,
+            device=self._placed.device,
+            settings=cfg.loader,
+        )
+        self._watched = Watched.of(cfg.eval)
+        self._retention: Retention = retention_of(cfg)
+        self._events: EventFile | None = None
+        self._told: set[str] = set()
+        self.rows = _rows(folder.evaluations)
+        """What was found, a row a checkpoint, in the order in which it was."""
+        self.step = self.rows[-1]["step"] if self.rows else 0
+        """The step of the latest checkpoint that was looked at."""
+        self._tell()
+
+    def evaluate_next(self, requested: Callable[[], str | None] = lambda: None) -> dict[str, Any] | None:
+        """Score the oldest checkpoint that was not; returns its row, or None where there was nothing to do.
+
+        Args:
+            requested: why to leave off in the middle, or None.
+        """
+        checkpoint = self._claim()
+        if checkpoint is None:
+            return None
+        self.step = checkpoint.step
+        started = time.monotonic()
+        mark = _mark(checkpoint.folder)
+        try:
+            loaded = load(checkpoint.folder)
+            self._take(loaded)
+        except (CheckpointError, OSError) as error:
+            self._told.add(mark)
+            print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - the log of this task
+            return self.evaluate_next(requested)
+        parts = self._plan.parts
+        try:
+            figures = evaluate(self._placed, parts.objective, self._watched_batches(requested), split="val")
+        except _LeftOffError:
+            return None
+        state = loaded.meta["state"]
+        row = {
+            "step": checkpoint.step,
+            "epoch": state.get("epoch"),
+            **figures,
+            "checkpoint": checkpoint.folder.name,
+            "manifest": mark,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        self._note(row, figures)
+        return row
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._tell()
+        if self._events is not None:
+            self._events.close()
+        self._strategy.leave(self._placed)
+
+    def _claim(self) -> Checkpoint | None:
+        """The oldest complete checkpoint that has no row, kept from now on until another one is claimed."""
+        done = {row["manifest"] for row in self.rows} | self._told
+        root = self._folder.checkpoints
+        if not root.is_dir():
+            return None
+        with exclusive(root):
+            for checkpoint in reversed(scan(root)):
+                if _mark(checkpoint.folder) not in done:
+                    replace(Judged.read(root), evaluating=checkpoint.folder.name).write(root)
+                    return checkpoint
+        return None
+
+    def _take(self, loaded: Loaded) -> None:
+        weights = chosen(loaded.tensors, lambda name: not name.startswith("optimizer/"))
+        self._strategy.load_state(self._placed, weights)
+
+    def _watched_batches(self, requested: Callable[[], str | None]) -> Iterator[Any]:
+        for batch in self._batches:
+            if requested() is not None:
+                raise _LeftOffError
+            self._on_phase("evaluate", self.step)
+            yield batch
+
+    def _note(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Keep a row: on the curves, in the file, and then in what best is judged by."""
+        if self._events is None:
+            self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
+        self._events.scalars(figures, step=row["step"], wall_time=time.time())
+        self._events.flush()
+        with self._folder.evaluations.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(dict(row))
+        self._tell()
+
+    def _tell(self) -> None:
+        root, name = self._folder.checkpoints, self._watched.metric
+        if not root.is_dir():
+            return
+        metrics = {
+            row["checkpoint"]: row[name] for row in self.rows if name in row and (root / row["checkpoint"]).is_dir()
+        }
+        self._retention.judge(root, Judged(metrics=metrics))
+
+
+class _LeftOffError(Exception):
+    """Raised to leave an evaluation in the middle."""
+
+
+def _mark(folder: Path) -> str:
+    """What tells a checkpoint from another of the same step."""
+    try:
+        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier life; one that it did not get to the end of is none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    rows = []
+    for line in lines:
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows

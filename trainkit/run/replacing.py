@@ -1,0 +1,125 @@
+"""Tasks that are started again alone when they die, while the others go on: workers that hold nothing, the evaluator.
+
+A task that dies before it has begun anything is started again 1 s later, then 2, 4 ... 60 s. A worker that dies more
+than `max_restarts` times in a row without the run having come any further ends the run; an evaluator that dies so often
+over one checkpoint is given up, and the training goes on without it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from trainkit.cluster.tasks import Task
+from trainkit.errors import CrashLoopError
+from trainkit.run.failure import Failure
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat, Pulse, read_pulse
+
+__all__ = ["Replacing"]
+
+_LONGEST_S: Final = 60.0
+
+
+@dataclass(slots=True)
+class _Record:
+    """What became of a task so far."""
+
+    life: int = 0
+    reached: int = -1
+    """How far things had come when it last died."""
+    fruitless: int = 0
+    """Deaths in a row with things no further than that."""
+    stillborn: int = 0
+    """Deaths in a row before it had begun anything."""
+    due: float | None = None
+    """When it is started again; None: it runs, or is not."""
+
+
+class Replacing:
+    """Keeps count of the tasks of one attempt that may be started again alone.
+
+    Args:
+        tasks: those tasks.
+        folder: holds their pulses and last words.
+        max_restarts: deaths of one task in a row without progress that are put up with.
+        say: is told of each death, in a line.
+        clock: seconds that only rise.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterable[Task],
+        *,
+        folder: RunFolder,
+        max_restarts: int,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tasks = {task.rank: task for task in tasks}
+        self._records = {rank: _Record() for rank in self._tasks}
+        self._folder, self._max_restarts, self._say, self._clock = folder, max_restarts, say, clock
+
+    @property
+    def pending(self) -> bool:
+        """Whether a task waits to be started again."""
+        return any(record.due is not None for record in self._records.values())
+
+    def concerns(self, failure: Failure) -> bool:
+        """Whether it is the failure of one of these, which a new start may mend."""
+        task = self._tasks.get(failure.rank)
+        return task is not None and (task.is_evaluator or not failure.final)
+
+    def life(self, rank: int) -> int:
+        """Times that a task was started again alone."""
+        record = self._records.get(rank)
+        return 0 if record is None else record.life
+
+    def mourn(self, failure: Failure) -> None:
+        """Decide about a task that has died: when it is started again, if it is.
+
+        Raises:
+            CrashLoopError: it dies again and again and the run comes no further.
+        """
+        task, record = self._tasks[failure.rank], self._records[failure.rank]
+        pulse = read_pulse(self._folder.heartbeat_of(failure.rank))
+        reached = _step(pulse if task.is_evaluator else read_pulse(self._folder.heartbeat_of(0)))
+        record.fruitless = 1 if reached > record.reached else record.fruitless + 1
+        record.reached = max(record.reached, reached)
+        record.stillborn = record.stillborn + 1 if pulse is None or pulse.phase == "start" else 0
+        if record.fruitless > self._max_restarts:
+            self._give_up(failure, task, record)
+            return
+        wait_s = min(2.0 ** (record.stillborn - 1), _LONGEST_S) if record.stillborn else 0.0
+        record.due = self._clock() + wait_s
+        when = f" in {wait_s:g} s" if wait_s else ""
+        self._say(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
+
+    def _give_up(self, failure: Failure, task: Task, record: _Record) -> None:
+        count = f"gave up after {self._max_restarts} restarts of {task} alone"
+        if not task.is_evaluator:
+            raise CrashLoopError(f"{count} that got no further than step {record.reached}: {failure.error()}")
+        self._say(f"{failure.headline} Evaluation {count}; the training goes on without it.")
+
+    def due(self) -> list[Task]:
+        """The tasks to start now, each with a life of its own and nothing left of the one before."""
+        now = self._clock()
+        ranks = [rank for rank, record in self._records.items() if record.due is not None and record.due <= now]
+        for rank in ranks:
+            self._records[rank].due = None
+            self._records[rank].life += 1
+            self._folder.error_of(rank).unlink(missing_ok=True)
+            Heartbeat(self._folder.heartbeat_of(rank)).close()  # its time begins now, not with the attempt
+        return [self._tasks[rank] for rank in ranks]
+
+    def dismiss(self) -> None:
+        """The training has ended: nobody but the evaluator is started again."""
+        for rank, task in self._tasks.items():
+            if not task.is_evaluator:
+                self._records[rank].due = None
+
+
+def _step(pulse: Pulse | None) -> int:
+    return 0 if pulse is None else pulse.step
