@@ -15,21 +15,22 @@ __all__ = ["SlotsLauncher"]
 
 
 class SlotsLauncher(Launcher):
-    """Starts each job in a process of its own, one after the other, and keeps the leaderboard of the sweep."""
+    """Starts each job in a process of its own, on slots of its own, and keeps the leaderboard of the sweep."""
 
     def __init__(self) -> None:
-        self._sweep: Any = None
+        self.launching: Any = None
+        """`trainkit.sweeps.launching.Launching`: what a search of ours asks for jobs, and hands them to."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what the jobs need; a job is a command, so the task function is not among it."""
         del task_function
-        from trainkit.sweeps.slots import Slots  # noqa: PLC0415 - Hydra loads every plugin on every start
+        from trainkit.sweeps.launching import Launching  # noqa: PLC0415 - Hydra loads every plugin on every start
 
-        self._sweep = Slots(hydra_context=hydra_context, config=config)
+        self.launching = Launching(hydra_context=hydra_context, config=config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run a batch of jobs."""
-        returns: Sequence[JobReturn] = self._sweep.launch(job_overrides, initial_job_idx)
+        returns: Sequence[JobReturn] = self.launching.launch(job_overrides, initial_job_idx)
         return returns
 
 

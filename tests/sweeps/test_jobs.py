@@ -1,97 +1,101 @@
 from __future__ import annotations
 
 import json
-import os
+import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from trainkit.errors import StoppedError, TerminatedError
-from trainkit.sweeps.jobs import Job, Sweep, free_folder
-
-RUN = """
-import json, pathlib, sys
-folder = pathlib.Path(sys.argv[1]); folder.mkdir(); value = float(sys.argv[2])
-(folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}")
-result = {"status": "finished", "metrics": {"val/accuracy": value}, "seconds": 1}
-(folder / "result.json").write_text(json.dumps(result))
-"""
-HANG = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).mkdir(); time.sleep(60)"
-POLITE = """
-import pathlib, signal, sys, time
-def stop(*_): sys.exit(130)
-signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
-pathlib.Path(sys.argv[1]).mkdir(); time.sleep(60)
-"""
+from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
+from trainkit.errors import ConfigError, StoppedError, TerminatedError
+from trainkit.run.lock import locked
+from trainkit.sweeps.jobs import Listed, free_folder
+from trainkit.sweeps.slots import Slots
 
 
-def job(folder, number, code, *words):
-    place = folder / str(number)
-    command = (sys.executable, "-c", code, str(place), *map(str, words))
-    return Job(name=str(number), folder=place, overrides=("epochs=1", f"seed={number}"), command=command)
+def rows(folder):
+    return {row["job"]: row for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
 
 
-def waiting_for(path: Path):
-    while not path.exists():
-        time.sleep(0.01)
+def said(capfd):
+    return re.sub(r"\d+\.\d s", "N s", capfd.readouterr().out)
 
 
-def signalled(when: Path, *numbers):
-    """Send signals to this process once a job runs."""
-
-    def send():
-        waiting_for(when)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            time.sleep(0.1)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
-
-
-def test_jobs_run_in_their_order_and_are_ranked(tmp_path, capfd):
-    sweep = Sweep(folder=tmp_path)
-    assert sweep.run([job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, RUN, 0.95)]) == [0, 0]
+def test_jobs_run_and_are_ranked(tmp_path, capfd):
+    sweep = sweep_in(tmp_path)
+    assert run(sweep, job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, RUN, 0.95)) == {"0": 0, "1": 0}
     sweep.finish()
-    assert capfd.readouterr().out == (
-        "\njob 1 of 2: seed=0\n"
-        "\njob 2 of 2: seed=1\n"
+    assert said(capfd) == (
+        "job 0 (seed=0) starts\n"
+        "job 0 (seed=0) done, N s\n"
+        "job 1 (seed=1) starts\n"
+        "job 1 (seed=1) done, N s\n"
         "\n2 jobs, by val/accuracy (max)\n"
         "  #  job  status    val/accuracy  overrides  time   folder\n"
-        f"  1  1    finished  0.95          seed=1     1.0 s  {tmp_path}/1\n"
-        f"  2  0    finished  0.9           seed=0     1.0 s  {tmp_path}/0\n"
+        f"  1  1    finished  0.95          seed=1     N s  {tmp_path}/1\n"
+        f"  2  0    finished  0.9           seed=0     N s  {tmp_path}/0\n"
         f"  leaderboard  {tmp_path}/leaderboard.md\n"
     )
 
 
-def test_a_failed_job_lets_the_others_run(tmp_path, capfd):
-    sweep = Sweep(folder=tmp_path)
-    codes = sweep.run([job(tmp_path, 0, "raise SystemExit(2)"), job(tmp_path, 1, RUN, 0.95)])
+def test_a_failed_job_lets_the_others_run_and_says_where_to_look(tmp_path, capfd):
+    sweep = sweep_in(tmp_path)
+    codes = run(sweep, job(tmp_path, 0, "raise SystemExit('no luck')"), job(tmp_path, 1, RUN, 0.95))
     sweep.finish()
-    assert codes == [2, 0]
-    assert "2 jobs, 1 failed, by val/accuracy (max)" in capfd.readouterr().out
-    assert (tmp_path / "leaderboard.csv").read_text().splitlines()[2] == "2,0,exit 2,,0,,0"
+    out = said(capfd)
+    assert codes == {"0": 1, "1": 0}
+    assert f"job 0 (seed=0) failed: exit 1, no luck ({tmp_path}/0/output.log)\n" in out
+    assert "2 jobs, 1 failed, by val/accuracy (max)" in out
+    assert (tmp_path / "leaderboard.csv").read_text().splitlines()[2].startswith("2,0,exit 1,")
+
+
+def test_a_failed_job_stops_the_others_where_that_is_asked_for(tmp_path, capfd):
+    sweep = sweep_in(tmp_path, slots=Slots(count=2), on_error="stop")
+    fails = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\nsys.exit(1)"
+    failing = job(tmp_path, 0, fails, tmp_path / "1/here")
+    assert run(sweep, failing, job(tmp_path, 1, POLITE), job(tmp_path, 2, RUN, 0.9)) == {"0": 1, "1": 130}
+    assert "stopping: 1 running, each saves first (sweep.on_error=stop)" in capfd.readouterr().out
+    run(sweep, job(tmp_path, 3, RUN, 0.9))
+    assert not (tmp_path / "3").exists()
+
+
+@pytest.mark.parametrize(("retries", "code"), [(1, -9), (2, 0)])
+def test_a_job_that_dies_is_tried_again_as_often_as_is_said(tmp_path, capfd, retries, code):
+    sweep = sweep_in(tmp_path, retries=retries)
+    assert run(sweep, job(tmp_path, 0, FRAIL, 2)) == {"0": code}
+    assert rows(tmp_path)["0"]["tries"] == retries + 1 == int((tmp_path / "0/tries").read_text())
+    assert capfd.readouterr().out.count("job 0 (seed=0): signal 9; tried again\n") == retries
+
+
+def test_a_job_that_is_tried_again_resumes(tmp_path):
+    sweep = sweep_in(tmp_path, retries=1)
+    run(sweep, job(tmp_path, 0, FRAIL + "else: print(sys.argv[3:])", 1))
+    assert (tmp_path / "0/output.log").read_text() == "['resume=auto']\n"
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_a_mistake_is_not_tried_again(tmp_path, code):
+    sweep = sweep_in(tmp_path, retries=3)
+    run(sweep, job(tmp_path, 0, f"raise SystemExit({code})"))
+    assert (rows(tmp_path)["0"]["exit_code"], rows(tmp_path)["0"]["tries"]) == (code, 1)
 
 
 def test_the_leaderboard_is_right_after_every_job(tmp_path):
-    sweep = Sweep(folder=tmp_path)
+    sweep = sweep_in(tmp_path)
     reads = "import pathlib, sys; print(pathlib.Path(sys.argv[2]).read_text(), file=open(sys.argv[2] + '.seen', 'w'))"
-    sweep.run([job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, reads, tmp_path / "sweep.json")])
+    run(sweep, job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, reads, tmp_path / "sweep.json"))
     seen = json.loads((tmp_path / "sweep.json.seen").read_text())["jobs"]
     assert [(item["job"], item["exit_code"]) for item in seen] == [("0", 0), ("1", None)]
 
 
 def test_batches_of_a_search_share_one_leaderboard(tmp_path):
-    sweep = Sweep(folder=tmp_path)
-    sweep.run([job(tmp_path, 0, RUN, 0.9)])
-    sweep.run([job(tmp_path, 1, RUN, 0.95)])
+    sweep = sweep_in(tmp_path)
+    run(sweep, job(tmp_path, 0, RUN, 0.9))
+    run(sweep, job(tmp_path, 1, RUN, 0.95))
     assert [line.split(",")[1:5] for line in (tmp_path / "leaderboard.csv").read_text().splitlines()[1:]] == [
         ["1", "finished", "0.95", "1"],
         ["0", "finished", "0.9", "0"],
@@ -99,53 +103,78 @@ def test_batches_of_a_search_share_one_leaderboard(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, StoppedError), (signal.SIGTERM, TerminatedError)])
-def test_a_signal_stops_the_job_in_good_order_and_ends_the_sweep(tmp_path, capfd, number, error):
-    sweep = Sweep(folder=tmp_path)
-    sender = signalled(tmp_path / "0", number)
+def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(tmp_path, capfd, number, error):
+    sweep = sweep_in(tmp_path, slots=Slots(count=2))
+    sender = signalled(tmp_path / "1/here", number)
     with pytest.raises(error) as caught:
-        sweep.run([job(tmp_path, 0, POLITE), job(tmp_path, 1, RUN, 0.9)])
+        run(sweep, *(job(tmp_path, place, POLITE) for place in range(2)), job(tmp_path, 2, RUN, 0.9))
     sender.join()
-    assert str(caught.value) == "the sweep was stopped: 1 of 2 jobs were started."
-    assert sweep.exit_codes == {"0": 130}
+    assert str(caught.value) == (
+        f"the sweep was stopped: 2 of 3 jobs were started. The same command goes on: sweep.resume={tmp_path}"
+    )
+    assert sweep.exit_codes == {"0": 130, "1": 130}
     sweep.finish()
-    assert "\n2 jobs, 1 stopped, 1 not run, by val/loss (min)\n" in capfd.readouterr().out
-    assert [item["exit_code"] for item in json.loads((tmp_path / "sweep.json").read_text())["jobs"]] == [130, None]
+    assert "\n3 jobs, 2 stopped, 1 not run, by val/loss (min)\n" in capfd.readouterr().out
 
 
 def test_a_job_that_will_not_stop_is_ended(tmp_path):
-    sweep = Sweep(folder=tmp_path)
-    deaf = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HANG
-    sender = signalled(tmp_path / "0", signal.SIGINT, signal.SIGINT, signal.SIGINT)
+    sweep = sweep_in(tmp_path)
+    sender = signalled(tmp_path / "0/here", signal.SIGINT, signal.SIGINT, signal.SIGINT)
     with pytest.raises(StoppedError):
-        sweep.run([job(tmp_path, 0, deaf)])
+        run(sweep, job(tmp_path, 0, DEAF))
     sender.join()
     assert sweep.exit_codes == {"0": -signal.SIGKILL}
 
 
+def test_the_search_stops_a_job_in_good_order(tmp_path, capfd):
+    class Search(Listed):
+        heard = ()
+
+        def watch(self, job):
+            return job.name == "0" and (job.folder / "here").exists()
+
+        def ended(self, job, code):
+            self.heard += ((job.name, code),)
+
+    sweep, search = sweep_in(tmp_path), Search([job(tmp_path, 0, POLITE), job(tmp_path, 1, RUN, 0.9)])
+    sweep.run(search)
+    assert search.heard == (("0", 130), ("1", 0))
+    assert [row["pruned"] for row in rows(tmp_path).values()] == [True, False]
+    assert "job 0 (seed=0) pruned, " in capfd.readouterr().out
+
+
+def test_two_sweeps_never_share_a_folder(tmp_path):
+    with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="in use by process"):
+        run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.9))
+    assert not (tmp_path / "0").exists()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path):
-    pid_file = tmp_path / "pid"
-    hang = (
-        f"import os, pathlib; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); import time; time.sleep(60)"
-    )
     code = (
-        "import sys; from pathlib import Path; from trainkit.sweeps.jobs import Job, Sweep; "
-        "Sweep(folder=Path(sys.argv[1])).run([Job(name='0', folder=Path(sys.argv[1]) / '0', overrides=(), "
-        "command=(sys.executable, '-c', sys.argv[2]))])"
+        "import sys; from pathlib import Path; from tests.sweeps.support import *;"
+        "from trainkit.sweeps.slots import Slots;"
+        "place = Path(sys.argv[1]); hang = 'import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)';"
+        "run(sweep_in(place, slots=Slots(count=2)), job(place, 0, hang), job(place, 1, hang))"
     )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "s"), hang], stdout=subprocess.DEVNULL) as sweep:
-        while not (pid_file.exists() and pid_file.read_text()):
+    logs = [tmp_path / name / "output.log" for name in "01"]
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL) as sweep:
+        while not all(log.exists() and log.read_text() for log in logs):
             time.sleep(0.01)
         sweep.kill()
     gone = time.monotonic() + 2
-    status = Path(f"/proc/{pid_file.read_text()}/stat")
-    while time.monotonic() < gone and status.exists() and " Z " not in status.read_text():
+    states = [Path(f"/proc/{log.read_text().strip()}/stat") for log in logs]
+
+    def alive():
+        return [path for path in states if path.exists() and " Z " not in path.read_text()]
+
+    while time.monotonic() < gone and alive():
         time.sleep(0.01)
-    assert not status.exists() or " Z " in status.read_text()
+    assert not alive()
 
 
 def test_a_folder_of_an_earlier_sweep_is_left_alone(tmp_path):
     assert free_folder(tmp_path / "0") == tmp_path / "0"
     (tmp_path / "0").mkdir()
     (tmp_path / "0-2").mkdir()
-    assert free_folder(tmp_path / "0") == tmp_path / "0-3"
+    assert free_folder(tmp_path / "0", [tmp_path / "0-3"]) == tmp_path / "0-4"

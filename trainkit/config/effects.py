@@ -94,7 +94,9 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     elif values["supervisor"]["max_restarts"] == 0:
         yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
     if not multirun:
-        yield "sweep.name", "has no effect without -m."
+        yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
+    elif values["sweep"]["resume"] is not None:
+        yield "sweep.name", "has no effect beside sweep.resume, which names the folder."
     if values["precision"].get("value") != "fp16_mixed":
         reason = "has no effect: only precision=fp16_mixed scales its loss."
         yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])

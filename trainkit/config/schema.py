@@ -207,6 +207,28 @@ class RunConfig:
     """
 
     name: Annotated[str, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = "run"
+    resume: Annotated[str | None, placement] = None
+    """Folder of an earlier sweep to go on with: jobs whose result is there are not run, those that ended early go on."""
+    slots: Annotated[Literal["auto"] | int, placement, at_least(1)] = "auto"
+    """Jobs side by side: GPUs, or shares of the cores where there is none; auto takes all GPUs, else a core each."""
+    jobs_per_device: Annotated[int, placement, at_least(1)] = 1
+    """Jobs that share a GPU."""
+    retries: Annotated[int, placement, at_least(0)] = 0
+    """Times that a job which fails is tried again, from its checkpoint."""
+    on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
+    """What a job that failed means for the others: they go on, or those that run save and stop and no other starts."""
+    trials: Annotated[int | None, cosmetic, at_least(1)] = None
+    """Points that hydra/sweeper=random, optuna or halving draws; null: halving takes the whole grid."""
+    seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
+    """Key of what a search draws."""
+    pruner: Annotated[Literal["median", "hyperband", "none"], cosmetic] = "median"
+    """What ends a job of hydra/sweeper=optuna early: the median of the others at its step, or Hyperband's brackets."""
+    min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
+    """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
+    reduction: Annotated[int, cosmetic, at_least(2)] = 3
+    """Of so many jobs, halving and Hyperband let one go on, for so many times the steps."""
+    rungs: Annotated[int | None, cosmetic, at_least(2)] = None
+    """Lengths at which halving compares its jobs, the last one whole; null: as many as leave one job."""
     """Folder of the run below outputs; the recipe's name where there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
     """Key of the sample order, the initial weights and all that is random."""

@@ -348,6 +348,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+    def num_slots(self, num_gpus: int) -> int:
+        """The devices, or shares of the cores, that a job of a sweep needs on a host of so many GPUs."""
+        return self.num_processes(num_gpus)
+
         """Copies of all gradients that a device holds at the peak of a step, besides the gradients themselves."""
 
     @abstractmethod

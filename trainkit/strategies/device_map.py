@@ -101,6 +101,10 @@ class DeviceMap(Alone):
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
         return self._fitting(precision, facts.num_gpus, facts).layout(model)
 
+    def num_slots(self, num_gpus: int) -> int:
+        """The GPUs of the map; on the CPU its parts take turns."""
+        return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
+
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task; its device is the first GPU of the map, else the CPU."""
         found = self._used(facts.num_gpus)

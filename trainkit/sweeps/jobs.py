@@ -1,30 +1,15 @@
-"""Jobs of a sweep: a process each, one after the other; none is left behind, whatever happens."""
+"""What a sweep runs: jobs, and the sources they come from."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
-import os
-import signal
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from types import FrameType
-from typing import Final
+from typing import Protocol
 
-from trainkit.errors import StoppedError, TerminatedError
-from trainkit.run.group import Exited, WorkerGroup
-from trainkit.sweeps.leaderboard import collect, swept, write
-
-__all__ = ["Job", "Sweep", "free_folder"]
-
-_MOST_SIGNALS: Final = 2
-"""Ctrl-C once: the job saves and stops; twice: it stops now; more often: it is ended."""
-
-_STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code)
+__all__ = ["Job", "Listed", "Source", "free_folder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,137 +17,91 @@ class Job:
     """One run of a sweep."""
 
     name: str
-    """What the leaderboard calls it: its number."""
+    """What the leaderboard calls it: its folder, relative to the sweep's."""
     folder: Path
-    """Where its run goes; does not exist yet."""
+    """Where its run goes; where it holds a run already, that run goes on."""
     overrides: tuple[str, ...]
     """All arguments of this run."""
     command: tuple[str, ...]
     """The process to start."""
+    slots: int = 1
+    """How many it takes."""
+    config: str = ""
+    """A hash of every key that is not cosmetic: with the same one, a result need not be made again."""
+    label: str = ""
+    """What sets it apart from the others, in a line; empty: its name does."""
 
 
-@dataclass(kw_only=True)
-class Sweep:
-    """The jobs of one sweep and what became of them.
+class Source(Protocol):
+    """Where the jobs of a sweep come from: a list of them, or a search that learns from those that have ended."""
 
-    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in its folder are right after every job.
+    @property
+    def total(self) -> int | None:
+        """Jobs in all; None where that is not known."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether no further job will come, whatever those that run will give."""
+
+    def next(self) -> Job | None:
+        """The next job to run; None: none until another has ended. Asked when a slot is free."""
+
+    def ended(self, job: Job, code: int) -> None:
+        """A job has ended, after the last of its tries; what it gave stands in its folder.
+
+        Args:
+            job: as `next` gave it.
+            code: its exit code; 0 also for one that need not be run, because its result is there already.
+        """
+
+    def watch(self, job: Job) -> bool:
+        """Whether to stop a job that runs, in good order; asked about twice a second."""
+
+
+class Listed:
+    """Jobs that are all known beforehand; those that take most slots come first, so that the last ones fill the gaps.
+
+    Example:
+        >>> wide, narrow = (
+        ...     Job(name=name, folder=Path(name), overrides=(), command=(), slots=slots)
+        ...     for name, slots in (("0", 2), ("1", 1))
+        ... )
+        >>> source = Listed([narrow, wide])
+        >>> source.next().name, source.next().name, source.exhausted
+        ('0', '1', True)
     """
 
-    folder: Path
-    jobs: list[Job] = field(default_factory=list)
-    exit_codes: dict[str, int] = field(default_factory=dict)
-    """By name of the job; without those that were not run."""
+    def __init__(self, jobs: Iterable[Job]) -> None:
+        self._waiting = deque(sorted(jobs, key=lambda job: -job.slots))
+        self._total = len(self._waiting)
 
-    def run(self, jobs: Sequence[Job]) -> list[int]:
-        """Run jobs one after the other; one that fails does not keep the others from running.
+    @property
+    def total(self) -> int:
+        """Its length."""
+        return self._total
 
-        Each is a session of its own, so that a signal reaches it through this process only, and it ends with this
-        process, also where that is killed.
+    @property
+    def exhausted(self) -> bool:
+        """Whether all have been handed out."""
+        return not self._waiting
 
-        Returns:
-            Their exit codes.
+    def next(self) -> Job | None:
+        """The next one."""
+        return self._waiting.popleft() if self._waiting else None
 
-        Raises:
-            StoppedError: Ctrl-C; the job that ran was stopped in good order, the others were not started.
-            TerminatedError: the same by SIGTERM.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.jobs += jobs
-        news: SimpleQueue[Exited | int] = SimpleQueue()
-        signals: list[int] = []
-        labels = swept([job.overrides for job in jobs])
-        with _signals_to(news):
-            for place, job in enumerate(jobs):
-                _say(f"\njob {place + 1} of {len(jobs)}: {' '.join(labels[place])}".rstrip(": "))
-                self.exit_codes[job.name] = _run(job, place, news, signals)
-                self._note()
-                if signals:
-                    break
-        if signals:
-            self._refuse(signals[0])
-        return [self.exit_codes[job.name] for job in jobs]
+    def ended(self, job: Job, code: int) -> None:
+        """Nothing follows from it."""
 
-    def finish(self) -> None:
-        """Write the leaderboard with its picture, and print it."""
-        board = collect(self.folder)
-        write(board, self.folder)
-        codes = list(self.exit_codes.values())
-        stopped = sum(code in _STOPPED for code in codes)
-        counts = {
-            "failed": len(codes) - stopped - codes.count(0),
-            "stopped": stopped,
-            "not run": len(self.jobs) - len(codes),
-        }
-        head = f"{len(self.jobs)} job{'' if len(self.jobs) == 1 else 's'}"
-        told = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
-        _say(f"\n{', '.join(told)}")
-        for line in board.lines():
-            _say(f"  {line}")
-        _say(f"  leaderboard  {self.folder / 'leaderboard.md'}")
-
-    def _refuse(self, number: int) -> None:
-        """End the sweep early, as the signal asked."""
-        text = f"the sweep was stopped: {len(self.exit_codes)} of {len(self.jobs)} jobs were started."
-        raise StoppedError(text) if number == signal.SIGINT else TerminatedError(text)
-
-    def _note(self) -> None:
-        rows = [
-            {
-                "job": job.name,
-                "folder": os.path.relpath(job.folder, self.folder),
-                "overrides": list(job.overrides),
-                "exit_code": self.exit_codes.get(job.name),
-            }
-            for job in self.jobs
-        ]
-        partial = self.folder / f".sweep.json.{os.getpid()}"
-        partial.write_text(json.dumps({"jobs": rows}, indent=2) + "\n", encoding="utf-8")
-        partial.replace(self.folder / "sweep.json")
-        write(collect(self.folder), self.folder, picture=False)
+    def watch(self, job: Job) -> bool:  # noqa: ARG002 - a list has no opinion
+        """Never."""
+        return False
 
 
-def free_folder(folder: Path) -> Path:
-    """The folder, or the same with -2, -3 ... where it exists: a sweep of an earlier day may have used its name."""
+def free_folder(folder: Path, taken: Iterable[Path] = ()) -> Path:
+    """The folder, or the same with -2, -3 ... where it exists or is taken."""
+    others = set(taken)
     for number in itertools.count(1):
         candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
-        if not candidate.exists():
+        if not candidate.exists() and candidate not in others:
             return candidate
     raise AssertionError  # count() never ends
-
-
-def _run(job: Job, place: int, news: SimpleQueue[Exited | int], signals: list[int]) -> int:
-    """Run one job to its end, and hand it the signals that come meanwhile."""
-    with WorkerGroup(0, news.put) as group:
-        group.start(place, job.command, os.environ, None)
-        while True:
-            event = news.get()
-            if isinstance(event, Exited):
-                return event.code
-            signals.append(event)
-            if len(signals) > _MOST_SIGNALS:
-                group.kill()
-            else:
-                group.signal(signal.Signals(event))
-
-
-@contextlib.contextmanager
-def _signals_to(news: SimpleQueue[Exited | int]) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into news while the block runs; only a main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def take(number: int, frame: FrameType | None) -> None:
-        del frame
-        news.put(number)  # all that a handler may do: the put of a SimpleQueue is reentrant
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)  # noqa: T201 - the user's screen

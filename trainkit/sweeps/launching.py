@@ -1,7 +1,9 @@
-"""The launcher `slots`: the jobs that Hydra's sweeper asks for become processes on this machine."""
+"""The launcher `slots`: the jobs that a sweeper of Hydra's, or a search, asks for become processes here."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,23 +13,58 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from trainkit.sweeps.jobs import Job, Sweep, free_folder
+from trainkit.config.schema import RunConfig
+from trainkit.config.schema import Sweep as Settings
+from trainkit.errors import ConfigError
+from trainkit.run.environment import num_cores
+from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
+from trainkit.sweeps.resuming import identity
+from trainkit.sweeps.slots import Slots
+from trainkit.sweeps.sweep import Sweep
 
-__all__ = ["Slots"]
+__all__ = ["Launching"]
 
 
-class Slots:
-    """Runs batches of jobs; lives as long as the sweep.
+class Launching:
+    """Composes jobs and runs them; lives as long as the sweep.
 
     Args:
         hydra_context: knows how to compose a job, and the command that runs one.
         config: of the sweep.
+
+    Raises:
+        ConfigError: the slots that are asked for do not exist.
     """
 
     def __init__(self, *, hydra_context: HydraContext, config: DictConfig) -> None:
         self._loader: Any = hydra_context.config_loader
         self._config = config
-        self._sweep = Sweep(folder=Path(str(config.hydra.sweep.dir)))
+        cfg = _run_config(config)
+        self.settings: Settings = cfg.sweep
+        """`sweep.*`, as given."""
+        self._cfg = cfg
+        self._jobs: dict[str, Job] = {}
+        self._sweep: Sweep | None = None
+
+    @property
+    def sweep(self) -> Sweep:
+        """What runs the jobs; made when the first is asked for, since it asks torch for GPUs."""
+        if self._sweep is None:
+            self._sweep = self._made()
+        return self._sweep
+
+    def _made(self) -> Sweep:
+        import torch  # noqa: PLC0415 - asks for GPUs; a sweep with problems ends before
+
+        num_gpus = torch.cuda.device_count()
+        slots = Slots.of(self.settings, num_gpus=num_gpus, num_cores=num_cores(), environ=os.environ)
+        return Sweep(
+            folder=Path(str(self._config.hydra.sweep.dir)),
+            slots=slots,
+            retries=self.settings.retries,
+            on_error=self.settings.on_error,
+            command=tuple(sys.argv[1:]),
+        )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Compose all jobs of a batch, then run them, and show the leaderboard so far.
@@ -40,30 +77,94 @@ class Slots:
             One `JobReturn` a job, with its exit code: a job that failed is no reason to end the search.
         """
         setup_globals()
-        composed = [self._compose(list(line), first + place) for place, line in enumerate(job_overrides)]
-        try:
-            codes = self._sweep.run([job for _, job in composed])
-        finally:
-            self._sweep.finish()
-        return [_returned(config, job, code) for (config, job), code in zip(composed, codes, strict=True)]
+        composed = [self._composed(list(line), first + place) for place, line in enumerate(job_overrides)]
+        jobs: dict[str, Job] = {}
+        for _, job in composed:
+            if job.name in jobs:
+                _say(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
+            jobs[job.name] = job
+        self.sweep.expect(jobs.values())
+        self.run(Listed(jobs.values()))
+        codes = self.sweep.exit_codes
+        return [_returned(config, job, codes.get(job.name)) for config, job in composed]
 
-    def _compose(self, overrides: list[str], number: int) -> tuple[DictConfig, Job]:
+    def run(self, source: Source) -> None:
+        """Run all jobs of a source, and show the leaderboard.
+
+        Raises:
+            StoppedError, TerminatedError: a signal ended it early.
+        """
+        try:
+            self.sweep.run(source)
+        finally:
+            self.sweep.finish()
+
+    def job(self, overrides: Sequence[str], number: int, *, going_on: Job | None = None) -> Job:
+        """One point as a job.
+
+        Args:
+            overrides: its arguments.
+            number: its number in the sweep; names its folder, unless a job of this folder has its config already.
+            going_on: the job whose run it goes on with, in its folder.
+
+        Raises:
+            ConfigError: what is wrong with it, or that it needs more slots than there are.
+        """
+        return self._composed(list(overrides), number, going_on)[1]
+
+    def _composed(self, overrides: list[str], number: int, going_on: Job | None = None) -> tuple[DictConfig, Job]:
         config = self._loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` asks for the job's number
-        folder = free_folder(self._sweep.folder / str(OmegaConf.select(config, "hydra.sweep.subdir")))
+        cfg = _run_config(config)
+        key = identity(cfg)
+        known = self._jobs.get(key) if going_on is None else going_on
+        name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
         arguments = [*overrides, *self._config.hydra.overrides.hydra]
-        return config, Job(
-            name=str(number),
+        job = Job(
+            name=name,
             folder=folder,
             overrides=tuple(overrides),
             command=tuple(self._loader.command(arguments, folder)),
+            slots=self._slots_of(cfg),
+            config=key,
+            label=self._label(overrides),
         )
+        if problems := self.sweep.slots.problems([(job.label, job.slots)]):
+            raise ConfigError(problems)
+        self._jobs[key] = job
+        return config, job
+
+    def _place(self, config: DictConfig, key: str) -> tuple[str, Path]:
+        """Name and folder of a new job; those it had in an earlier sweep of this folder, where it was part of that."""
+        row = self.sweep.record.of(key)
+        if row is not None:
+            return row.job, row.folder
+        taken = [job.folder for job in self._jobs.values()] + [one.folder for one in self.sweep.record.rows.values()]
+        wanted = self.sweep.folder / str(OmegaConf.select(config, "hydra.sweep.subdir"))
+        folder = free_folder(wanted, taken)
+        return folder.relative_to(self.sweep.folder).as_posix(), folder
+
+    def _slots_of(self, cfg: RunConfig) -> int:
+        from trainkit.config.build import build  # noqa: PLC0415 - imports the target
+
+        slots = self.sweep.slots
+        return int(build(cfg.strategy).num_slots(slots.count if slots.on_gpus else 0))
+
+    def _label(self, overrides: Sequence[str]) -> str:
+        fixed = set(self._config.hydra.overrides.task)
+        return " ".join(line for line in overrides if line not in fixed)
 
 
-def _returned(config: DictConfig, job: Job, code: int) -> JobReturn:
+def _run_config(config: DictConfig) -> RunConfig:
+    values = {name: value for name, value in config.items() if name != "hydra"}
+    plain = OmegaConf.to_container(OmegaConf.create(values), resolve=True)
+    return RunConfig.from_dict(plain)  # type: ignore[arg-type]
+
+
+def _returned(config: DictConfig, job: Job, code: int | None) -> JobReturn:
     done = JobReturn()
     done.overrides = list(job.overrides)
     done.cfg = config
@@ -73,3 +174,7 @@ def _returned(config: DictConfig, job: Job, code: int) -> JobReturn:
     done.status = JobStatus.COMPLETED
     done.return_value = code
     return done
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - the user's screen

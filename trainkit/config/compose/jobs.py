@@ -7,7 +7,7 @@ the values that were checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -82,9 +82,9 @@ class Loader(ConfigLoaderImpl):
             cfg.hydra.overrides.task = [item.input_line for item in task]
             cfg.hydra.overrides.hydra = [item.input_line for item in parsed if item.is_hydra_override()]
             cfg.hydra.runtime.choices.update(composition.choices)
-            name = composition.values.get("sweep", {}).get("name")
-            if name and not any(item.key_or_group == "hydra.sweep.dir" for item in parsed):
-                cfg.hydra.sweep.dir = f"outputs/sweeps/{name}"
+            folder = _sweep_folder(composition.values.get("sweep", {}))
+            if folder and not any(item.key_or_group == "hydra.sweep.dir" for item in parsed):
+                cfg.hydra.sweep.dir = folder
             naming = cfg.hydra.job.config.override_dirname
             cfg.hydra.job.override_dirname = get_overrides_dirname(
                 overrides=[item for item in task if not item.is_sweep_override()],
@@ -111,6 +111,13 @@ class Loader(ConfigLoaderImpl):
     ) -> tuple[list[Override], CachingConfigRepository]:
         del config_name
         return self.composer.parse(overrides)[0], HydraFiles(self.composer.loader.repository, self._composition)
+
+
+def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
+    """The folder that `sweep.*` names, if it names one."""
+    if sweep.get("resume"):
+        return str(Path(sweep["resume"]).expanduser())
+    return f"outputs/sweeps/{sweep['name']}" if sweep.get("name") else None
 
 
 def hydra_config(composition: Composition) -> DictConfig:

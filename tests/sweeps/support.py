@@ -1,0 +1,89 @@
+"""Jobs of a few milliseconds, which do to a sweep what trainings do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from trainkit.sweeps.jobs import Job, Listed
+from trainkit.sweeps.screen import PlainScreen
+from trainkit.sweeps.sweep import Sweep
+
+RUN = """
+import json, pathlib, sys
+folder = pathlib.Path(sys.argv[1]); value = float(sys.argv[2])
+(folder / "resolved.yaml").write_text("eval: {metric: val/accuracy}")
+result = {"status": "finished", "metrics": {"val/accuracy": value}, "seconds": 1}
+(folder / "result.json").write_text(json.dumps(result))
+with open(folder / "runs", "a") as file: print(*sys.argv[3:], file=file)
+"""
+"""A job that finishes; argument: its accuracy."""
+
+POLITE = """
+import pathlib, signal, sys, time
+def stop(*_): sys.exit(130)
+signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+(pathlib.Path(sys.argv[1]) / "here").touch(); time.sleep(60)
+"""
+"""A job that runs until it is asked to stop."""
+
+DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + POLITE.replace(
+    "signal.signal(signal.SIGINT, stop)", "pass"
+)
+"""A job that does not stop when it is asked to."""
+
+FRAIL = """
+import os, pathlib, signal, sys
+tries = pathlib.Path(sys.argv[1]) / "tries"
+count = int(tries.read_text()) if tries.exists() else 0
+tries.write_text(str(count + 1))
+(pathlib.Path(sys.argv[1]) / "resolved.yaml").touch()
+if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
+"""
+"""A job that is killed so many times before it finishes."""
+
+
+def job(folder, number, code, *words, slots=1, config="", seed=None):
+    place = folder / str(number)
+    command = (sys.executable, "-c", code, str(place), *map(str, words))
+    return Job(
+        name=str(number),
+        folder=place,
+        overrides=("epochs=1", f"seed={number if seed is None else seed}"),
+        command=command,
+        slots=slots,
+        config=config,
+        label=f"seed={number}",
+    )
+
+
+def sweep_in(folder, **settings):
+    return Sweep(folder=folder, screen=PlainScreen, **settings)
+
+
+def run(sweep, *jobs):
+    sweep.expect(jobs)
+    sweep.run(Listed(jobs))
+    return sweep.exit_codes
+
+
+def waiting_for(path):
+    while not path.exists():
+        time.sleep(0.01)
+
+
+def signalled(when, *numbers):
+    """Send signals to this process once a job runs."""
+
+    def send():
+        waiting_for(when)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread

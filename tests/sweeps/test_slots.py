@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import doctest
+import time
+
+import pytest
+
+from tests.sweeps.support import job, run, sweep_in
+from trainkit.config.schema import Sweep as Settings
+from trainkit.errors import ConfigError
+from trainkit.sweeps import slots as module
+from trainkit.sweeps.slots import Slots
+
+
+def slots_of(num_gpus=0, num_cores=8, environ=None, **settings):
+    return Slots.of(Settings(**settings), num_gpus=num_gpus, num_cores=num_cores, environ=environ or {})
+
+
+def refused(**settings):
+    with pytest.raises(ConfigError) as caught:
+        slots_of(**settings)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_the_example_of_the_docstring_runs():
+    assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "threads"),
+    [
+        ({}, 8, "1"),
+        ({"environ": {"OMP_NUM_THREADS": "4"}}, 2, "4"),
+        ({"slots": 2}, 2, "4"),
+        ({"slots": 16}, 16, "1"),
+        ({"slots": 2, "environ": {"OMP_NUM_THREADS": "1"}}, 2, "1"),
+        ({"num_gpus": 4}, 4, "2"),
+        ({"num_gpus": 4, "jobs_per_device": 2}, 4, "1"),
+    ],
+)
+def test_slots_are_the_gpus_or_shares_of_the_cores(settings, count, threads):
+    slots = slots_of(**settings)
+    assert (slots.count, slots.threads["OMP_NUM_THREADS"]) == (count, threads)
+
+
+def test_a_job_sees_its_own_gpus_by_the_names_they_were_given():
+    slots = slots_of(num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "4,GPU-ab,7"})
+    first = slots.take(2)
+    assert first.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-ab"
+    assert slots.take(1).environ["CUDA_VISIBLE_DEVICES"] == "7"
+    slots.give_back(first)
+    assert slots.free == 2
+
+
+def test_jobs_that_share_gpus_are_spread_over_them():
+    slots = slots_of(num_gpus=2, jobs_per_device=2)
+    taken = [slots.take(1).places for _ in range(3)]
+    assert taken == [(0,), (1,), (0,)]
+    assert (slots.in_use, slots.total, slots.free) == (3, 4, 1)
+
+
+def test_jobs_on_cores_see_no_difference_in_gpus():
+    assert "CUDA_VISIBLE_DEVICES" not in slots_of().take(1).environ
+
+
+def test_what_cannot_be_is_refused():
+    assert refused(num_gpus=2, slots=4) == [
+        "sweep.slots=4: this machine has 2 GPUs. Use 2 or less; jobs share a GPU with sweep.jobs_per_device."
+    ]
+    (problem,) = refused(jobs_per_device=2)
+    assert problem == (
+        "sweep.jobs_per_device=2: has no effect: there is no GPU here to share. "
+        "Give sweep.slots, the jobs that run side by side."
+    )
+    assert [str(problem) for problem in slots_of(slots=2).problems([("strategy=mirrored", 4), ("seed=1", 1)])] == [
+        "sweep.slots=2: strategy=mirrored takes 4 slots. Give it fewer, or sweep.slots=4 or more."
+    ]
+
+
+def test_never_more_than_the_slots_are_in_use(tmp_path):
+    clock = "import sys, time; print(time.time(), flush=True); time.sleep(0.15); print(time.time(), flush=True)"
+    widths = [1, 2, 1, 1, 2, 1, 3]
+    jobs = [job(tmp_path, number, clock, slots=width) for number, width in enumerate(widths)]
+    run(sweep_in(tmp_path, slots=Slots(count=3)), *jobs)
+    spans = [tuple(map(float, (one.folder / "output.log").read_text().split())) for one in jobs]
+    used = [
+        sum(width for width, (begin, end) in zip(widths, spans, strict=True) if begin <= moment < end)
+        for moment, _ in spans
+    ]
+    assert max(used) == 3
+    assert time.time() > max(end for _, end in spans)

@@ -1,0 +1,115 @@
+"""How far a job is, read from its folder while it runs: from the last rows of its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.watched import Watched
+from trainkit.errors import ConfigError
+
+__all__ = ["Progress", "Watch", "last_line"]
+
+_TAIL_BYTES: Final = 1 << 13
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What is known of a job at one moment."""
+
+    step: int | None = None
+    done: float | None = None
+    """Share of its steps, 0 to 1."""
+    metric: float | None = None
+    """What the sweep goes by, by the latest evaluation."""
+    loss: float | None = None
+    """Mean training loss of the latest logged step."""
+    remaining_s: float = float("inf")
+    """Seconds of training that are left, by the pace so far."""
+
+
+class Watch:
+    """Looks into the folder of a job now and then.
+
+    Args:
+        folder: of its run; need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cfg: RunConfig | None = None
+        self._last = Progress()
+
+    def look(self) -> Progress:
+        """What there is to see; what was seen before stays where the newest rows do not say it again."""
+        if self._cfg is None:
+            self._cfg = _config(self._folder)
+        if self._cfg is None:
+            return self._last
+        goal = Watched.of(self._cfg.eval).metric
+        row: dict[str, Any] = {}
+        for found in _rows(self._folder / "metrics.jsonl"):
+            row |= {name: value for name, value in found.items() if value is not None}
+        self._last = _read(row, goal, self._cfg, self._last)
+        return self._last
+
+
+def _config(folder: Path) -> RunConfig | None:
+    try:
+        return load_resolved(folder / "resolved.yaml")
+    except (OSError, ConfigError):
+        return None
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The last whole rows of the file."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - _TAIL_BYTES))
+            lines = opened.read().split(b"\n")
+    except OSError:
+        return []
+    rows = []
+    for line in lines[1 if size > _TAIL_BYTES else 0 : -1]:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows += [row] if isinstance(row, dict) else []
+    return rows
+
+
+def _read(row: dict[str, Any], goal: str, cfg: RunConfig, before: Progress) -> Progress:
+    if "step" not in row:
+        return before
+    step, seconds = int(row["step"]), row.get("seconds")
+    done = _share(step, row.get("epoch"), cfg)
+    left = seconds / done * (1 - done) if seconds is not None and done else float("inf")
+    metric, loss = row.get(goal, before.metric), row.get("train/loss", before.loss)
+    return Progress(step=step, done=done, metric=metric, loss=loss, remaining_s=left)
+
+
+def _share(step: int, epoch: float | None, cfg: RunConfig) -> float | None:
+    """How much of the training is done; None where its length is not known in steps or epochs."""
+    if cfg.steps is not None:
+        return min(1.0, step / min(cfg.steps, cfg.stop_at_step or cfg.steps))
+    if cfg.stop_at_step is not None:
+        return min(1.0, step / cfg.stop_at_step)
+    return min(1.0, epoch / cfg.epochs) if epoch is not None and cfg.epochs is not None else None
+
+
+def last_line(log: Path) -> str:
+    """The last line that a job printed."""
+    try:
+        with log.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - _TAIL_BYTES))
+            lines = opened.read().decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

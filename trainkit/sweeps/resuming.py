@@ -1,0 +1,39 @@
+"""Which result need not be made again: the identity of a job, over all keys that are not cosmetic."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Final
+
+from trainkit.config.origins import dotted, leaves
+from trainkit.config.schema import RunConfig
+from trainkit.config.semantics import tag_of
+from trainkit.fields import Tag
+
+__all__ = ["identity"]
+
+_OF_THE_SWEEP: Final = "sweep"
+
+
+def identity(cfg: RunConfig) -> str:
+    """A hash that two configs share where the result of one can stand for that of the other.
+
+    `name`, when to log and to save, and what concerns the sweep as a whole do not count; where and how fast it runs
+    does, unlike in the fingerprint: a point of a sweep over strategies is a point of its own.
+
+    Example:
+        >>> one, other = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)
+        >>> identity(one) == identity(other) != identity(RunConfig(seed=1))
+        True
+    """
+    counted = {
+        dotted(path): _canonical(value)
+        for path, value in leaves(cfg.to_dict())
+        if path[0] != _OF_THE_SWEEP and tag_of(cfg, path).tag is not Tag.cosmetic
+    }
+    return hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

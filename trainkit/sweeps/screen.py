@@ -1,0 +1,182 @@
+"""What a person sees of a sweep that runs: a table that changes in a terminal, one line a change where piped."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal, Protocol
+
+from trainkit.report.numbers import clock, count, duration, figure, share
+from trainkit.report.tables import is_terminal
+from trainkit.sweeps.progress import Progress
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+__all__ = ["Line", "PlainScreen", "Screen", "State", "TableScreen", "View", "screen_for"]
+
+State = Literal["running", "failed", "stopped", "pruned", "done"]
+
+_STYLES: Final[Mapping[State, str]] = {
+    "running": "cyan",
+    "failed": "red",
+    "stopped": "yellow",
+    "pruned": "yellow",
+    "done": "green",
+}
+_ROOM_FOR_REST: Final = 6
+"""Lines of the terminal that are not for jobs: the counts, the head of the table, and what was typed."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Line:
+    """One job that was started."""
+
+    name: str
+    label: str
+    """What sets it apart."""
+    state: State = "running"
+    progress: Progress = field(default_factory=Progress)
+    seconds: float | None = None
+    """From its start to its end."""
+    note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class View:
+    """A sweep at one moment."""
+
+    lines: Sequence[Line]
+    """Jobs that were started, in the order of their starts."""
+    queued: int | None
+    """Jobs that wait for a slot; None where nobody knows."""
+    in_use: int
+    """Slots that are taken."""
+    slots: int
+    """Slots that there are."""
+
+    def counts(self) -> str:
+        """In words.
+
+        Example:
+            >>> View(lines=[Line(name="0", label="seed=0")], queued=3, in_use=1, slots=2).counts()
+            '1 running, 3 queued, 1 of 2 slots in use'
+        """
+        states = [line.state for line in self.lines]
+        told = [f"{states.count(state)} {state}" for state in ("done", *_STYLES) if state in states]
+        told = [*dict.fromkeys(told), *([f"{self.queued} queued"] if self.queued else [])]
+        return ", ".join([*told, f"{self.in_use} of {self.slots} slots in use"])
+
+
+class Screen(Protocol):
+    """Where a sweep is shown."""
+
+    def say(self, text: str, *, passing: bool = False) -> None:
+        """Tell of a change; one in passing is to be seen in the table, where there is one."""
+
+    def show(self, view: View) -> None:
+        """Take the present state; asked a few times a second."""
+
+    def close(self) -> None:
+        """Leave the screen to others."""
+
+
+class PlainScreen:
+    """One line a change, for pipes and log files."""
+
+    def say(self, text: str, *, passing: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
+        """Print it."""
+        print(text, flush=True)  # noqa: T201 - the user's screen
+
+    def show(self, view: View) -> None:
+        """Nothing: a change was told when it came."""
+
+    def close(self) -> None:
+        """Nothing is left open."""
+
+
+class TableScreen:
+    """A table redrawn in place by a thread of rich; what is said appears above it.
+
+    Args:
+        console: of the terminal.
+    """
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live  # noqa: PLC0415 - a terminal only
+
+        self._console = console
+        self._view: View | None = None
+        self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
+        self._live.start()
+        # A process that is killed cannot give a hidden cursor back.
+        console.show_cursor(True)
+
+    def say(self, text: str, *, passing: bool = False) -> None:
+        """Print it above the table."""
+        if not passing:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def show(self, view: View) -> None:
+        """Take it for the next redraw."""
+        self._view = view
+
+    def close(self) -> None:
+        """Remove the table."""
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        from rich.text import Text  # noqa: PLC0415 - as above
+
+        view = self._view
+        return Text("") if view is None else table_of(view, height=self._console.height)
+
+
+def table_of(view: View, *, height: int) -> RenderableType:
+    """The table of a moment, for rich.
+
+    Args:
+        view: what to show.
+        height: lines of the terminal.
+    """
+    from rich.console import Group  # noqa: PLC0415 - a terminal only
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    shown, left_out = _chosen(view.lines, max(1, height - _ROOM_FOR_REST))
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("job", "state", "step", "metric", "loss", "left"):
+        table.add_column(name, no_wrap=True, justify="left" if name in ("job", "state") else "right")
+    table.add_column("overrides", no_wrap=True, overflow="ellipsis", ratio=1)
+    for line in shown:
+        name, state, *cells = _cells(line)
+        table.add_row(name, Text(state, style=_STYLES[line.state]), *cells)
+    head = Text(view.counts(), style="bold")
+    if left_out:
+        head.append(f", {left_out} not shown", style="dim")
+    return Group(head, table)
+
+
+def _chosen(lines: Sequence[Line], room: int) -> tuple[list[Line], int]:
+    """Those that run, those that failed, the last that ended: as many as there is room for, in their order."""
+    weight = {"running": 0, "failed": 1, "stopped": 2, "pruned": 3, "done": 3}
+    places = sorted(range(len(lines)), key=lambda place: (weight[lines[place].state], -place))[:room]
+    return [lines[place] for place in sorted(places)], len(lines) - len(places)
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    now = line.progress
+    step = "" if now.step is None else count(now.step) + ("" if now.done is None else f" {share(now.done):>5}")
+    left = clock(now.remaining_s) if line.state == "running" else duration(line.seconds or 0.0)
+    metric, loss = ("" if value is None else figure(value) for value in (now.metric, now.loss))
+    return line.name, line.state, step, metric, loss, left, line.label or line.note
+
+
+def screen_for() -> Screen:
+    """The one that suits standard output."""
+    if not is_terminal(sys.stdout):
+        return PlainScreen()
+    from rich.console import Console  # noqa: PLC0415 - a terminal only
+
+    return TableScreen(Console(highlight=False))
