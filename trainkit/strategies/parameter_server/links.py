@@ -46,7 +46,7 @@ def memory_of(tensor: Tensor) -> memoryview:
         >>> memory_of(torch.ones(3, dtype=torch.bfloat16)).nbytes
         6
     """
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from trainkit.errors import Problem
@@ -98,6 +99,8 @@ class Shares:
         self.variables = tuple(variables)
         self.num_servers = num_servers
         self.digest = layout_digest(self.variables, num_servers)
+        trained = [variable.dtype for variable in self.variables if variable.kind == "param"]
+        self.master_dtype = trained[0] if trained else torch.float32
         parts: list[list[Rows]] = [[] for _ in range(num_servers)]
         for kind in ("param", "frozen", "buffer"):
             places = [place for place, variable in enumerate(self.variables) if variable.kind == kind]

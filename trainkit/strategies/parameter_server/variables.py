@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "variables_of"]
+__all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "unsaved_of", "variables_of"]
 
 Kind = Literal["param", "frozen", "buffer"]
 """Trainable parameters, those that are not, and buffers."""
@@ -94,6 +94,17 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     """
     params = [param.data for param in model.parameters() if param.requires_grad]
     return [*params, *(param.data for param in model.parameters() if not param.requires_grad), *model.buffers()]
+
+
+def unsaved_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that no checkpoint holds, by their names in one; made anew with the model.
+
+    Example:
+        >>> unsaved_of(nn.BatchNorm1d(2))
+        {}
+    """
+    saved = model.state_dict()
+    return {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name not in saved}
 
 
 def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:

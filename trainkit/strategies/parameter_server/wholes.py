@@ -1,0 +1,72 @@
+"""A checkpoint's tensors, from and into the rows that servers hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from threading import Lock
+
+import torch
+from torch import Tensor
+
+from trainkit.strategies.parameter_server.links import Frame, Link
+from trainkit.strategies.parameter_server.shares import Rows, Shares
+from trainkit.strategies.parameter_server.wire import as_dtype
+from trainkit.strategies.stored import region_of, shape_of
+
+__all__ = ["Wholes", "rows_to_load"]
+
+
+class Wholes:
+    """Whole tensors that fill up with what servers send; several threads may add to them at once."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._found: dict[str, Tensor] = {}
+        self._lock = Lock()
+
+    def add(self, link: Link, frame: Frame, server: int) -> None:
+        """Read the rows of a tensor into the whole of it."""
+        key, shape = str(frame.meta["key"]), torch.Size(frame.meta["shape"])
+        piece = self._piece(server, key)
+        is_part = not piece.is_whole and shape == piece.shape
+        with self._lock:
+            whole = self._found.get(key)
+            if whole is None or not is_part:
+                size = piece.variable.shape if is_part else shape
+                whole = self._found[key] = torch.empty(size, dtype=as_dtype(frame))
+        link.read([piece.of(whole) if is_part else whole])
+
+    def _piece(self, server: int, key: str) -> Rows:
+        """The piece that a name in a checkpoint is of."""
+        name = key.split("/", 2)[-1] if key.startswith("optimizer/") else key.split("/", 1)[-1]
+        kinds = ("buffer",) if key.startswith("buffer/") else ("param", "frozen")
+        return next(p for p in self._shares.pieces[server] if p.variable.name == name and p.variable.kind in kinds)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of them, the model's own in the order of the variables."""
+        keys = [variable.key for variable in self._shares.variables if variable.key in self._found]
+        return {key: self._found[key] for key in [*keys, *(key for key in self._found if key not in set(keys))]}
+
+
+def rows_to_load(
+    pieces: Sequence[Rows], tensors: Mapping[str, Tensor], unsaved: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """What a server gets of a checkpoint, name by name; no more is read than that.
+
+    Args:
+        pieces: what it holds.
+        tensors: names -> whole tensors.
+        unsaved: buffers that no checkpoint holds.
+    """
+    trained = {piece.variable.name: piece for piece in pieces if piece.variable.kind == "param"}
+    for piece in pieces:
+        variable = piece.variable
+        held = tensors if variable.key in tensors else unsaved
+        yield variable.key, region_of(held, variable.key, piece.region).detach().to("cpu", variable.dtype)
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        slot, _, name = rest.partition("/")
+        if kind == "optimizer" and name in trained and "@" not in slot:
+            piece = trained[name]
+            is_part = shape_of(tensors, key) == piece.variable.shape
+            yield key, (region_of(tensors, key, piece.region) if is_part else tensors[key]).detach().to("cpu")
