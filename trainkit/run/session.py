@@ -84,6 +84,7 @@ class Session:
         self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
         self._cleanup.callback(self.parts.strategy.leave, self.placed)
         self.placed.open_data = self._open_data
+        self.placed.folder = folder
         self.run = run_of(self.plan, self.placed, folder, notes)
         self._training = training_of(self.plan)
         self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
@@ -198,6 +199,7 @@ class Session:
     def _score(self, split: str) -> None:
         self._enter("evaluate")
         self._journal.pause()
+        self.parts.strategy.catch_up(self.placed)
         self._scorer.score(split)
         self._journal.proceed()
 
@@ -231,6 +233,7 @@ class Session:
         state = self.run.state
         self.flush()
         self.parts.strategy.settle(self.placed)
+        self.parts.strategy.catch_up(self.placed)
         asked = self.run.stop_reason in REASONS
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
@@ -243,7 +246,8 @@ class Session:
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))
-        result = {**self._status(), **self.progress(), "weights_sha256": self._keeper.weights_sha256()}
+        result = {**self._status(), **self.progress(), **self.parts.strategy.findings(self.placed)}
+        result["weights_sha256"] = self._keeper.weights_sha256()
         for callback in self.callbacks:
             callback.train_end(self.run, result)
         return result

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -198,6 +199,8 @@ class Placed:
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
     open_data: Callable[[torch.device], Data] | None = None
     """Opens training data by tickets that nobody knows beforehand, for what computes beside the loop."""
+    folder: Path | None = None
+    """The run folder, for a strategy that keeps a record of its own; set once it is placed."""
 
     def __post_init__(self) -> None:
         """One device and one process a replica, where nothing else is said."""
@@ -272,6 +275,9 @@ class Strategy(ABC):
     computes_together: ClassVar[bool] = False
     """Whether a forward pass is an exchange between ranks: whoever runs the model then does so on every rank."""
 
+    foresees: ClassVar[bool] = True
+    """Whether the tickets of a rank are known beforehand, so that its batches may be read ahead."""
+
     @property
     def shards_a_replica(self) -> int:
         """Shards of a step that keep a replica busy, where the config leaves the cut of a step open."""
@@ -342,16 +348,16 @@ class Strategy(ABC):
         """The processes it starts on a host of so many GPUs."""
         return len(self.tasks(Facts(num_gpus=num_gpus)))
 
+    def num_slots(self, num_gpus: int) -> int:
+        """The devices, or shares of the cores, that a job of a sweep needs on a host of so many GPUs."""
+        return self.num_processes(num_gpus)
+
     @abstractmethod
     def num_replicas(self, facts: Facts) -> int:
         """Replicas that get their own shards."""
 
     @abstractmethod
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-    def num_slots(self, num_gpus: int) -> int:
-        """The devices, or shares of the cores, that a job of a sweep needs on a host of so many GPUs."""
-        return self.num_processes(num_gpus)
-
         """Copies of all gradients that a device holds at the peak of a step, besides the gradients themselves."""
 
     @abstractmethod
@@ -463,6 +469,14 @@ class Strategy(ABC):
     def recall(self, placed: Any, remembered: Mapping[str, Any]) -> None:  # noqa: ARG002 - see `remember`
         """Take up what `remember` gave; called before `prepare`."""
         return
+
+    def catch_up(self, placed: Any) -> None:  # noqa: ARG002 - in most strategies it is trained itself
+        """Bring `placed.model` up to date, before somebody looks at it: evaluates it, samples from it."""
+        return
+
+    def findings(self, placed: Any) -> dict[str, Any]:  # noqa: ARG002 - most have found nothing
+        """What result.json shall say of how it went, by keys of its own; JSON."""
+        return {}
 
     def check_replicas(self, placed: Any) -> str | None:  # noqa: ARG002 - one that keeps no copies has none to compare
         """The parameter in which replicas differ, with the ranks that do; None: they are equal. Collective."""

@@ -72,6 +72,11 @@ class StepBuffers:
         chosen = {id(place) for place in other._chosen}
         self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
 
+    def in_all_places(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What there is one of for each buffer that a forward pass updates, in the order of `names`; None for the others."""
+        found = dict(zip(map(id, self._chosen), sums, strict=True))
+        return [found.get(id(place)) for place in self._all]
+
     def shapes(self) -> list[torch.Size]:
         """The shapes of what `take` gives."""
         return [tensor.shape for tensor in self.tensors()]

@@ -1,0 +1,111 @@
+"""The record of a run's updates, `updates.jsonl`: which gradients made each, by whom, from which version.
+
+One line an update, compact: `{"version":12,"of":[[13,[0,1],11,"worker:1"]]}` says that the update after the 12th was
+made of the shards 0 and 1 of step 13, computed by worker:1 from variables that had seen 11 updates. It is the ledger of
+samples, and what a replay follows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Self
+
+from trainkit.errors import CheckpointError
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.parameter_server.desk import Merge
+
+__all__ = ["FILE", "Line", "Part", "Record", "read_record"]
+
+FILE: Final = "updates.jsonl"
+"""Its name in the run folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A gradient of an update."""
+
+    ticket: Ticket
+    read: int
+    """Updates that the variables had seen when it was computed from them."""
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """An update.
+
+    Example:
+        >>> line = Line(12, (Part(Ticket(13, (0, 1)), 11, "worker:1"),))
+        >>> line.text()
+        '{"version":12,"of":[[13,[0,1],11,"worker:1"]]}'
+        >>> Line.parse(line.text()) == line
+        True
+    """
+
+    version: int
+    """Updates before it."""
+    parts: tuple[Part, ...]
+    """What was summed, in that order."""
+
+    @classmethod
+    def of(cls, merge: Merge) -> Self:
+        """What the chief has made."""
+        pairs = zip(merge.errands, merge.reads, strict=True)
+        return cls(merge.version, tuple(Part(errand.ticket, read, errand.worker) for errand, read in pairs))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """A line of the file."""
+        found = json.loads(text)
+        parts = (Part(Ticket(step, tuple(shards)), read, worker) for step, shards, read, worker in found["of"])
+        return cls(found["version"], tuple(parts))
+
+    def text(self) -> str:
+        """As the file has it."""
+        parts = [[part.ticket.step, list(part.ticket.shards), part.read, part.worker] for part in self.parts]
+        return json.dumps({"version": self.version, "of": parts}, separators=(",", ":"))
+
+
+class Record:
+    """Writes the file; what an earlier start wrote after the checkpoint that is continued is cut off.
+
+    Args:
+        path: the file.
+        version: updates that the variables have seen as this start begins.
+    """
+
+    def __init__(self, path: Path, version: int) -> None:
+        kept = [line for line in read_record(path) if line.version < version] if path.is_file() else []
+        self._file = path.open("w", encoding="utf-8")
+        self._file.writelines(f"{line.text()}\n" for line in kept)
+
+    def note(self, merge: Merge) -> None:
+        """Keep an update."""
+        self._file.write(f"{Line.of(merge).text()}\n")
+
+    def flush(self) -> None:
+        """Let others see it: before a checkpoint, so that none knows more updates than the record."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """The end."""
+        self._file.close()
+
+
+def read_record(path: Path) -> Iterator[Line]:
+    """The updates of a record; a last line that was cut off is left out.
+
+    Raises:
+        CheckpointError: a line is no update.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    for number, text in enumerate(lines, start=1):
+        if not text.endswith("\n"):
+            return
+        try:
+            yield Line.parse(text)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path}:{number} is no update of a run: {error}") from error

@@ -1,0 +1,149 @@
+"""The desk of synchronous updates: a ticket is a shard of a step, and spare replicas do not wait for the slowest."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
+
+__all__ = ["SyncDesk"]
+
+
+@dataclass(kw_only=True)
+class SyncDesk(Desk):
+    """Hands shards to whoever is free; an update is made of as many gradients as its step has shards.
+
+    With spares, in two forms:
+
+    - repeat (`duplicate`): when all shards of the step are handed out, idle workers compute outstanding ones again, at
+      most `spares` of them at once; the first result wins. The update is the same whoever wins.
+    - replace: `spares` shards of the steps to come are handed out besides; the update takes the first results that
+      come, and what is still under way is handed out again, its late results thrown away. Which shards make an update
+      depends on time, but each is used once an epoch. Where the epoch has no more shards, outstanding ones are
+      repeated.
+
+    Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 3.
+    """
+
+    plan: BatchPlan
+    spares: int = 0
+    """Shards that may be under way beyond those an update is made of."""
+    replaces: bool = False
+    """Whether the first results that come make the update, instead of those of its own step."""
+    until: int | None = None
+    """Updates after which this start ends."""
+    _fresh: tuple[int, int] = (0, 0)
+    _returned: list[tuple[int, int]] = field(default_factory=list)
+    _results: dict[Ticket, tuple[Errand, int]] = field(default_factory=dict)
+    _given_up: set[int] = field(default_factory=set)
+
+    def ready(self) -> Merge | None:
+        """The update, once there are as many results as its step has shards."""
+        if len(self._results) < self.plan.num_shards(self.version) or self._is_over:
+            return None
+        found = [self._results[ticket] for ticket in sorted(self._results, key=_place)]
+        errands, reads = zip(*found, strict=True)
+        return Merge(version=self.version, errands=errands, reads=reads)
+
+    def merged(self, merge: Merge) -> None:
+        """The next step is open; what is still under way comes too late."""
+        super().merged(merge)
+        self._results.clear()
+        self._give_up()
+        if not self.replaces or self.version % self.plan.steps_per_epoch == 0:
+            self._fresh = (self.version, 0)
+
+    def again(self, merge: Merge) -> None:
+        """All that was handed out at the old loss scale is handed out again."""
+        self._results.clear()
+        self._return(*(_place(errand.ticket) for errand in merge.errands))
+        self._give_up()
+
+    def remember(self) -> dict[str, Any]:
+        """Where shards of several steps make an update: those that are not used yet, before the first untouched one."""
+        if not self.replaces:
+            return {}
+        held = {_place(errand.ticket) for errand in self._outstanding()} | {_place(one) for one in self._results}
+        return {"returned": sorted([*self._returned, *held]), "fresh": list(self._fresh)}
+
+    def recall(self, remembered: Mapping[str, Any], version: int) -> None:
+        """Go on with those."""
+        self.version = version
+        step, shard = remembered.get("fresh", (version, 0)) if self.replaces else (version, 0)
+        self._fresh = (step, shard)
+        self._returned = [(step, shard) for step, shard in remembered.get("returned", ())] if self.replaces else []
+
+    @property
+    def _is_over(self) -> bool:
+        return self.until is not None and self.version >= self.until
+
+    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all alike
+        if self._is_over:
+            return None
+        out = self._outstanding()
+        under_way = len({errand.ticket for errand in out}) + len(self._results)
+        wanted = self.plan.num_shards(self.version) + (self.spares if self.replaces else 0)
+        place = self._next_place()
+        if place is None:
+            return self._repeated(out)
+        return self._pop(place) if under_way < wanted else None
+
+    def _next_place(self) -> tuple[int, int] | None:
+        """The next shard to hand out: of the step, or of the epoch where shards of several steps make an update."""
+        if self._returned:
+            return self._returned[0]
+        step, shard = self._fresh
+        if shard >= self.plan.num_shards(step):
+            step, shard = step + 1, 0
+        per_epoch = self.plan.steps_per_epoch
+        end = (self.version // per_epoch + 1) * per_epoch if self.replaces else self.version + 1
+        return (step, shard) if step < end else None
+
+    def _pop(self, place: tuple[int, int]) -> Ticket:
+        step, shard = place
+        if self._returned:
+            self._returned.pop(0)
+        else:
+            self._fresh = (step, shard + 1)
+        return Ticket(step, (shard,))
+
+    def _repeated(self, out: list[Errand]) -> Ticket | None:
+        """The outstanding shard with the fewest workers at it, the first of them."""
+        copies = Counter(errand.ticket for errand in out)
+        if not copies or len(out) - len(copies) >= self.spares:
+            return None
+        return min(copies, key=lambda ticket: copies[ticket])
+
+    def _outstanding(self) -> list[Errand]:
+        return [errand for errand in self.running.values() if errand.number not in self._given_up]
+
+    def _take(self, errand: Errand, read: int) -> None:
+        if errand.number in self._given_up:
+            self._given_up.discard(errand.number)
+            self._throw(errand)
+            return
+        self._results[errand.ticket] = errand, read
+        self._given_up.update(one.number for one in self.running.values() if one.ticket == errand.ticket)
+
+    def _give_up(self) -> None:
+        """Wait no longer for what is under way; it is handed out again where it was not a repetition."""
+        out = self._outstanding()
+        self._return(*{_place(errand.ticket) for errand in out})
+        self._given_up.update(errand.number for errand in out)
+
+    def _give_back(self, errand: Errand) -> None:
+        if errand.number in self._given_up:
+            self._given_up.discard(errand.number)
+        elif all(other.ticket != errand.ticket for other in self._outstanding()):
+            self._return(_place(errand.ticket))
+
+    def _return(self, *places: tuple[int, int]) -> None:
+        self._returned = sorted([*self._returned, *places])
+
+
+def _place(ticket: Ticket) -> tuple[int, int]:
+    return ticket.step, ticket.shards[0]
