@@ -38,8 +38,6 @@ __all__ = ["Evaluator", "evaluate_beside"]
 
 _LOOK_S: Final = 0.5
 """Seconds between two looks at the folder of checkpoints."""
-_NICENESS: Final = 10
-"""How far an evaluator on the training's own host gives way to it on the CPU."""
 
 
 def evaluate_beside(
@@ -59,8 +57,6 @@ def evaluate_beside(
         requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
         on_phase: is told (phase, step) of what it does.
     """
-    if hasattr(os, "nice"):
-        os.nice(_NICENESS)
     evaluator = Evaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
     try:
         while requested() is None:

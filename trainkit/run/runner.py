@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
@@ -19,6 +20,7 @@ from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
 from trainkit.run.environment import write_environment, write_resolved
+from trainkit.run.evaluating import evaluate_beside
 from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import pulse_of
 from trainkit.run.memory import abstract_model
@@ -31,6 +33,8 @@ from trainkit.run.stopping import StopFlag
 
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
 
+_NICENESS: Final = 10
+"""How far an evaluator stands back."""
 
 Result = dict[str, Any] | None
 """What result.json holds, on the owner."""
@@ -95,6 +99,8 @@ def train(
                 hang_timeout_s=cfg.supervisor.hang_timeout_s,
                 pass_fds=(lock,),
                 secrets=secrets,
+                assistants=plan.assistants,
+                replaceable=plan.replaceable,
             )
 
         result = run() if job is None else job(folder.path, run)
@@ -157,9 +163,10 @@ def run_task(
     with reproducible_process(enabled=cfg.numerics.reproducible):
         try:
             plan = plan or make_plan(cfg)
-            if not plan.parts.strategy.trains(identity.task):
+            if identity.task.rank in plan.assistants:
                 enter = pulse_of(identity, folder) or (lambda _phase, _step: None)
-                assist(plan, identity, requested=lambda: stop.requested, on_phase=enter)
+                work = _evaluate_politely if identity.task.is_evaluator else assist
+                work(plan, identity, folder, requested=lambda: stop.requested, on_phase=enter)
                 return None
             with telling_of_memory(plan, identity.task, lambda: None):
                 session = _open(plan, identity, folder, stop, confirm)
@@ -177,6 +184,13 @@ def run_task(
             raise
         _end(session, result, folder)
     return result if is_owner else None
+
+
+def _evaluate_politely(*args: Any, **kwargs: Any) -> None:
+    """Give way to the training on the CPU, where they share one."""
+    if hasattr(os, "nice"):
+        os.nice(_NICENESS)
+    evaluate_beside(*args, **kwargs)
 
 
 def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: BaseException | None = None) -> None:

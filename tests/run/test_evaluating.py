@@ -1,0 +1,127 @@
+"""The evaluator of a run folder: every checkpoint once, the training's own figures, and a best that is kept."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+import trainkit
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import load_resolved
+from trainkit.engine.checkpoint import Judged, Retention, scan
+from trainkit.engine.manifest import manifest_bytes
+from trainkit.run.evaluating import Evaluator, evaluate_beside
+from trainkit.run.folder import RunFolder
+from trainkit.run.plan import make_plan
+
+OVERRIDES = [
+    "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",
+    "eval.metric=val/accuracy", "checkpoint.every_steps=4", "checkpoint.every_epochs=null",
+    "checkpoint.keep_last=99", "callbacks=[]", "logger=[]", "quiet=true",
+]  # fmt: skip
+EVALUATOR = Identity(task=Task(role="evaluator", index=0, rank=1), num_ranks=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A run that evaluated at each checkpoint itself."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    trainkit.train(trainkit.compose(OVERRIDES), run_dir=folder)
+    return folder
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of it, whose checkpoints have not been judged."""
+    shutil.copytree(trained, tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    (folder.checkpoints / "index.json").unlink()
+    return folder
+
+
+def planned(folder, **checkpoint):
+    cfg = load_resolved(folder.resolved)
+    return make_plan(replace(cfg, checkpoint=replace(cfg.checkpoint, **checkpoint)))
+
+
+def evaluate(folder, requested=lambda: None):
+    evaluate_beside(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_checkpoint_gets_the_figures_that_the_training_found(run):
+    evaluate(run)
+    own = {row["step"]: row["val/accuracy"] for row in rows(run.metrics) if "val/accuracy" in row}
+    assert {row["step"]: row["val/accuracy"] for row in rows(run.evaluations)} == own
+    assert sorted(own) == [4, 8, 12]
+
+
+def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
+    evaluator = Evaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
+    assert evaluator.evaluate_next()["step"] == 4
+    evaluator.close()
+    evaluate(run)
+    evaluate(run)
+    assert [row["step"] for row in rows(run.evaluations)] == [4, 8, 12]
+
+
+def test_it_names_the_best_where_the_training_knew_no_metric(run):
+    for checkpoint in scan(run.checkpoints):
+        forget_metric(checkpoint)
+    evaluate(run)
+    best = max(rows(run.evaluations), key=lambda row: (row["val/accuracy"], -row["step"]))
+    names = json.loads((run.checkpoints / "index.json").read_text())
+    assert names == {"last": "step_00000012", "best": best["checkpoint"]}
+
+
+def forget_metric(checkpoint):
+    (checkpoint.folder / "manifest.json").write_bytes(manifest_bytes(replace(checkpoint, metric=None)))
+
+
+def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run):
+    Judged(evaluating="step_00000004").write(run.checkpoints)
+    Retention(keep_last=1, keep_best=0).apply(run.checkpoints, step=12)
+    assert [one.step for one in scan(run.checkpoints)] == [12, 4]
+
+
+def test_the_best_by_its_judgement_outlives_newer_ones(run):
+    for checkpoint in scan(run.checkpoints):
+        forget_metric(checkpoint)
+    Judged(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
+    Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
+    assert [one.step for one in scan(run.checkpoints)] == [12, 4]
+
+
+def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys):
+    file = run.checkpoints / "step_00000008" / "rank_00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    evaluate(run)
+    assert [row["step"] for row in rows(run.evaluations)] == [4, 12]
+    assert "step_00000008 is left out: checkpoint" in capsys.readouterr().out
+
+
+def test_it_waits_for_checkpoints_until_there_is_a_result(run):
+    result = run.read_result()
+    run.result.unlink()
+    asked = iter(range(6))
+
+    def requested():
+        if next(asked, "over") == "over":
+            run.write_result(result)
+
+    evaluate(run, requested)
+    assert len(rows(run.evaluations)) == 3
+
+
+def test_its_figures_stand_in_an_event_file_of_its_own(run):
+    evaluate(run)
+    files = list(run.tensorboard.glob("events.out.tfevents.*"))
+    assert [file.name.endswith(".evaluator") for file in files] == [True]
+    assert b"val/accuracy" in files[0].read_bytes()
