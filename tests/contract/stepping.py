@@ -14,14 +14,13 @@ from torch import Tensor, nn
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
-from trainkit.cluster.tasks import Task
 from trainkit.config.build import build, resolve_target
-from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
-from trainkit.strategies.base import Facts, Numerics, Status, Strategy, Training, Update, Weighing
+from trainkit.strategies.base import Bench, Facts, Numerics, Status, Strategy, Training, Update, Weighing
 from trainkit.strategies.shaping import Shaping, shape
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -143,6 +142,8 @@ class Trained:
     """This rank's samples, step by step; where several ranks compute a replica, the first one's."""
     norms: list[float]
     scale: float
+    computed: dict[int, list[int]] = field(default_factory=dict)
+    """The samples, step by step, that this rank has computed beside the loop, or while it assisted another."""
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -153,11 +154,21 @@ class Trained:
 
 def train(pool: Pool, case: Case) -> list[Trained]:
     """What every rank of a case ended with; a single task is trained right here."""
-    num_ranks = len(case.make_strategy().tasks(Facts()))
-    if num_ranks == 1:
+    strategy = case.make_strategy()
+    tasks = strategy.tasks(Facts())
+    if len(tasks) == 1:
         return [run_rank(None, case)]
-    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=num_ranks, timeout_s=120)
-    return trained
+    trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks), timeout_s=120)
+    found = [rank for rank, task in zip(trained, tasks, strict=True) if strategy.trains(task)]
+    if len(found) < len(tasks):
+        _share_samples(found, trained)
+    return found
+
+
+def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
+    """Where others compute besides those that train: what all of them have used, with the first."""
+    for step, used in enumerate(found[0].samples):
+        used.extend(index for one in trained for index in one.computed.get(step, ()))
 
 
 def oracle(case: Case) -> reference.Trained:
@@ -179,7 +190,8 @@ def oracle(case: Case) -> reference.Trained:
 
 def run_rank(place: Place | None, case: Case) -> Trained:
     """One rank, from a new process group to its end."""
-    return _Rank(place, case).train()
+    rank = _Rank(place, case)
+    return rank.train() if rank.strategy.trains(rank.task) else rank.assist()
 
 
 @dataclass
@@ -201,9 +213,36 @@ class _Rank:
         weighing = Weighing(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
         self.training = Training(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
         self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
+        self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
         self.seen: list[tuple[Any, Any]] = []
         self.samples: list[list[int]] = []
+        self.computed: dict[int, list[int]] = {}
         self.norms: list[float] = []
+        self.task = self.strategy.tasks(Facts())[place.rank if place else 0]
+
+    def fetch(self, ticket: Ticket) -> list[Any]:
+        """The batches of a ticket, for what computes beside the loop."""
+        found = [self._indices(ticket.step, shard) for shard in ticket.shards]
+        self.computed.setdefault(ticket.step, []).extend(index for shard in found for index in shard)
+        return [self._batch(shard) for shard in found]
+
+    def assist(self) -> Trained:
+        """All parts of the training, as a task that does not train."""
+        for part in range(1 if self.case.resume_at is None else 2):
+            bench = Bench(
+                identity=self._identity(part),
+                model=self._model(),
+                make_optimizer=self._optimizer,
+                precision=self.precision,
+                numerics=self.numerics,
+                training=self.training,
+                num_steps=self.case.num_steps,
+                open_data=lambda _device: self,
+                requested=lambda: None,
+                on_phase=lambda _phase, _step: None,
+            )
+            self.strategy.assist(bench)
+        return Trained(state={}, losses=[], samples=[], norms=[], scale=0.0, computed=self.computed)
 
     def train(self) -> Trained:
         """All steps, with a new placement in between where the case asks for one."""
@@ -218,21 +257,31 @@ class _Rank:
             state = {key: tensor.detach().clone() for key, tensor in self.strategy.state(placed).items()}
             losses, scale = self._losses(placed), placed.loss_scale.scale
             self.strategy.leave(placed)
-        return Trained(state=state, losses=losses, samples=self.samples, norms=self.norms, scale=scale)
+        return Trained(
+            state=state, losses=losses, samples=self.samples, norms=self.norms, scale=scale, computed=self.computed
+        )
 
     def _place(self, part: int) -> Any:
-        rank = self.place.rank if self.place else 0
-        return self.strategy.place(
-            shape(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles),
-            identity=Identity(
-                task=Task(role="worker", index=rank, rank=rank, device="cpu"),
-                num_ranks=self.place.num_ranks if self.place else 1,
-                store=self.place.store if self.place else None,
-                prefix=f"{self.place.prefix}/{part}" if self.place else "",
-            ),
+        placed = self.strategy.place(
+            self._model(),
+            identity=self._identity(part),
             precision=self.precision,
-            numerics=Numerics(seed=self.case.seed, reproducible=self.case.reproducible),
+            numerics=self.numerics,
             make_optimizer=self._optimizer,
+        )
+        placed.open_data = lambda _device: self
+        return placed
+
+    def _model(self) -> nn.Module:
+        return shape(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles)
+
+    def _identity(self, part: int) -> Identity:
+        return Identity(
+            task=self.task,
+            num_ranks=self.place.num_ranks if self.place else 1,
+            store=self.place.store if self.place else None,
+            prefix=f"{self.place.prefix}/{part}" if self.place else "",
+            token="of this test",
         )
 
     def _steps(self, placed: Any, end: int) -> None:

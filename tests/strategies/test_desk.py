@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -231,7 +232,7 @@ def used(made: list[Merge]) -> Counter[tuple[int, int]]:
     return Counter((one.ticket.step, shard) for merge in made for one in merge.errands for shard in one.ticket.shards)
 
 
-DESKS = {
+DESKS: dict[str, Callable[[], Desk]] = {
     "async": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(), until=20),
     "drop": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(policy="drop", bound=2), until=20),
     "bound": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),

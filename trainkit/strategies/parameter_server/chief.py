@@ -1,0 +1,231 @@
+"""The chief: hands out errands, and orders the servers which update to make of what."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import LinkError, TrainingError
+from trainkit.strategies.base import Outcome, Placed, Status, Training
+from trainkit.strategies.forward_backward import Divisor
+from trainkit.strategies.parameter_server.clients import Servers
+from trainkit.strategies.parameter_server.desk import Desk, Merge
+from trainkit.strategies.parameter_server.errands import Order, Report, key_of
+from trainkit.strategies.parameter_server.record import Record
+from trainkit.strategies.parameter_server.staff import OWN, Event, Seat, Staff
+from trainkit.strategies.parameter_server.staging import lane_sum
+from trainkit.strategies.parameter_server.worker import Mode
+
+__all__ = ["Chief"]
+
+_LOOK_S: Final = 1.0
+"""Seconds between two looks at who has been silent for long."""
+
+
+@dataclass(kw_only=True)
+class Chief:
+    """Makes updates, one after the other, of what workers have staged. Everything here is done by the main thread."""
+
+    placed: Placed
+    """Its loss scale moves here."""
+    desk: Desk
+    servers: Servers
+    """The links that give orders."""
+    staff: Staff
+    record: Record | None
+    mode: Mode
+    lanes: int | None
+    """Lanes of the reproducible order of summation."""
+    skips: bool
+    """Whether a gradient that is not finite is left out."""
+    mixes: bool
+    """Whether an update may take shards of several steps."""
+    timeout_s: float
+    """How long a worker may be at one errand."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Updates by their staleness."""
+    _seats: dict[str, Seat] = field(default_factory=dict)
+    _reports: dict[int, Report] = field(default_factory=dict)
+
+    def next_update(self, training: Training) -> Outcome:
+        """Hear workers until an update can be made, and make it; what is free gets errands."""
+        while True:
+            merge = self.desk.ready()
+            self._forget()
+            if merge is not None:
+                outcome = self._make(merge, training)
+                self._hand_out()
+                return outcome
+            self._hand_out()
+            event = self.staff.hear(_LOOK_S)
+            if event is not None:
+                self._take(event)
+            self._give_up_on_silent()
+
+    def close(self) -> None:
+        """Send everybody home."""
+        self.staff.dismiss()
+        for seat in self._seats.values():
+            if seat.name != OWN:
+                _try(seat.give, None)
+        if self.record is not None:
+            self.record.close()
+
+    def _hand_out(self) -> None:
+        for seat in list(self._seats.values()):
+            errand = self.desk.next(seat.name) if seat.order is None else None
+            if errand is None:
+                continue
+            order = Order(
+                number=errand.number,
+                step=errand.ticket.step,
+                shards=errand.ticket.shards,
+                version=errand.version,
+                scale=self.placed.loss_scale.scale,
+            )
+            _try(seat.give, order)  # where its link is broken, its thread tells
+
+    def _take(self, event: Event) -> None:
+        """Something was said; what those say who are gone is late."""
+        seat = event.seat
+        if event.kind == "ready":
+            self._lose(seat.name)  # it came again before its old link was seen to break
+            self._seats[seat.name] = seat
+            self.desk.join(seat.name)
+        elif self._seats.get(seat.name) is not seat:
+            return
+        elif event.kind == "pulled":
+            self.desk.pulled(int(event.meta["number"]))
+        elif event.kind == "report":
+            self._hear_report(seat, Report(**event.meta))
+        elif event.error is not None and seat.name == OWN:
+            raise event.error
+        else:
+            self._lose(seat.name)
+
+    def _hear_report(self, seat: Seat, report: Report) -> None:
+        seat.order = None
+        self._reports[report.number] = report
+        self.desk.report(report.number, report.read)
+
+    def _lose(self, name: str) -> None:
+        """A worker is gone: what it had in hand is handed out again."""
+        seat = self._seats.pop(name, None)
+        if seat is not None:
+            seat.cut()
+            lost = self.desk.leave(name)
+            self.servers.drop([key_of(errand.number) for errand in lost])
+
+    def _give_up_on_silent(self) -> None:
+        late = time.monotonic() - self.timeout_s
+        for seat in list(self._seats.values()):
+            if seat.order is None or seat.since > late:
+                continue
+            if seat.name == OWN:
+                raise TrainingError(f"step {seat.order.step}: no gradient within strategy.timeout_s={self.timeout_s:g}")
+            self._lose(seat.name)
+
+    def _forget(self) -> None:
+        """Throw away the gradients that nobody needs."""
+        thrown = self.desk.thrown_away()
+        if thrown:
+            self.servers.drop([key_of(errand.number) for errand in thrown])
+            for errand in thrown:
+                self._reports.pop(errand.number, None)
+
+    def _make(self, merge: Merge, training: Training) -> Outcome:
+        if self.placed.on_phase is not None:
+            self.placed.on_phase("update", merge.version)
+        reports = [self._reports.pop(errand.number) for errand in merge.errands]
+        make = self._apply_one if self.mode == "async" else self._apply_sum
+        status, norm = make(merge, reports, training)
+        losses = sum(report.loss_sum for report in reports)
+        outcome = Outcome(merge.version, status, self._number(losses), sum(one.weight for one in reports), norm)
+        if status is Status.retry:
+            self.desk.again(merge)
+            return outcome
+        self.desk.merged(merge)
+        if self.record is not None:
+            self.record.note(merge)
+        self._figure(merge)
+        return outcome
+
+    def _figure(self, merge: Merge) -> None:
+        if self.mode == "async":
+            self.staleness[merge.staleness] += 1
+            self.placed.figures["staleness"] = float(merge.staleness)
+        if self.desk.late:
+            self.placed.figures["late_gradients"] = float(self.desk.late.total())
+
+    def _apply_one(self, merge: Merge, reports: list[Report], training: Training) -> tuple[Status, Tensor | None]:
+        """An update of a gradient that its worker has made ready."""
+        (report,) = reports
+        if not report.is_finite:
+            return Status.skipped, None
+        update = training.rule(merge.version)
+        self.servers.apply(
+            version=merge.version + 1,
+            lr_factor=update.lr_factor / merge.lr_divisor,
+            factor=merge.factor,
+            keys=[key_of(report.number)],
+        )
+        return Status.applied, None if report.norm is None else self._number(report.norm)
+
+    def _apply_sum(self, merge: Merge, reports: list[Report], training: Training) -> tuple[Status, Tensor | None]:
+        """An update of the sum of shards' gradients: what `apply_update` does, where the sums are."""
+        scale, update = self.placed.loss_scale, training.rule(merge.version)
+        weight_factor, buffer_factor = self._factors(merge, reports, training)
+        norms = self.servers.sum(
+            [key_of(report.number) for report in reports],
+            lanes=self.lanes,
+            weight_factor=weight_factor,
+            unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
+            norms=update.max_norm is not None,
+            exact=self.lanes is not None,
+        )
+        if (scale.moves or self.skips) and not norms.finite:
+            self.servers.discard()
+            self.placed.loss_scale = scale.after(overflow=True)
+            return (Status.retry if scale.moves else Status.skipped), None
+        norm, factor = None, 1.0
+        if update.max_norm is not None:
+            norm = norms.total()
+            factor = float(torch.clamp(update.max_norm / (norm + 1e-6), max=1.0))
+        self.servers.apply(
+            version=merge.version + 1, lr_factor=update.lr_factor, factor=factor, buffer_factor=buffer_factor
+        )
+        self.placed.loss_scale = scale.after(overflow=False)
+        return Status.applied, norm
+
+    def _factors(self, merge: Merge, reports: list[Report], training: Training) -> tuple[float | None, float]:
+        """What gradients and buffers are to be multiplied by, beyond what workers knew; None: by nothing."""
+        plan, weighing = training.plan, training.weighing
+        samples = sum(plan.shard_size(one.ticket.step, one.ticket.shards[0]) for one in merge.errands)
+        size = plan.global_size if self.mixes else samples
+        divisor = Divisor.of(weighing, size)
+        if divisor.counted:
+            weights = [[torch.tensor([report.weight], dtype=self._dtype)] for report in reports]
+            (total,) = lane_sum(weights, self.lanes)
+            assert total is not None
+            return float(torch.where(total > 0, divisor.value / total, 0.0)), size / samples
+        return (None if size == samples else size / samples), size / samples
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.placed.precision.master_dtype
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype, device=self.placed.device)
+
+
+def _try(send: Callable[[Any], None], order: Any) -> None:
+    """Send; a broken link is told of by the thread that hears it."""
+    with suppress(LinkError):
+        send(order)

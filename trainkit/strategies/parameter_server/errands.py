@@ -1,0 +1,136 @@
+"""What a worker and the chief say to each other, over a link or within the chief's own process."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, Self
+
+from trainkit.errors import LinkError
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.parameter_server.links import Frame, Link
+
+__all__ = ["Errands", "LocalErrands", "Order", "RemoteErrands", "Report"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """An errand as the worker gets it."""
+
+    number: int
+    """Names the gradient that comes of it."""
+    step: int
+    shards: tuple[int, ...]
+    version: int
+    """Updates that the variables have seen as it is handed out."""
+    scale: float = 1.0
+    """The loss scale."""
+
+    @property
+    def ticket(self) -> Ticket:
+        """What to compute."""
+        return Ticket(self.step, self.shards)
+
+    @property
+    def key(self) -> str:
+        """The name of its gradient at the servers."""
+        return key_of(self.number)
+
+    @classmethod
+    def of(cls, frame: Frame) -> Self:
+        """As it came over a link."""
+        return cls(**{**frame.meta, "shards": tuple(frame.meta["shards"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What came of an errand: its gradient is staged at the servers."""
+
+    number: int
+    read: int
+    """Updates that the variables had seen when it was computed from them."""
+    loss_sum: float
+    weight: float
+    norm: float | None = None
+    """The global norm of the gradient before clipping, where the worker clips."""
+    is_finite: bool = True
+    """False: the worker leaves it out, by policy, and has staged nothing."""
+
+
+def key_of(number: int) -> str:
+    """The name of a gradient at the servers."""
+    return str(number)
+
+
+class Errands(Protocol):
+    """How a worker talks with the chief."""
+
+    def take(self) -> Order | None:
+        """The next errand, waited for; None: there are no more."""
+
+    def pulled(self, number: int) -> None:
+        """The variables have been read."""
+
+    def report(self, report: Report) -> None:
+        """A gradient is staged."""
+
+
+class RemoteErrands:
+    """Over a link to the chief.
+
+    Args:
+        link: to the chief; anything but an errand and a bye ends it.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        link.send("ready")
+
+    def take(self) -> Order | None:
+        """The next errand; None where the chief says bye.
+
+        Raises:
+            LinkError: the chief is gone, or says something else.
+        """
+        frame = self._link.receive()
+        if frame.kind == "bye":
+            return None
+        try:
+            if frame.kind == "errand":
+                return Order.of(frame)
+        except (TypeError, KeyError) as error:
+            raise LinkError(f"{self._link.peer} hands out an errand that is none: {error}") from error
+        raise LinkError(f"{self._link.peer} says {frame.kind!r}, which is no errand")
+
+    def pulled(self, number: int) -> None:
+        """Tell the chief."""
+        self._link.send("pulled", {"number": number})
+
+    def report(self, report: Report) -> None:
+        """Tell the chief."""
+        self._link.send("report", asdict(report))
+
+
+class LocalErrands:
+    """Within the chief's process.
+
+    Args:
+        tell: takes a kind and what goes with it, as a link's frames have them.
+    """
+
+    def __init__(self, tell: Callable[[str, dict[str, Any]], None]) -> None:
+        self._tell = tell
+        self.orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+
+    def take(self) -> Order | None:
+        """The next errand; None at the end."""
+        return self.orders.get()
+
+    def pulled(self, number: int) -> None:
+        """Tell the main thread."""
+        self._tell("pulled", {"number": number})
+
+    def report(self, report: Report) -> None:
+        """Tell the main thread."""
+        self._tell("report", asdict(report))

@@ -1,0 +1,266 @@
+"""The parameter server as a strategy: tasks chief, worker, ps and evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.values import above, at_least
+from trainkit.errors import Problem
+from trainkit.fields import maths, placement
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Bench, Facts, Numerics, Outcome, Placed, Position, Ticket, Training
+from trainkit.strategies.collective import LocalCollective
+from trainkit.strategies.parameter_server.limits import limits
+from trainkit.strategies.parameter_server.office import Office
+from trainkit.strategies.parameter_server.policies import Staleness
+from trainkit.strategies.parameter_server.setting import Setting, hold_a_share, work
+from trainkit.strategies.parameter_server.shares import Shares, split_problems
+from trainkit.strategies.parameter_server.variables import variables_of
+from trainkit.strategies.reducers import LocalReducer, Reducer
+from trainkit.strategies.shaping import Compiles
+from trainkit.strategies.synchronous import Synchronous
+
+__all__ = ["ParameterServer"]
+
+_ACCEPT = Staleness()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterServer(Synchronous):
+    """Keep the variables on servers, and let workers come and go.
+
+    The chief orders: it hands out tickets, and says which gradients make the next update; it works itself, on a thread
+    of its own. Workers pull the variables, compute, and push gradients. Servers hold a share of the variables each,
+    balanced by bytes, with its part of the optimizer. In `sync` a ticket is a shard of a step, for whoever is free, and
+    the training is that of one device, to the bit where `numerics.reproducible` says so; in `async` it is a whole step,
+    and every gradient is an update of its own when it comes: another training, which depends on who is faster.
+
+    Example:
+        >>> [str(task) for task in ParameterServer(workers=2, servers=1, evaluator=True).tasks(Facts())]
+        ['chief:0', 'worker:0', 'ps:0', 'evaluator:0']
+
+    Source: Dean et al. 2012, Large Scale Distributed Deep Networks; Li et al. 2014, Scaling Distributed Machine
+    Learning with the Parameter Server; Chen et al. 2016, arXiv:1604.00981; tf.distribute.ParameterServerStrategy.
+    """
+
+    named: ClassVar[str] = "parameter_server"
+    compiles: ClassVar[Compiles] = "nothing"
+    foresees: ClassVar[bool] = False
+
+    workers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
+    """Processes that compute, the chief among them; auto: 2, or those that a cluster names."""
+    servers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
+    """Processes that hold variables; auto: 1, or those that a cluster names."""
+    evaluator: Annotated[bool, placement] = False
+    """Whether a process more evaluates each checkpoint beside training."""
+    mode: Annotated[Literal["sync", "async"], maths(neutral="sync")] = "sync"
+    """`sync`: one update of all gradients of a step; `async`: an update a gradient, when it comes."""
+    spare_replicas: Annotated[int, at_least(0), placement] = 0
+    """`sync`: workers, among `workers`, that a step need not wait for."""
+    spare_mode: Annotated[Literal["duplicate", "replace"], maths(neutral="duplicate")] = "duplicate"
+    """What spares do: `duplicate` outstanding shards, or `replace` them by shards of the steps to come."""
+    staleness: Annotated[Staleness, maths] = _ACCEPT
+    """`async`: what is done about gradients of variables that were updated meanwhile."""
+    warmup_steps: Annotated[int, at_least(0), maths(neutral=0)] = 0
+    """`async`: updates at the beginning in which one gradient at a time is computed."""
+    transfer: Annotated[Literal["full", "bf16"], maths(neutral="full")] = "full"
+    """Variables and gradients on the wire as they are, or as bfloat16: half the bytes, and another result."""
+    replay: Annotated[str | None, maths(neutral=None)] = None
+    """A run folder, whose updates are made again in its order, of the same gradients."""
+    timeout_s: Annotated[float, above(0), placement] = 600.0
+    """Seconds that tasks wait for each other, and that a worker has for an errand."""
+
+    @property
+    def is_another_training(self) -> bool:
+        """In `async`, unless one worker is alone; where shards of several steps are mixed, or numbers are rounded."""
+        mixes = self.spare_mode == "replace" and self.spare_replicas > 0
+        return (self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full"
+
+    def problems(self, facts: Facts) -> list[Problem]:
+        """What does not go together."""
+        return limits(self, facts)
+
+    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+        """An optimizer that is not elementwise, where a variable would be cut by rows."""
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        return split_problems(Shares(variables_of(model, precision.master_dtype), self.num_servers(facts)), facts)
+
+    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> ParameterServer:  # noqa: ARG002 - no model needed
+        """With the numbers of tasks that a launch has."""
+        return replace(self, workers=self.num_workers(facts), servers=self.num_servers(facts))
+
+    def notes(self) -> tuple[str, ...]:
+        """That it is another training, where it is."""
+        if not self.is_another_training:
+            return ()
+        why = {
+            "the gradients of several workers are applied as they come": self.mode == "async",
+            "the first shards that come make a step": self.spare_mode == "replace" and self.spare_replicas > 0,
+            "numbers travel as bfloat16": self.transfer != "full",
+        }
+        said = ", ".join(text for text, holds in why.items() if holds)
+        return (f"parameter_server: {said}: another training than that of one device.",)
+
+    def num_workers(self, facts: Facts) -> int:
+        """Processes that compute."""
+        return self._count(facts, self.workers, ("chief", "worker"), 2)
+
+    def num_servers(self, facts: Facts) -> int:
+        """Processes that hold variables."""
+        return self._count(facts, self.servers, ("ps",), 1)
+
+    @staticmethod
+    def _count(facts: Facts, said: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
+        if facts.launch is not None:
+            return sum(task.role in roles for task in facts.launch.tasks)
+        return default if said == "auto" else said
+
+    def num_replicas(self, facts: Facts) -> int:
+        """The workers that a step needs; in `async` each takes whole ones."""
+        return 1 if self.mode == "async" else max(self.num_workers(facts) - self.spare_replicas, 1)
+
+    def tasks(self, facts: Facts) -> tuple[Task, ...]:
+        """The chief, the other workers, the servers, the evaluator; workers share the GPUs of a host."""
+        if facts.launch is not None:
+            place = facts.launch.local_rank
+            return tuple(_on_device(task, facts.num_gpus, place) for task in facts.launch.tasks)
+        counts = {
+            "chief": 1,
+            "worker": self.num_workers(facts) - 1,
+            "ps": self.num_servers(facts),
+            "evaluator": int(self.evaluator),
+        }
+        roles = [(role, index) for role, count in counts.items() for index in range(count)]
+        tasks = (Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(roles))
+        return tuple(_on_device(task, facts.num_gpus, task.rank) for task in tasks)
+
+    def trains(self, task: Task) -> bool:
+        """The chief alone."""
+        return task.role == "chief"
+
+    def replaces(self, task: Task) -> bool:
+        """Workers keep nothing that another would need."""
+        return task.role == "worker"
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002 - the servers hold them
+        """The chief's second model; gradients wait at the servers."""
+        return 1
+
+    def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - what looks at the model is the chief alone
+        """Nobody: the chief evaluates and logs by itself."""
+        return LocalCollective()
+
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG002
+        """Nothing: what a worker computes is one sum, and the servers add them up."""
+        return LocalReducer()
+
+    def place(
+        self,
+        model: nn.Module,
+        *,
+        identity: Identity,
+        precision: Precision,
+        numerics: Numerics,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> Any:
+        """The chief's: a model to look at, one to compute with, and links to the servers."""
+        rest: dict[str, Any] = {
+            "identity": identity,
+            "precision": precision,
+            "numerics": numerics,
+            "make_optimizer": make_optimizer,
+        }
+        place = super().place
+        return Office.open(self._setting(), identity, lambda one: place(one, **rest), model)
+
+    def assist(self, bench: Bench) -> None:
+        """What workers and servers do, until the chief says bye."""
+        setting = self._setting()
+        if bench.identity.task.role == "ps":
+            hold_a_share(setting, bench)
+            return
+        replica = super().place(
+            bench.model,
+            identity=bench.identity,
+            precision=bench.precision,
+            numerics=bench.numerics,
+            make_optimizer=bench.make_optimizer,
+        )
+        work(setting, bench, replica)
+
+    def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
+        """Nothing is known beforehand: shards are for whoever is free."""
+        del plan, step, placed
+        return ()
+
+    def tickets(self, plan: BatchPlan, position: Position, placed: Any, until: int | None = None) -> Iterator[Ticket]:
+        """Empty ones: wait for the next update."""
+        placed.begin(plan, position.step, until)
+        while True:
+            yield Ticket(position.step, ())
+
+    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+        """The next update, of whatever workers have computed."""
+        del ticket, batches
+        outcome: Outcome = placed.next_update(training)
+        return outcome
+
+    def state(self, placed: Any) -> dict[str, Tensor]:
+        """What the servers hold."""
+        found: dict[str, Tensor] = placed.state()
+        return found
+
+    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the tensors of a checkpoint; the servers get them before the first step."""
+        placed.load_state(tensors)
+
+    def remember(self, placed: Any) -> dict[str, Any]:
+        """What is handed out and not applied."""
+        found: dict[str, Any] = placed.remember()
+        return found
+
+    def recall(self, placed: Any, remembered: Mapping[str, Any]) -> None:
+        """Hand it out again, before anything else."""
+        placed.recalled = dict(remembered)
+
+    def catch_up(self, placed: Any) -> None:
+        """Read the variables into the model that is looked at."""
+        placed.catch_up()
+
+    def findings(self, placed: Any) -> dict[str, Any]:
+        """The staleness of the updates, and the gradients that came too late."""
+        found: dict[str, Any] = placed.findings()
+        return found
+
+    def leave(self, placed: Any) -> None:
+        """Send everybody home."""
+        placed.close()
+
+    def _setting(self) -> Setting:
+        return Setting(
+            num_servers=self.num_servers(Facts()),
+            mode=self.mode,
+            spares=self.spare_replicas,
+            replaces=self.spare_mode == "replace" and self.spare_replicas > 0,
+            staleness=self.staleness,
+            warmup_steps=self.warmup_steps,
+            transfer=torch.bfloat16 if self.transfer == "bf16" else None,
+            replay=self.replay,
+            timeout_s=self.timeout_s,
+        )
+
+
+def _on_device(task: Task, num_gpus: int, place: int) -> Task:
+    """Servers and the evaluator compute on the CPU; workers each on a GPU, shared where there are more of them."""
+    computes = task.role in ("chief", "worker") and num_gpus > 0
+    device = f"cuda:{place % num_gpus}" if computes else "cpu"
+    return Task(role=task.role, index=task.index, rank=task.rank, device=device)
