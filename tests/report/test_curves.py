@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainkit.report import curves
-from trainkit.report.curves import Curve, draw_leaderboard, draw_lr, draw_metrics, read_curves
+from trainkit.report.curves import Curve, draw_lr, draw_metrics, read_curves
 
 
 def is_png(path):
@@ -75,8 +75,3 @@ def test_odd_values_are_drawn_too(tmp_path, values):
     draw_lr(tmp_path / "lr.png", title="t", points=points)
     assert is_png(tmp_path / "loss.png")
     assert is_png(tmp_path / "lr.png")
-
-
-def test_a_leaderboard_of_one_job_is_drawn(tmp_path):
-    draw_leaderboard(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", jobs=[("0", 0.5)])
-    assert is_png(tmp_path / "leaderboard.png")

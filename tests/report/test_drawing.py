@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from trainkit.report.drawing import Drawing, draw, leaderboard_request, lr_request, metrics_request
+from trainkit.report.drawing import Drawing, draw, lr_request, metrics_request, sweep_request
 
 
 def test_a_plot_is_drawn_beside_the_training(tmp_path):
@@ -29,7 +29,8 @@ def test_a_plot_that_takes_too_long_is_given_up(tmp_path):
 def test_the_requests_are_drawn(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n')
     draw(metrics_request(tmp_path, title="digits", metrics=tmp_path / "metrics.jsonl", modes={}))
-    draw(leaderboard_request(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", jobs=[("0", 1.0)]))
+    jobs = [{"label": "seed=0", "value": 1.0, "status": "finished", "settings": {"seed": "0"}}]
+    draw(sweep_request(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs))
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["leaderboard.png", "loss.png"]
 
 

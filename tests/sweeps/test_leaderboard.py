@@ -57,8 +57,10 @@ def test_the_page_links_every_folder(tmp_path):
     assert board_of(tmp_path).top(2).markdown(base=tmp_path) == (
         "# Leaderboard by val/accuracy (max)\n"
         "\n"
+        "2 jobs, 2 finished.\n"
+        "\n"
         "| # | job | status | val/accuracy | overrides | time | folder |\n"
-        "|--:|:----|:-------|----:|:----------|-----:|:-------|\n"
+        "|--:|:----|:-------|----:|:----------|----:|:-------|\n"
         "| 1 | 1 | finished | 0.9812 | `strategy=mirrored optimizer.lr=0.003` | 6.1 s | [1](1) |\n"
         "| 2 | 0 | finished | 0.9 | `strategy=mirrored optimizer.lr=0.01` | 6.1 s | [0](0) |\n"
     )
@@ -66,11 +68,11 @@ def test_the_page_links_every_folder(tmp_path):
 
 def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path):
     assert board_of(tmp_path).csv(base=tmp_path) == (
-        "rank,job,status,val/accuracy,strategy,optimizer.lr,clip.max_norm,seconds,folder\n"
-        "1,1,finished,0.98123,mirrored,0.003,,6.13,1\n"
-        "2,0,finished,0.9,mirrored,0.01,,6.13,0\n"
-        "3,2,failed,,one_device,,1,,2\n"
-        "4,3,not run,,one_device,,,,3\n"
+        "rank,job,status,val/accuracy,strategy,optimizer.lr,clip.max_norm,steps,seconds,folder\n"
+        "1,1,finished,0.98123,mirrored,0.003,,,6.13,1\n"
+        "2,0,finished,0.9,mirrored,0.01,,,6.13,0\n"
+        "3,2,failed,,one_device,,1,,,2\n"
+        "4,3,not run,,one_device,,,,,3\n"
     )
 
 
@@ -109,7 +111,7 @@ def test_an_empty_folder_has_an_empty_leaderboard(tmp_path):
     board = collect(tmp_path)
     write(board, tmp_path)
     assert board.entries == ()
-    assert (tmp_path / "leaderboard.csv").read_text() == "rank,job,status,val/loss,seconds,folder\n"
+    assert (tmp_path / "leaderboard.csv").read_text() == "rank,job,status,val/loss,steps,seconds,folder\n"
     assert not (tmp_path / "leaderboard.png").exists()
 
 

@@ -250,6 +250,10 @@ def _rules(composition: Composition) -> Iterator[Problem]:
     if lanes & (lanes - 1):
         rule = f"must be a power of two. Use {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}."
         yield composition.problem("numerics.lanes", rule, value=lanes)
+    folds, fold = values["cv"]["folds"], values["cv"]["fold"]
+    if folds is not None and fold is not None and fold >= folds:
+        rule = f"there are cv.folds={folds}, counted from 0. Use {folds - 1} or less."
+        yield composition.problem("cv.fold", rule, value=fold)
     yield from _optimizer_rules(composition)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.documents import Document
 from trainkit.config.origins import NOWHERE, KeyPath, Level, Origin, dotted
@@ -13,6 +13,8 @@ from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["ChoiceFile", "Composition", "path_of"]
+
+_SWEEPER: Final = "hydra/sweeper="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,31 @@ class Composition:
         if self.problems:
             raise ConfigError(self.problems)
         return RunConfig.from_dict(self.values)
+
+    @property
+    def sweeper(self) -> str:
+        """The choice of hydra/sweeper: what the points of a sweep are."""
+        given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_SWEEPER)]
+        return given[-1] if given else self.hydra_choices.get(_SWEEPER[:-1], "basic")
+
+    @property
+    def asks_for_folds(self) -> bool:
+        """Whether it is cross-validation as a whole, a run for each fold."""
+        cv = self.values.get("cv") or {}
+        return cv.get("folds") is not None and cv.get("fold") is None
+
+    @property
+    def hands_on(self) -> bool:
+        """Whether its cluster has a launcher, which is handed also a single run; the job itself says hydra.mode=RUN."""
+        modes = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith("hydra.mode=")]
+        if modes:
+            return modes[-1] == "MULTIRUN"
+        return self.hydra_choices.get("hydra/launcher", "slots") not in ("slots", "basic")
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is run as a sweep also without -m."""
+        return self.asks_for_folds or self.hands_on
 
     def origin(self, key: str | KeyPath) -> Origin:
         """Where a key was set, or the nearest key above it."""

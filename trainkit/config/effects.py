@@ -12,6 +12,7 @@ from typing import Any
 
 from trainkit.config.composition import Composition, path_of
 from trainkit.config.origins import Level, lookup
+from trainkit.config.searching import idle_search_keys
 from trainkit.config.semantics import SCALING_KEYS
 from trainkit.errors import ConfigError, Problem
 
@@ -24,9 +25,12 @@ def without_effect(composition: Composition, *, multirun: bool) -> tuple[list[Pr
     Returns:
         Problems (set on the command line) and notes (set in a recipe or in the user's own files).
     """
+    multirun = multirun or composition.is_sweep
     problems: list[Problem] = []
     notes: list[str] = []
-    for key, rule in _ineffective(composition.values, multirun=multirun):
+    values = composition.values
+    searching = idle_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
+    for key, rule in (*_ineffective(values, multirun=multirun), *searching):
         origin = composition.origin(key)
         problem = composition.problem(key, rule, value=_value(composition, key))
         if origin.level is Level.command_line:
@@ -93,6 +97,8 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield "elastic.retry_s", "has no effect without elastic.min_replicas: no replica is given up."
     elif values["supervisor"]["max_restarts"] == 0:
         yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
+    if values["cv"]["folds"] is None:
+        yield from ((f"cv.{name}", "has no effect without cv.folds.") for name in ("fold", "seed"))
     if not multirun:
         yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
     elif values["sweep"]["resume"] is not None:

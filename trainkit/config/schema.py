@@ -23,6 +23,7 @@ __all__ = [
     "Checkpoint",
     "Clip",
     "Compile",
+    "Cv",
     "Elastic",
     "Eval",
     "Loader",
@@ -187,6 +188,18 @@ class Elastic:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Cv:
+    """Cross-validation: the training split in folds, each held out once by a run of its own."""
+
+    folds: Annotated[int | None, maths(neutral=None), at_least(2)] = None
+    """Parts of the training split; without `cv.fold`, a run for each. null: validates on the dataset's own split."""
+    fold: Annotated[int | None, maths(neutral=None), at_least(0)] = None
+    """The one that this run validates on, from 0."""
+    seed: Annotated[int, maths(neutral=0), below(0, 2**63)] = 0
+    """Of the order in which samples are dealt into folds; whatever the run's seed, runs have the same folds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
     """Many runs of one command, `-m`."""
 
@@ -194,19 +207,6 @@ class Sweep:
         None
     )
     """Folder of the sweep below outputs/sweeps; null takes the date and time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """One training, whole: run-level values and the node of every group.
-
-    Example:
-        >>> cfg = RunConfig.from_dict({"seed": 3, "batch": {"micro_size": 8}})
-        >>> cfg.seed, cfg.batch.global_size, RunConfig.from_dict(cfg.to_dict()) == cfg
-        (3, 64, True)
-    """
-
-    name: Annotated[str, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = "run"
     resume: Annotated[str | None, placement] = None
     """Folder of an earlier sweep to go on with: jobs whose result is there are not run, those that ended early go on."""
     slots: Annotated[Literal["auto"] | int, placement, at_least(1)] = "auto"
@@ -229,6 +229,19 @@ class RunConfig:
     """Of so many jobs, halving and Hyperband let one go on, for so many times the steps."""
     rungs: Annotated[int | None, cosmetic, at_least(2)] = None
     """Lengths at which halving compares its jobs, the last one whole; null: as many as leave one job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training, whole: run-level values and the node of every group.
+
+    Example:
+        >>> cfg = RunConfig.from_dict({"seed": 3, "batch": {"micro_size": 8}})
+        >>> cfg.seed, cfg.batch.global_size, RunConfig.from_dict(cfg.to_dict()) == cfg
+        (3, 64, True)
+    """
+
+    name: Annotated[str, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = "run"
     """Folder of the run below outputs; the recipe's name where there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
     """Key of the sample order, the initial weights and all that is random."""
@@ -264,6 +277,8 @@ class RunConfig:
     """Going on with fewer replicas where some are lost."""
     sweep: Sweep = field(default_factory=Sweep)
     """Many runs of one command."""
+    cv: Cv = field(default_factory=Cv)
+    """Cross-validation."""
     log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
     """Steps between two rows of the log."""
     quiet: Annotated[bool, cosmetic] = False

@@ -1,4 +1,4 @@
-"""Plots: what they show and how they look. The only module that imports matplotlib; run in a process of its own."""
+"""Plots of a run: what they show and how they look. Imports matplotlib: for the drawing process only."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from numpy.typing import NDArray
 
 from trainkit.report.numbers import compact, figure
 
-__all__ = ["Curve", "draw_leaderboard", "draw_lr", "draw_metrics", "read_curves"]
+__all__ = ["BLUE", "GREY", "INK", "ORANGE", "STYLE", "Curve", "draw_lr", "draw_metrics", "read_curves", "save"]
 
 mpl.use("Agg")
 
-_BLUE, _ORANGE, _GREY, _INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"
-_STYLE: dict[Any, Any] = {
+BLUE, ORANGE, GREY, INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"
+STYLE: dict[Any, Any] = {
     "font.size": 10,
-    "text.color": _INK,
+    "text.color": INK,
     "axes.edgecolor": "#c9ccd1",
-    "axes.labelcolor": _GREY,
+    "axes.labelcolor": GREY,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": "#eceef1",
     "grid.linewidth": 0.8,
-    "xtick.color": _GREY,
-    "ytick.color": _GREY,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
     "lines.solid_capstyle": "round",
     "legend.frameon": False,
 }
@@ -116,15 +116,15 @@ def read_curves(rows: Iterable[str]) -> dict[str, Curve]:
 def draw_lr(path: Path, *, title: str, points: Sequence[tuple[float, float]]) -> None:
     """Draw the learning rate of the whole run."""
     curve = Curve.of(points)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         axes = _axes(title, "learning rate")
-        axes.plot(curve.steps, curve.values, color=_BLUE, linewidth=2)
-        axes.fill_between(curve.steps, curve.values, color=_BLUE, alpha=0.08, linewidth=0)
+        axes.plot(curve.steps, curve.values, color=BLUE, linewidth=2)
+        axes.fill_between(curve.steps, curve.values, color=BLUE, alpha=0.08, linewidth=0)
         axes.set_ylim(0, float(np.nan_to_num(curve.values).max(initial=0.0)) * 1.12 or 1.0)
         if np.isfinite(curve.values).any():
             peak = int(np.nanargmax(curve.values))
-            _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", _BLUE)
-        _save(axes, path)
+            _mark(axes, curve.steps[peak], curve.values[peak], f"peak {figure(curve.values[peak])}", BLUE)
+        save(_chart(axes), path)
 
 
 def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes: Mapping[str, str]) -> list[Path]:
@@ -143,14 +143,14 @@ def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes
     for metric in sorted({metric for side, _, metric in (name.partition("/") for name in curves) if side in _SIDES}):
         path = folder / f"{metric.replace('/', '_')}.png"
         split = {side: curve for side in _SIDES if (curve := curves.get(f"{side}/{metric}")) is not None}
-        with mpl.rc_context(_STYLE):
+        with mpl.rc_context(STYLE):
             axes = _axes(title, metric)
             _draw_train(axes, split.get("train"))
             _draw_val(axes, split.get("val"), modes.get(f"val/{metric}", "min" if "loss" in metric else None))
             _scale(axes, metric, [curve.values for curve in split.values()])
             if len(split) > 1:
                 axes.legend(loc="best")
-            _save(axes, path)
+            save(_chart(axes), path)
         written.append(path)
     return written
 
@@ -160,21 +160,21 @@ def _draw_train(axes: Axes, curve: Curve | None) -> None:
         return
     thin = curve.thinned()
     if len(thin.steps) < 20:
-        axes.plot(thin.steps, thin.values, color=_BLUE, linewidth=1.8, label="train")
+        axes.plot(thin.steps, thin.values, color=BLUE, linewidth=1.8, label="train")
         return
     smooth = thin.smoothed()
-    axes.plot(thin.steps, thin.values, color=_BLUE, linewidth=0.8, alpha=0.3)
-    axes.plot(smooth.steps, smooth.values, color=_BLUE, linewidth=1.8, label="train")
+    axes.plot(thin.steps, thin.values, color=BLUE, linewidth=0.8, alpha=0.3)
+    axes.plot(smooth.steps, smooth.values, color=BLUE, linewidth=1.8, label="train")
 
 
 def _draw_val(axes: Axes, curve: Curve | None, mode: str | None) -> None:
     if curve is None:
         return
     dots: dict[str, Any] = {"marker": "o", "markersize": 4} if len(curve.steps) <= 40 else {}
-    axes.plot(curve.steps, curve.values, color=_ORANGE, linewidth=1.8, label="val", **dots)
+    axes.plot(curve.steps, curve.values, color=ORANGE, linewidth=1.8, label="val", **dots)
     if mode is not None and np.isfinite(curve.values).any():
         best = int(np.nanargmin(curve.values) if mode == "min" else np.nanargmax(curve.values))
-        _mark(axes, curve.steps[best], curve.values[best], f"best {figure(curve.values[best])}", _ORANGE)
+        _mark(axes, curve.steps[best], curve.values[best], f"best {figure(curve.values[best])}", ORANGE)
 
 
 def _scale(axes: Axes, metric: str, values: Sequence[NDArray[np.float64]]) -> None:
@@ -188,36 +188,15 @@ def _scale(axes: Axes, metric: str, values: Sequence[NDArray[np.float64]]) -> No
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
 
 
-def draw_leaderboard(path: Path, *, title: str, metric: str, jobs: Sequence[tuple[str, float]]) -> None:
-    """Draw the metric of each job as a dot, best on top.
-
-    Dots, not bars: metrics of a sweep often differ in their third digit, and bars would have to start at zero.
-    """
-    places = range(len(jobs))
-    with mpl.rc_context(_STYLE):
-        axes = _axes(title, "", height=1.3 + 0.32 * max(2, len(jobs)), x_label=metric)
-        for place, (_, value) in zip(places, jobs, strict=True):
-            axes.plot([value], [place], "o", color=_BLUE if place == 0 else "#9db7e8", markersize=9)
-            axes.annotate(figure(value), (value, place), (9, 0), textcoords="offset points", va="center", fontsize=9)
-        axes.set_yticks(list(places), [label for label, _ in jobs])
-        axes.set_ylim(len(jobs) - 0.5, -0.5)
-        axes.tick_params(axis="y", length=0, labelcolor=_INK)
-        axes.margins(x=0.12)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
-        _save(axes, path)
-
-
-def _axes(title: str, y_label: str, *, height: float = 4.0, x_label: str = "step") -> Axes:
-    axes = Figure(figsize=(7.2, height), dpi=140, layout="constrained").subplots()
+def _axes(title: str, y_label: str) -> Axes:
+    axes = Figure(figsize=(7.2, 4.0), dpi=140, layout="constrained").subplots()
     axes.set_title(title, loc="left", fontweight="bold", pad=12)
-    axes.set_xlabel(x_label)
+    axes.set_xlabel("step")
     axes.set_ylabel(y_label)
-    if x_label == "step":
-        axes.margins(x=0.02)
-        axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
     return axes
 
 
@@ -241,10 +220,14 @@ def _mark(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
     axes.annotate(text, (x, y), (shift, 9), textcoords="offset points", ha=side, color=colour, fontweight="bold")
 
 
-def _save(axes: Axes, path: Path) -> None:
-    """Write beside the target and rename: who looks while the run goes never sees half a picture."""
+def _chart(axes: Axes) -> Figure:
     chart = axes.get_figure(root=True)
     assert chart is not None
+    return chart
+
+
+def save(chart: Figure, path: Path) -> None:
+    """Write beside the target and rename: who looks while the run goes never sees half a picture."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     chart.savefig(partial, format="png")

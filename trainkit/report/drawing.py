@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-__all__ = ["Drawing", "leaderboard_request", "lr_request", "metrics_request"]
+__all__ = ["Drawing", "lr_request", "metrics_request", "sweep_request"]
 
 
 def lr_request(path: Path, *, title: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
@@ -27,10 +27,12 @@ def metrics_request(folder: Path, *, title: str, metrics: Path, modes: Mapping[s
     return {"draw": "metrics", "folder": str(folder), "title": title, "metrics": str(metrics), "modes": dict(modes)}
 
 
-def leaderboard_request(path: Path, *, title: str, metric: str, jobs: Sequence[tuple[str, float]]) -> dict[str, Any]:
-    """Ask for the plot of a leaderboard."""
-    dots = [list(job) for job in jobs]
-    return {"draw": "leaderboard", "path": str(path), "title": title, "metric": metric, "jobs": dots}
+def sweep_request(
+    path: Path, *, title: str, metric: str, mode: str, jobs: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Ask for the plot of a sweep: its jobs with their settings and figures, best first."""
+    listed = [dict(job) for job in jobs]
+    return {"draw": "sweep", "path": str(path), "title": title, "metric": metric, "mode": mode, "jobs": listed}
 
 
 class Drawing:
@@ -85,13 +87,11 @@ def draw(request: Mapping[str, Any]) -> None:
             with Path(request["metrics"]).open(encoding="utf-8") as rows:
                 read = curves.read_curves(rows)
             curves.draw_metrics(Path(request["folder"]), title=request["title"], curves=read, modes=request["modes"])
-        case "leaderboard":
-            curves.draw_leaderboard(
-                Path(request["path"]),
-                title=request["title"],
-                metric=request["metric"],
-                jobs=request["jobs"],
-            )
+        case "sweep":
+            from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
+
+            told = {name: request[name] for name in ("title", "metric", "mode", "jobs")}
+            sweep_plot.draw_sweep(Path(request["path"]), **told)
 
 
 def _serve(stream: TextIO, parent: int) -> None:

@@ -32,16 +32,17 @@ class EventFile:
         1
     """
 
-    def __init__(self, folder: Path, *, purge_after: int | None = None) -> None:
+    def __init__(self, folder: Path, *, purge_after: int | None = None, suffix: str = "") -> None:
         """Start a new file in a folder.
 
         Args:
             folder: created if absent. Files of earlier attempts stay.
             purge_after: a resumed run goes on from this step: TensorBoard drops what earlier files hold beyond it.
+            suffix: of the file's name, to know it by.
         """
         folder.mkdir(parents=True, exist_ok=True)
         now = time.time()
-        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{suffix}"
         self._file = (folder / name).open("xb")
         self._pending = bytearray()
         self._add(_event(now, None, _bytes(3, b"brain.Event:2")))
@@ -63,6 +64,10 @@ class EventFile:
         image = _number(1, height) + _number(2, width) + _number(3, 3) + _bytes(4, png)
         value = _bytes(1, name.encode()) + _bytes(4, image)
         self._add(_event(wall_time, step, _bytes(5, _bytes(1, value))))
+
+    def summary(self, message: bytes, *, wall_time: float) -> None:
+        """Add a summary that is encoded already: what a plugin of TensorBoard reads."""
+        self._add(_event(wall_time, None, _bytes(5, message)))
 
     def flush(self) -> None:
         """Write what was added since the last flush."""

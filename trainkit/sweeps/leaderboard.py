@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
 
-from trainkit.config.schema import Eval, load_resolved
+from trainkit.config.schema import Eval
 from trainkit.config.watched import Watched
-from trainkit.errors import ConfigError
-from trainkit.report.drawing import Drawing, leaderboard_request
-from trainkit.report.numbers import duration, figure
+from trainkit.report.drawing import Drawing, sweep_request
+from trainkit.report.numbers import count, duration, figure
+from trainkit.sweeps.entries import NOT_RUN, PRUNED, Entry, goal_of, read_entries, read_entry, relative, swept
 
 __all__ = ["Entry", "Leaderboard", "collect", "goal_of", "read_entry", "swept", "write"]
 
-_MOST_IN_PICTURE = 30
-_NOT_RUN = "not run"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """One job and what came out of it."""
-
-    job: str
-    """Its number in the sweep, or the name of its folder."""
-    status: str
-    """finished, stopped, failed, preempted, `exit 2` without a result, `not run`."""
-    metrics: Mapping[str, float]
-    overrides: tuple[str, ...]
-    seconds: float | None
-    """Seconds of training alone."""
-    folder: Path
+_TIE = Watched.of(Eval())
+"""What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaderboard:
-    """Jobs, best first; those without a figure last, in their own order.
+    """Jobs, best first; those that a search pruned after the others, those without a figure last.
+
+    Equal figures are ordered by the validation loss, then by the number of the job.
 
     Example:
         >>> a, b = (
@@ -70,9 +57,12 @@ class Leaderboard:
         """Order the entries by a goal."""
         board = cls(goal=goal, entries=tuple(entries))
 
-        def place(entry: Entry) -> tuple[bool, float]:
+        def place(entry: Entry) -> tuple[int, float, float]:
             value = board.value(entry)
-            return (True, 0.0) if value is None else (False, goal.sign * value)
+            if value is None:
+                return (2, 0.0, 0.0)
+            tie = entry.metrics.get(_TIE.metric, math.inf)
+            return (int(entry.status == PRUNED), goal.sign * value, math.inf if math.isnan(tie) else tie)
 
         return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)))
 
@@ -87,48 +77,90 @@ class Leaderboard:
 
     def lines(self) -> list[str]:
         """As an aligned table."""
-        head = ("#", "job", "status", self.goal.metric, "overrides", "time", "folder")
-        rows = [head, *((str(rank), *self._cells(entry)) for rank, entry in enumerate(self.entries, start=1))]
+        rows = [self._head(), *self._rows()]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
-    def _cells(self, entry: Entry) -> tuple[str, ...]:
+    def _head(self) -> list[str]:
+        steps = ["steps"] if self._lengths_differ else []
+        return ["#", "job", "status", self.goal.metric, *steps, "overrides", "time", "folder"]
+
+    def _rows(self) -> list[list[str]]:
+        return [[str(rank), *self._cells(entry)] for rank, entry in enumerate(self.entries, start=1)]
+
+    @property
+    def _lengths_differ(self) -> bool:
+        """Whether the jobs made different numbers of steps: then a figure is no figure without them."""
+        return len({entry.steps for entry in self.entries if entry.steps is not None}) > 1
+
+    def _cells(self, entry: Entry) -> list[str]:
         value = self.value(entry)
-        return (
+        steps = ["" if entry.steps is None else count(entry.steps)] if self._lengths_differ else []
+        return [
             entry.job,
             entry.status,
             "" if value is None else figure(value),
+            *steps,
             " ".join(entry.overrides),
             "" if entry.seconds is None else duration(entry.seconds),
-            "" if entry.status == _NOT_RUN else str(entry.folder),
-        )
+            "" if entry.status == NOT_RUN else str(entry.folder),
+        ]
+
+    def counts(self) -> str:
+        """How many jobs there are, and what became of them, in words.
+
+        Example:
+            >>> Leaderboard(goal=Watched.of(Eval()), entries=()).counts()
+            '0 jobs'
+        """
+        number = len(self.entries)
+        kinds = Counter(entry.status for entry in self.entries)
+        parts = [f"{number} job{'' if number == 1 else 's'}", *(f"{many} {kind}" for kind, many in kinds.items())]
+        return ", ".join(parts)
+
+    def commands(self, folder: Path) -> list[tuple[str, str]]:
+        """What to do next, and the command that does it; nothing where no job has a figure.
+
+        Args:
+            folder: of the sweep, as a command names it.
+        """
+        best = next((entry for entry in self.entries if self.value(entry) is not None), None)
+        if best is None or not best.arguments:
+            return []
+        again = [text for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
+        then = ["trainkit", "top", str(folder), "--k", "1", "--then", "strategy=mirrored"]
+        return [
+            ("the best once more", shlex.join(["trainkit", *again])),
+            ("the best on all devices", shlex.join(then)),
+        ]
 
     def markdown(self, *, base: Path) -> str:
-        """As a page with a table; folders relative to `base`."""
-        lines = [
-            f"# Leaderboard by {self.goal}",
-            "",
-            f"| # | job | status | {self.goal.metric} | overrides | time | folder |",
-            "|--:|:----|:-------|----:|:----------|-----:|:-------|",
-        ]
-        for rank, entry in enumerate(self.entries, start=1):
-            job, status, value, overrides, seconds, found = (cell.replace("|", "\\|") for cell in self._cells(entry))
-            code = f"`{overrides}`" if overrides else ""
-            folder = _relative(entry.folder, base)
-            link = f"[{folder}]({folder})" if found else ""
-            lines.append(f"| {rank} | {job} | {status} | {value} | {code} | {seconds} | {link} |")
+        """As a page: what became of the jobs, the table, the commands; folders relative to `base`."""
+        marks = {"#": "--:", "job": ":----", "status": ":-------", "overrides": ":----------", "folder": ":-------"}
+        head = self._head()
+        lines = [f"# Leaderboard by {self.goal}", "", f"{self.counts()}.", ""]
+        lines += [f"| {' | '.join(head)} |", f"|{'|'.join(marks.get(name, '----:') for name in head)}|"]
+        for row, entry in zip(self._rows(), self.entries, strict=True):
+            cells = [cell.replace("|", "\\|") for cell in row]
+            cells[-3] = f"`{cells[-3]}`" if cells[-3] else ""
+            folder = relative(entry.folder, base)
+            cells[-1] = f"[{folder}]({folder})" if cells[-1] else ""
+            lines.append(f"| {' | '.join(cells)} |")
+        for what, command in self.commands(base):
+            lines += ["", f"{what[0].upper()}{what[1:]}:", "", "```bash", command, "```"]
         return "\n".join(lines) + "\n"
 
     def csv(self, *, base: Path) -> str:
         """As a table for programs: full precision, a column for each swept key; folders relative to `base`."""
-        settings = [dict(_key_value(text) for text in entry.overrides) for entry in self.entries]
+        settings = [dict(key_value(text) for text in entry.overrides) for entry in self.entries]
         keys = list(dict.fromkeys(key for setting in settings for key in setting))
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(["rank", "job", "status", self.goal.metric, *keys, "seconds", "folder"])
+        table.writerow(["rank", "job", "status", self.goal.metric, *keys, "steps", "seconds", "folder"])
         for rank, (entry, setting) in enumerate(zip(self.entries, settings, strict=True), start=1):
-            figures = [_blank(self.value(entry)), *(setting.get(key, "") for key in keys), _blank(entry.seconds)]
-            table.writerow([rank, entry.job, entry.status, *figures, _relative(entry.folder, base)])
+            figures = [_blank(self.value(entry)), *(setting.get(key, "") for key in keys)]
+            figures += [_blank(entry.steps), _blank(entry.seconds)]
+            table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
 
 
@@ -136,67 +168,15 @@ def _blank(value: float | None) -> str:
     return "" if value is None else repr(value)
 
 
-def _key_value(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+"), value
-
-
-def _relative(folder: Path, base: Path) -> str:
-    return Path(os.path.relpath(folder, base)).as_posix()
-
-
-def swept(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Of each job's overrides, those that not every job has.
+def key_value(override: str) -> tuple[str, str]:
+    """An override taken apart.
 
     Example:
-        >>> swept([["epochs=1", "seed=0"], ["epochs=1", "seed=1"]])
-        [('seed=0',), ('seed=1',)]
+        >>> key_value("+optimizer.lr=0.1")
+        ('optimizer.lr', '0.1')
     """
-    common = set.intersection(*(set(job) for job in overrides)) if overrides else set()
-    return [tuple(text for text in job if text not in common) for job in overrides]
-
-
-def goal_of(folder: Path) -> Watched | None:
-    """What the run in a folder goes by; None where its config cannot be read."""
-    try:
-        return Watched.of(load_resolved(folder / "resolved.yaml").eval)
-    except (OSError, ConfigError):
-        return None
-
-
-def read_entry(folder: Path, *, job: str, overrides: Sequence[str] = (), exit_code: int | None = 0) -> Entry:
-    """One job, from the `result.json` in its folder.
-
-    Args:
-        folder: the run's folder.
-        job: how the leaderboard calls it.
-        overrides: what sets it apart.
-        exit_code: of its process; None: it was not run.
-    """
-    result = _json(folder / "result.json") if exit_code is not None else {}
-    status = str(result.get("status") or "")
-    if exit_code is None:
-        status = _NOT_RUN
-    elif exit_code != 0 and status in ("", "finished"):
-        status = f"exit {exit_code}" if exit_code > 0 else f"signal {-exit_code}"
-    metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items() if value is not None}
-    seconds = result.get("seconds")
-    return Entry(
-        job=job,
-        status=status or "no result",
-        metrics=metrics,
-        overrides=tuple(overrides),
-        seconds=None if seconds is None else float(seconds),
-        folder=folder,
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
 
 
 def collect(folder: Path, goal: Watched | None = None) -> Leaderboard:
@@ -206,30 +186,47 @@ def collect(folder: Path, goal: Watched | None = None) -> Leaderboard:
         folder: of a sweep, or any folder with runs in it.
         goal: what to order by; None: what the first run that says so goes by.
     """
-    jobs = _json(folder / "sweep.json").get("jobs")
-    if isinstance(jobs, list):
-        labels = swept([job["overrides"] for job in jobs])
-        entries = [
-            read_entry(folder / job["folder"], job=job["job"], overrides=label, exit_code=job["exit_code"])
-            for job, label in zip(jobs, labels, strict=True)
-        ]
-    else:
-        found = sorted(path.parent for path in folder.rglob("result.json"))
-        entries = [read_entry(run, job=_relative(run, folder)) for run in found]
+    entries = read_entries(folder)
     if goal is None:
         goal = next((known for entry in entries if (known := goal_of(entry.folder)) is not None), Watched.of(Eval()))
     return Leaderboard.of(entries, goal)
 
 
 def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
-    """Write `leaderboard.{md,csv,png}`; a job without a figure has no dot in the picture."""
+    """Write `leaderboard.{md,csv,png}`; a job without a figure is drawn where its settings are, without one.
+
+    Args:
+        board: what to write.
+        folder: of the sweep.
+        picture: whether the sweep is over: then the picture is drawn, and TensorBoard gets the settings of each job.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
         partial = folder / f".{name}.{os.getpid()}"
         partial.write_text(text, encoding="utf-8")
         partial.replace(folder / name)
-    dots = [(entry, value) for entry in board.entries if (value := board.value(entry)) is not None]
-    if picture and dots:
-        jobs = [(" ".join(entry.overrides) or entry.job, value) for entry, value in dots[:_MOST_IN_PICTURE]]
-        request = leaderboard_request(folder / "leaderboard.png", title=folder.name, metric=str(board.goal), jobs=jobs)
-        Drawing(request).wait(60.0)
+    if picture and any(board.value(entry) is not None for entry in board.entries):
+        _draw(board, folder)
+
+
+def _draw(board: Leaderboard, folder: Path) -> None:
+    """The picture, in a process of its own, and meanwhile what TensorBoard reads."""
+    jobs = [
+        {
+            "label": " ".join(entry.overrides) or entry.job,
+            "value": board.value(entry),
+            "status": entry.status,
+            "settings": dict(key_value(text) for text in entry.overrides),
+        }
+        for entry in board.entries
+    ]
+    path = folder / "leaderboard.png"
+    drawing = Drawing(sweep_request(path, title=folder.name, metric=board.goal.metric, mode=board.goal.mode, jobs=jobs))
+    for entry in board.entries:
+        tensorboard = entry.folder / "tensorboard"
+        if tensorboard.is_dir():
+            from trainkit.report.hparams import write_hparams  # noqa: PLC0415 - imports protobuf: for a sweep's end only
+
+            settings = dict(key_value(text) for text in entry.overrides)
+            write_hparams(tensorboard, settings=settings, name=entry.job, finished=entry.status == "finished")
+    drawing.wait(60.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainkit.config.check import check_names, check_values
@@ -12,15 +13,28 @@ from trainkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from trainkit.verbs.call import Call
 
-__all__ = ["checked_points"]
+__all__ = ["checked_points", "sweep_points"]
 
 
 def checked_points(call: Call) -> list[Composition]:
     """Compose and check every combination of the comma lists of a call."""
     composer = Composer(call.config_dirs, call.packages)
-    points = [
-        (composer.compose(line), composer.compose(line, for_others=True)) for line in composer.points(call.overrides)
-    ]
+    return _checked(composer, composer.points(call.overrides))
+
+
+def sweep_points(call: Call) -> list[Composition]:
+    """The same for a sweep: those that its sweeper will try, or of a search that learns some that hold every value.
+
+    Empty for a sweeper that is not trainkit's own: nobody knows what it will think of.
+    """
+    from trainkit.sweeps.spaces.asking import asked  # noqa: PLC0415 - for sweeps only
+
+    composer = Composer(call.config_dirs, call.packages)
+    return _checked(composer, asked(composer, call.overrides).points)
+
+
+def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
+    points = [(composer.compose(line), composer.compose(line, for_others=True)) for line in lines]
     problems = _applying_nowhere([plain for plain, _ in points])
     compositions = [composition for _, composition in points]
     for phase in (lambda one: check_names(one, multirun=True), check_values):

@@ -8,6 +8,7 @@ keys arrive at the check together instead of ending the program one by one.
     composer    one search path: parse arguments, compose runs, count out sweeps
     composing   one composition: arguments and the defaults list
     layers      values over values, exclusive keys, interpolations
+    space       the arguments of a sweep as axes, and every point of a grid
     jobs        composed runs in Hydra's frame: a job in its folder, a sweep, completion
 """
 

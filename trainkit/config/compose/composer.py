@@ -7,7 +7,6 @@ from pathlib import Path
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -15,7 +14,7 @@ from hydra.errors import HydraException
 
 from trainkit.config.compose.composing import Composing
 from trainkit.config.compose.files import hydra_state
-from trainkit.config.compose.layers import first_line
+from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition
 from trainkit.config.documents import read_document
 from trainkit.config.grammar import COMMAND_LINE, unreadable
@@ -104,31 +103,25 @@ class Composer:
                 composition = Composing(self, kept).run()
             return composition
 
+    def space(self, overrides: Sequence[str]) -> Space:
+        """What the points of a sweep have in common, and the axes they differ along.
+
+        Raises:
+            ConfigError: arguments that cannot be read, and sweeps that cannot be searched.
+        """
+        with hydra_state():
+            parsed, problems = self.parse(overrides)
+            if problems:
+                raise ConfigError(problems)
+            return read_space(parsed)
+
     def points(self, overrides: Sequence[str]) -> list[list[str]]:
-        """The arguments of every point of a sweep, in order; a single point where nothing is swept.
+        """The arguments of every point of a grid, in order; a single point where nothing is swept.
 
         Raises:
             ConfigError: arguments that cannot be read, or sweeps that cannot be counted out.
         """
-        with hydra_state():
-            parsed, problems = self.parse(overrides)
-            endless = [item for item in parsed if item.is_sweep_override() and not item.is_discrete_sweep()]
-            for item in endless:
-                rule = "is a range without steps: it needs a sweeper that searches, hydra/sweeper=NAME."
-                key, _, value = (item.input_line or "").partition("=")
-                problems.append(Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE))
-            if problems:
-                raise ConfigError(problems)
-            try:
-                found = BasicSweeper.split_arguments(parsed, None)[0]
-            except HydraException as error:
-                raise ConfigError([Problem(key="sweep", rule=first_line(error), origin=COMMAND_LINE)]) from error
-            if not found:
-                swept = next(item for item in parsed if item.is_sweep_override())
-                key, _, value = (swept.input_line or "").partition("=")
-                rule = "is an empty sweep: there is nothing to run."
-                raise ConfigError([Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)])
-            return found
+        return self.space(overrides).grid()
 
 
 def _key_of(argument: str) -> str:

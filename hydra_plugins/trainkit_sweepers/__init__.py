@@ -1,0 +1,49 @@
+"""The sweepers `grid`, `random`, `optuna` and `halving`, where Hydra insists on finding them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+__all__ = ["TrainkitSweeper"]
+
+
+class TrainkitSweeper(Sweeper):
+    """Hands the points of a sweep to the launcher; what they are, `trainkit.sweeps.spaces` knows."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._context: HydraContext | None = None
+        self._launcher: Any = None
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Make the launcher."""
+        from hydra.core.plugins import Plugins  # noqa: PLC0415 - Hydra loads every plugin on every start
+
+        self._context, self.config = hydra_context, config
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run the sweep that the arguments ask for."""
+        from trainkit.sweeps.spaces.sweeping import sweep  # noqa: PLC0415 - the same
+
+        assert self._context is not None
+        composer: Any = self._context.config_loader
+        return sweep(
+            self._kind, launcher=self._launcher, composer=composer.composer, config=self.config, arguments=arguments
+        )
+
+
+for _kind in ("grid", "random", "optuna", "halving"):
+    ConfigStore.instance().store(
+        group="hydra/sweeper",
+        name=_kind,
+        node={"_target_": "hydra_plugins.trainkit_sweepers.TrainkitSweeper", "kind": _kind},
+        provider="trainkit",
+    )

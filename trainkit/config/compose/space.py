@@ -1,0 +1,230 @@
+"""The arguments of a sweep as a space: what each key may be, which keys move together, and every point of a grid."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
+from hydra.errors import HydraException
+
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.values import closest
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["Choices", "Interval", "Space", "read_space"]
+
+_TAGS: Final = ("zip", "log")
+"""zip: keys that move together; log: an interval that is searched by orders of magnitude."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """Values that are listed, of one key or of several that move together."""
+
+    keys: tuple[str, ...]
+    """As in the arguments, with a leading + where there was one."""
+    rows: tuple[tuple[str, ...], ...]
+    """The values as texts of Hydra's grammar; one of each key in a row."""
+    ordered: bool = False
+    """Whether neighbours are alike: those of a range are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval:
+    """Numbers from low to high, of one key."""
+
+    key: str
+    low: float
+    high: float
+    log: bool = False
+    """Whether their logarithm is even, not they themselves."""
+    whole: bool = False
+    """Whether they are whole numbers; both ends are among them."""
+
+    def text(self, value: float) -> str:
+        """A number of it as an argument, in six digits: enough for any setting, and the same wherever it is read.
+
+        Example:
+            >>> axis = Interval(key="optimizer.lr", low=0.001, high=0.1)
+            >>> axis.text(0.0123456789), axis.text(0.1), Interval(key="width", low=8, high=64, whole=True).text(17.0)
+            ('0.0123457', '0.1', '17')
+        """
+        if self.whole:
+            return str(round(value))
+        return repr(min(max(float(f"{value:.6g}"), self.low), self.high))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Space:
+    """What the points of a sweep have in common, and the axes that they differ along.
+
+    Example:
+        >>> rates = Choices(keys=("optimizer.lr",), rows=(("0.1",), ("0.03",)))
+        >>> space = Space(lines={"epochs": "epochs=1", "optimizer.lr": ""}, axes=(rates,))
+        >>> space.grid()
+        [['epochs=1', 'optimizer.lr=0.1'], ['epochs=1', 'optimizer.lr=0.03']]
+    """
+
+    lines: Mapping[str, str]
+    """Key -> its argument, in the order given; empty text where an axis says it."""
+    axes: tuple[Choices | Interval, ...]
+
+    def point(self, values: Mapping[str, str]) -> list[str]:
+        """The arguments of one point, in the order given.
+
+        Args:
+            values: of every key of every axis, by key.
+        """
+        return [line or f"{key}={values[key]}" for key, line in self.lines.items()]
+
+    def grid(self) -> list[list[str]]:
+        """Every point, the last axis quickest; without an axis the only one.
+
+        Raises:
+            ConfigError: intervals, which have no end of points.
+        """
+        endless = [axis for axis in self.axes if isinstance(axis, Interval)]
+        if endless:
+            rule = "is a range without steps: it needs a sweeper that searches, hydra/sweeper=random or optuna."
+            raise ConfigError([_problem(axis.key, f"interval({axis.low:g},{axis.high:g})", rule) for axis in endless])
+        listed = [axis for axis in self.axes if isinstance(axis, Choices)]
+        rows = itertools.product(*(axis.rows for axis in listed))
+        return [self.point(_by_key(listed, chosen)) for chosen in rows]
+
+    def corners(self) -> list[list[str]]:
+        """Few points that together hold every value listed and both ends of every interval.
+
+        What is wrong with a value shows in them, before a search thinks of it.
+        """
+        ends = [_ends(axis) for axis in self.axes]
+        number = max((len(axis.rows) for axis in ends), default=1)
+        return [
+            self.point(_by_key(ends, [axis.rows[min(place, len(axis.rows) - 1)] for axis in ends]))
+            for place in range(number)
+        ]
+
+
+def _by_key(axes: Sequence[Choices], rows: Sequence[tuple[str, ...]]) -> dict[str, str]:
+    pairs = zip(axes, rows, strict=True)
+    return {key: text for axis, row in pairs for key, text in zip(axis.keys, row, strict=True)}
+
+
+def _ends(axis: Choices | Interval) -> Choices:
+    if isinstance(axis, Choices):
+        return axis
+    return Choices(keys=(axis.key,), rows=((axis.text(axis.low),), (axis.text(axis.high),)))
+
+
+def read_space(arguments: Sequence[Override]) -> Space:
+    """The space that parsed arguments span.
+
+    `a,b`, `choice(a,b)`, `range(0,4)` and `glob(*)` list values, `interval(0.1,1)` does not; `tag(zip,...)` lets keys
+    move together, `tag(log,interval(...))` searches orders of magnitude. A key that is given twice has its last value.
+
+    Args:
+        arguments: of Hydra's grammar, in their order.
+
+    Raises:
+        ConfigError: everything that cannot be searched.
+    """
+    problems: list[Problem] = []
+    lines: dict[str, str] = {}
+    swept: dict[str, Override] = {}
+    for override in arguments:
+        key = override.get_key_element()
+        lines[key] = "" if override.is_sweep_override() else (override.input_line or "")
+        swept.pop(key, None)
+        if override.is_sweep_override():
+            swept[key] = override
+            problems += _misuse(override)
+    if not problems:
+        axes, problems = _axes(swept)
+    if problems:
+        raise ConfigError(problems)
+    return Space(lines=lines, axes=tuple(axes))
+
+
+def _misuse(override: Override) -> Iterator[Problem]:
+    """What is wrong with one argument by itself."""
+    sweep: Any = override.value()
+    tags = set(getattr(sweep, "tags", ()))
+    if override.key_or_group.startswith(("sweep.", "hydra.", "hydra/")):
+        yield _of(override, "is about the sweep itself, and has one value in it.")
+    for tag in sorted(tags - set(_TAGS)):
+        near = closest(tag, _TAGS)
+        hint = f"Did you mean {near}? " if near else ""
+        yield _of(override, f"{tag}: no such tag. {hint}There are: {', '.join(_TAGS)}.")
+    if isinstance(sweep, IntervalSweep):
+        yield from _misuse_of_interval(override, sweep)
+    elif "log" in tags:
+        yield _of(override, "log goes with an interval: tag(log,interval(0.001,0.1)).")
+    if isinstance(sweep, RangeSweep) and sweep.step == 0:
+        yield _of(override, "a range needs a step other than 0.")
+
+
+def _misuse_of_interval(override: Override, sweep: IntervalSweep) -> Iterator[Problem]:
+    low, high = sweep.start or 0.0, sweep.end or 0.0
+    if "zip" in sweep.tags:
+        yield _of(override, "zip goes with listed values: tag(zip,choice(1,2)).")
+    if not low < high:
+        yield _of(override, f"is an empty sweep: the low end, {low:g}, is not below the high end, {high:g}.")
+    elif "log" in sweep.tags and low <= 0:
+        yield _of(override, f"log needs an interval above 0, and this one begins at {low:g}.")
+
+
+def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list[Problem]]:
+    """The axes in the order of their first keys."""
+    zipped = {key: _values(item) for key, item in swept.items() if "zip" in getattr(item.value(), "tags", ())}
+    problems = [*_unlike(swept, zipped)]
+    axes: list[Choices | Interval] = []
+    for key, override in swept.items():
+        sweep: Any = override.value()
+        if isinstance(sweep, IntervalSweep):
+            axes.append(_interval(key, sweep))
+            continue
+        values = _values(override)
+        if not values:
+            problems.append(_of(override, "is an empty sweep: there is nothing to run."))
+        elif key not in zipped:
+            ordered = isinstance(sweep, RangeSweep)
+            axes.append(Choices(keys=(key,), rows=tuple((text,) for text in values), ordered=ordered))
+        elif key == next(iter(zipped)) and not problems:
+            axes.append(Choices(keys=tuple(zipped), rows=tuple(zip(*zipped.values(), strict=True))))
+    return axes, problems
+
+
+def _unlike(swept: Mapping[str, Override], zipped: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+    """Keys that are to move together and cannot."""
+    first = next(iter(zipped), "")
+    if len(zipped) == 1:
+        yield _of(swept[first], "zip moves keys together, and no other key has the tag.")
+    for key, values in zipped.items():
+        if len(values) != len(zipped[first]):
+            count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
+            rule = f"has {count}, and {first}, which it moves with, has {len(zipped[first])}. Give both as many."
+            yield _of(swept[key], rule)
+
+
+def _values(override: Override) -> list[str]:
+    try:
+        return list(override.sweep_string_iterator())
+    except HydraException:
+        return []
+
+
+def _interval(key: str, sweep: IntervalSweep) -> Interval:
+    whole = {type(sweep.start), type(sweep.end)} == {int}  # as int(interval(1,9)) has it; all others are floats
+    low, high = float(sweep.start or 0), float(sweep.end or 0)
+    return Interval(key=key, low=low, high=high, log="log" in sweep.tags, whole=whole)
+
+
+def _of(override: Override, rule: str) -> Problem:
+    key, _, value = (override.input_line or "").partition("=")
+    return _problem(key, value, rule)
+
+
+def _problem(key: str, value: str, rule: str) -> Problem:
+    return Problem(key=key.lstrip("+"), value=value, rule=rule, origin=COMMAND_LINE)

@@ -1,0 +1,203 @@
+"""Optuna's trials as jobs: it proposes points, hears of every evaluation, and says which job is hopeless.
+
+What it knows stands in `optuna.db` in the sweep's folder, so that a search goes on where it was killed, and so that
+`optuna-dashboard` and the like can look at it. Imports Optuna: only where it was chosen.
+
+Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE); Li et al. 2018, arXiv:1603.06560
+(Hyperband); Akiba et al. 2019, arXiv:1907.10902 (Optuna).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import optuna
+from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from trainkit.config.compose.space import Choices, Interval, Space
+from trainkit.config.schema import Sweep as Settings
+from trainkit.config.watched import Watched
+from trainkit.errors import ConfigError, Problem, StoppedError, TerminatedError
+from trainkit.sweeps.entries import read_entry
+from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.spaces.halving import JobOf
+from trainkit.sweeps.spaces.rows import Rows
+
+__all__ = ["Trials", "distributions", "open_study"]
+
+_STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code)
+_FILE: Final = "optuna.db"
+
+
+@dataclass(kw_only=True)
+class _Running:
+    trial: optuna.Trial
+    rows: Rows
+    last: int = -1
+    """The last step that was reported; a job that goes on after a kill tells of some steps twice."""
+    hopeless: bool = False
+
+
+class Trials:
+    """The jobs of a search by Optuna, a source of jobs.
+
+    Args:
+        study: what Optuna knows.
+        space: of the points.
+        trials: how many there are to be, those of an earlier search in this study among them.
+        goal: what it searches for.
+        job: makes a job of a point.
+    """
+
+    def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: Watched, job: JobOf) -> None:
+        self._study, self._space, self._trials, self._goal, self._job = study, space, trials, goal, job
+        self._distributions = distributions(space)
+        begun = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        self._interrupted = deque(optuna.Trial(study, frozen._trial_id) for frozen in begun)  # noqa: SLF001
+        self._running: dict[str, list[_Running]] = {}
+
+    @property
+    def total(self) -> int:
+        """Trials in all."""
+        return self._trials
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every trial has been begun."""
+        return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
+
+    def next(self) -> Job | None:
+        """The point that Optuna thinks of next; first those that an earlier sweep left unfinished."""
+        if self.exhausted:
+            return None
+        trial = self._interrupted.popleft() if self._interrupted else self._asked()
+        job = self._job(self._space.point(_values(self._space, trial.params)), trial.number)
+        trial.set_user_attr("job", job.name)
+        rows = Rows(job.folder / "metrics.jsonl", self._goal.metric)
+        last = max(self._study.get_trials(deepcopy=False)[trial.number].intermediate_values, default=-1)
+        self._running.setdefault(job.name, []).append(_Running(trial=trial, rows=rows, last=last))
+        return job
+
+    def watch(self, job: Job) -> bool:
+        """Whether the pruner has given a job up, by what the job has said of itself by now."""
+        one = self._running[job.name][0]
+        if self._heard(one):
+            one.hopeless = one.hopeless or one.trial.should_prune()
+        return one.hopeless
+
+    def ended(self, job: Job, code: int) -> None:
+        """Tell Optuna what became of a job. One that Ctrl-C stopped stays open: the search goes on with it."""
+        waiting = self._running[job.name]
+        one = waiting.pop(0)
+        if not waiting:
+            del self._running[job.name]
+        self._heard(one)
+        if code in _STOPPED and not one.hopeless:
+            return
+        entry = read_entry(job.folder, job=job.name, exit_code=code)
+        value = entry.metrics.get(self._goal.metric)
+        if code in _STOPPED:
+            self._study.tell(one.trial, state=TrialState.PRUNED)
+        elif code != 0 or value is None or math.isnan(value):
+            self._study.tell(one.trial, state=TrialState.FAIL)
+        else:
+            self._study.tell(one.trial, value)
+
+    def _asked(self) -> optuna.Trial:
+        try:
+            return self._study.ask(self._distributions)
+        except ValueError as error:
+            rule = f"holds a search over other values: {str(error).rstrip('.')}. Give another name."
+            raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=rule)]) from error
+
+    def _heard(self, one: _Running) -> bool:
+        """Report what is new; whether there was anything."""
+        new = [(step, value) for step, value in one.rows.new() if step > one.last]
+        for step, value in new:
+            one.trial.report(value, step)
+            one.last = step
+        return bool(new)
+
+
+def open_study(folder: Path, *, settings: Settings, goal: Watched, num_steps: int) -> optuna.Study:
+    """The study in a sweep's folder, or a new one.
+
+    Args:
+        folder: of the sweep.
+        settings: `sweep.*`.
+        goal: what is searched for.
+        num_steps: of the longest whole training, which Hyperband divides into rungs.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    folder.mkdir(parents=True, exist_ok=True)
+    study = optuna.create_study(
+        storage=f"sqlite:///{(folder / _FILE).absolute()}",
+        study_name=folder.name,
+        direction="maximize" if goal.mode == "max" else "minimize",
+        load_if_exists=True,
+        pruner=_pruner(settings, num_steps),
+    )
+    # Another seed where a search goes on: with the first one it would draw its first points again.
+    seed = settings.seed + len(study.get_trials(deepcopy=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # others run: do not propose the same
+    return study
+
+
+def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
+    if settings.pruner == "none":
+        return optuna.pruners.NopPruner()
+    if settings.pruner == "median":
+        # A median of fewer than three says little; of more than five it comes late in a short search.
+        startup = max(3, min(5, (settings.trials or 0) // 4))
+        return optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=settings.min_steps or 0)
+    least = settings.min_steps or max(1, num_steps // settings.reduction**3)
+    return optuna.pruners.HyperbandPruner(
+        min_resource=least, max_resource=max(least, num_steps), reduction_factor=settings.reduction
+    )
+
+
+def distributions(space: Space) -> dict[str, BaseDistribution]:
+    """The axes of a space as Optuna has them; a range is known by the places of its values, which are in order."""
+    return {_name(axis): _distribution(axis) for axis in space.axes}
+
+
+def _name(axis: Choices | Interval) -> str:
+    return " ".join(key.lstrip("+") for key in axis.keys) if isinstance(axis, Choices) else axis.key.lstrip("+")
+
+
+def _distribution(axis: Choices | Interval) -> BaseDistribution:
+    if isinstance(axis, Interval):
+        if axis.whole:
+            return IntDistribution(int(axis.low), int(axis.high), log=axis.log)
+        return FloatDistribution(axis.low, axis.high, log=axis.log)
+    if axis.ordered:
+        return IntDistribution(0, len(axis.rows) - 1)
+    return CategoricalDistribution([_row(row) for row in axis.rows])
+
+
+def _row(row: tuple[str, ...]) -> str:
+    return " ".join(row)
+
+
+def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
+    """The text of every key, from what Optuna proposes."""
+    values: dict[str, str] = {}
+    for axis in space.axes:
+        found = params[_name(axis)]
+        if isinstance(axis, Interval):
+            values[axis.key] = axis.text(float(str(found)))
+        elif axis.ordered:
+            values |= zip(axis.keys, axis.rows[int(str(found))], strict=True)
+        else:
+            row = next(row for row in axis.rows if _row(row) == found)
+            values |= zip(axis.keys, row, strict=True)
+    return values
