@@ -198,9 +198,10 @@ class Servers(Reached):
         Args:
             keys: one a shard of the step, in their order.
             exact: take the norm of a variable that is cut from the whole of it, which travels for that.
-            wished: the order of summation, and what is done to the sum: the fields of `Wishes`.
+            wished: the order of summation, and what is done to the sum: fields of `Wishes`. Whether it is finite is
+                looked at where nothing else is said.
         """
-        wishes = Wishes(**wished)
+        wishes = Wishes(**{"check_finite": True, **wished})
 
         def ask(server: int) -> tuple[bool, dict[int, Tensor]]:
             link, pieces = self.links[server], self.shares.pieces[server]

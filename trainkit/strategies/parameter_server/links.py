@@ -175,6 +175,8 @@ class Link:
                 self.received_bytes += count
                 _advance(left, count)
                 patience_s = self.timeout_s
+        except LinkError:
+            raise
         except TimeoutError:
             raise LinkError(f"{self.peer} says nothing: {patience_s:g} s") from None
         except OSError as error:

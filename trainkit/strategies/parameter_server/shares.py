@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import gcd
@@ -20,8 +20,11 @@ __all__ = ["Rows", "Shares", "split_problems"]
 
 _SNAP: Final = 0.05
 """Of a share: how far a boundary moves to the edge of a variable; two boundaries make 10 %."""
-_VECTOR: Final = 64
-"""Numbers: a cut at a multiple of them leaves each in the part of a vectorised loop (body or tail) where it was."""
+_VECTOR: Final = 16
+"""Numbers that a processor steps together, at most. A fused optimizer rounds the last few of a tensor, which fill no
+vector, otherwise than the rest (FMA): a cut at a multiple leaves each where it was, and so its bits."""
+_SMALL_BYTES: Final = 2**20
+"""Of a share, up to which equal bits are worth more than equal sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +118,16 @@ class Shares:
     @property
     def split(self) -> tuple[str, ...]:
         """The names of the trainable parameters that are cut by rows."""
-        names = [piece.variable.name for pieces in self.pieces for piece in pieces if _is_cut_param(piece)]
-        return tuple(dict.fromkeys(names))
+        return self._names(lambda piece: not piece.is_whole)
 
+    @property
+    def roughly_split(self) -> tuple[str, ...]:
+        """Those of them whose cut a fused optimizer may feel in the last bit."""
+        return self._names(_is_rough)
 
-def _is_cut_param(piece: Rows) -> bool:
-    return piece.variable.kind == "param" and not piece.is_whole
+    def _names(self, chooses: Callable[[Rows], bool]) -> tuple[str, ...]:
+        params = [piece for pieces in self.pieces for piece in pieces if piece.variable.kind == "param"]
+        return tuple(dict.fromkeys(piece.variable.name for piece in params if chooses(piece)))
 
 
 def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int) -> list[list[Rows]]:
@@ -151,20 +158,31 @@ def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, 
     number = next(place for place in range(len(variables)) if edges[place + 1] > wanted)
     variable = variables[number]
     together = _VECTOR // gcd(_VECTOR, variable.row_numel)
-    if together * variable.row_bytes > _SNAP * share:
+    if together * variable.row_bytes > _SNAP * share and share > _SMALL_BYTES:
         together = 1
     row = round((wanted - edges[number]) / (variable.row_bytes * together)) * together
     return (number, row) if row < variable.num_rows else (number + 1, 0)
 
 
+def _is_rough(piece: Rows) -> bool:
+    """Whether the piece begins where another number of servers would not round alike."""
+    return piece.start * piece.variable.row_numel % _VECTOR > 0
+
+
 def split_problems(shares: Shares, facts: Facts) -> list[Problem]:
-    """Whether the run's optimizer can step parts of variables, where some are cut.
+    """Whether the run's optimizer can step parts of variables, where some are cut, and to the bit where it must.
 
     Args:
         shares: the cut.
-        facts: names the optimizer.
+        facts: the optimizer and the numbers settings.
     """
     kind: Any = facts.optimizer
+    if facts.numerics.reproducible and shares.roughly_split:
+        rule = (
+            f"{shares.num_servers} servers would cut {', '.join(shares.roughly_split)} within {_VECTOR} numbers that "
+            "an optimizer steps together, and round otherwise than one device. Use strategy.servers=1, or false."
+        )
+        return [Problem(key="numerics.reproducible", value=True, rule=rule)]
     if kind is None or is_elementwise(kind) or not shares.split:
         return []
     rule = (

@@ -1,0 +1,238 @@
+"""Variables on servers: what they hold, send, add up and step is what one optimizer would have."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.serving import TOKEN, serving, state_of
+from trainkit.errors import CheckpointError, TrainingError
+from trainkit.numerics.batch import lane_order
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.optimizer import Stepper, optimizer_state
+from trainkit.strategies.packing import Packing
+from trainkit.strategies.parameter_server.clients import Servers
+from trainkit.strategies.parameter_server.shares import Shares, split_problems
+from trainkit.strategies.parameter_server.staging import lane_sum
+from trainkit.strategies.parameter_server.variables import Variable, tensors_of, variables_of
+from trainkit.strategies.reducers.lanes import LaneReducer
+
+COUNTS = [1, 2, 4]
+OPTIMIZERS = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
+    "adamw": partial(torch.optim.AdamW, lr=0.01, fused=True),
+    "adagrad": partial(torch.optim.Adagrad, lr=0.1),
+}
+
+
+class Net(nn.Module):
+    """Sizes that no server count divides: a large matrix, small ones, a frozen one, statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.large = nn.Linear(37, 101)
+        self.norm = nn.BatchNorm1d(101)
+        self.fixed = nn.Linear(101, 3).requires_grad_(False)
+        self.head = nn.Linear(101, 7)
+        self.register_buffer("table", torch.arange(5.0), persistent=False)
+
+
+def optimizer_of(name: str):
+    return lambda named: OPTIMIZERS[name](list(named.values()))
+
+
+def gradients(model: nn.Module, seed: int, *, missing: tuple[int, ...] = ()) -> list[Tensor | None]:
+    torch.manual_seed(seed)
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [None if place in missing else torch.randn_like(param) for place, param in enumerate(params)]
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert sorted(found) == sorted(expected)
+    assert [key for key in found if not torch.equal(found[key], expected[key])] == []
+
+
+@pytest.mark.parametrize("servers", COUNTS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: str, servers: int) -> None:
+    model, worked = Net(), Net()
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    stepper = Stepper(optimizer_of(optimizer)(named), list(named.values()))
+    with serving(worked, optimizer_of(optimizer), servers=servers) as farm:
+        worker = farm.client()
+        for step in range(5):
+            missing = (1,) if step == 2 else ()
+            stepper.step(gradients(model, step, missing=missing), 1.0 + step)
+            worker.push("w0/0", gradients(model, step, missing=missing))
+            farm.chief.apply(version=step + 1, lr_factor=1.0 + step, keys=["w0/0"])
+            assert worker.pull(tensors_of(worked)) == step + 1
+        found = farm.chief.state()
+        worker.close()
+    equal(state_of(worked), state_of(model))
+    equal(found, {**state_of(model), **optimizer_state(stepper.optimizer, named)})
+
+
+def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
+    model = Net()
+    with serving(model, optimizer_of("adamw")) as farm:
+        farm.chief.push("a", gradients(model, 1))
+        farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
+        early = farm.chief.state()
+        farm.chief.push("a", gradients(model, 2))
+        farm.chief.apply(version=2, lr_factor=1.0, keys=["a"])
+        late = farm.chief.state()
+    with serving(model, optimizer_of("adamw"), servers=3, loads=False) as farm:
+        farm.chief.load_state(early, version=1, unsaved={"buffer/table": model.table})
+        farm.chief.push("a", gradients(model, 2))
+        farm.chief.apply(version=2, lr_factor=1.0, keys=["a"])
+        equal(farm.chief.state(), late)
+    assert late["optimizer/step/head.bias"] == 2
+
+
+@pytest.mark.parametrize("servers", COUNTS)
+@pytest.mark.parametrize("shards", [1, 5, 8, 12])
+def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:
+    model = Net()
+    pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
+    packing = Packing([param.shape for param in model.parameters() if param.requires_grad], torch.float32, CPU)
+    partials = ((lane, lane_sum([clones(one) for one in pushed[lane::8]], None)) for lane in lane_order(8))
+    reducer = LaneReducer(lanes=8, rank=0, num_ranks=1)
+    held = ((lane, part) for lane, part in partials if lane < shards) if shards >= 8 else None
+    held = held or ((lane, clones(pushed[lane])) for lane in lane_order(8) if lane < shards)
+    expected = reducer.reduce(held, num_shards=shards, packing=packing)
+    norms = torch.stack(torch._foreach_norm(expected, 2.0))
+    with serving(model, optimizer_of("sgd"), servers=servers) as farm:
+        for shard, grads in enumerate(pushed):
+            farm.chief.push(f"s/{shard}", grads)
+        found = farm.chief.sum([f"s/{shard}" for shard in range(shards)], lanes=8, norms=True, exact=True)
+        assert found.finite
+        assert torch.equal(found.total(), torch.linalg.vector_norm(norms))
+        farm.chief.apply(version=1, lr_factor=1.0)
+        state = farm.chief.state()
+    for (name, param), total in zip(trained(model), expected, strict=True):
+        assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(total, alpha=-0.1))
+
+
+CPU = torch.device("cpu")
+
+
+def clones(tensors: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if one is None else one.clone() for one in tensors]
+
+
+def trained(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+
+
+def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_local_update() -> None:
+    model = Net()
+    with serving(model, optimizer_of("sgd"), servers=2) as farm:
+        farm.chief.push("a", gradients(model, 1))
+        norm = farm.chief.sum(["a"], weight_factor=0.3, unscale=1 / 8, norms=True, exact=True).total()
+        factor = float(torch.clamp(0.5 / (norm + 1e-6), max=1.0))
+        farm.chief.apply(version=1, lr_factor=1.0, factor=factor)
+        state = farm.chief.state()
+    for (name, param), grad in zip(trained(model), gradients(model, 1), strict=True):
+        expected = grad * torch.tensor(0.3) * (1 / 8) * torch.tensor(factor)
+        assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(expected, alpha=-0.1))
+
+
+def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
+    model = Net()
+    grads = gradients(model, 1)
+    grads[-1][0] = float("nan")
+    with serving(model, optimizer_of("momentum"), servers=2) as farm:
+        farm.chief.push("a", grads)
+        assert not farm.chief.sum(["a"], check_finite=True).finite
+        farm.chief.discard()
+        farm.chief.apply(version=1, lr_factor=1.0)
+        equal(farm.chief.state(), state_of(model))
+        assert farm.chief.pull(tensors_of(model)) == 1
+
+
+def test_buffers_are_replaced_and_counters_advance() -> None:
+    model, other = Net(), Net()
+    with serving(model, optimizer_of("sgd"), servers=2) as farm:
+        sums = [None, torch.full((101,), 2.0), torch.full((101,), 3.0), torch.tensor(0.9999999)]
+        farm.chief.push("a", gradients(model, 1), sums)
+        farm.chief.apply(version=1, lr_factor=1.0, buffer_factor=0.5, keys=["a"])
+        farm.chief.pull(tensors_of(other))
+    assert other.norm.running_mean.tolist() == [1.0] * 101
+    assert other.norm.running_var.tolist() == [1.5] * 101
+    assert other.norm.num_batches_tracked == 1
+    assert other.table.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_what_was_dropped_cannot_be_applied() -> None:
+    model = Net()
+    with serving(model, optimizer_of("sgd"), servers=2) as farm:
+        farm.chief.push("a", gradients(model, 1))
+        farm.chief.drop(["a", "never there"])
+        with pytest.raises(TrainingError, match="ps:0 refuses: no gradient a is here"):
+            farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
+        equal(farm.chief.state(), state_of(model))
+
+
+def test_only_the_chief_gives_orders() -> None:
+    with serving(Net(), optimizer_of("sgd")) as farm:
+        worker = farm.client("worker:3")
+        with pytest.raises(ConnectionError, match=r"ps:0 (closed the connection|is gone)"):
+            worker.apply(version=1, lr_factor=1.0, keys=[])
+        worker.close()
+        assert farm.chief.pull(tensors_of(Net())) == 0
+
+
+def test_a_client_with_another_model_is_refused() -> None:
+    with serving(Net(), optimizer_of("sgd")) as farm:
+        other = Shares(variables_of(nn.Linear(2, 2), torch.float32), 1)
+        with pytest.raises(TrainingError, match="ps:0 refuses: worker:1 has another model, or another number of serv"):
+            Servers.connect(farm.addresses, other, token=TOKEN, name="worker:1", timeout_s=5)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    model = Net()
+    with serving(model, optimizer_of("sgd")) as farm:
+        tensors = state_of(model)
+        del tensors["param/head.bias"]
+        with pytest.raises(CheckpointError, match=r"param/head.bias is missing there"):
+            farm.chief.load_state(tensors, version=0)
+
+
+@pytest.mark.parametrize("servers", [2, 3, 4, 7])
+def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(servers: int) -> None:
+    sizes = [(50_000, 64), (64,), (256, 64), (256,), (64, 256), (64,), (1,), ()]
+    variables = [Variable(name=f"v{i}", kind="param", shape=s, dtype=torch.float32) for i, s in enumerate(sizes)]
+    shares = Shares(variables, servers)
+    fair = sum(variable.num_bytes for variable in variables) / servers
+    assert [server for server in range(servers) if abs(shares.bytes_of(server) / fair - 1) > 0.1] == []
+    assert len(shares.split) <= servers - 1
+    rows = [
+        (piece.place, row) for pieces in shares.pieces for piece in pieces for row in range(piece.start, piece.stop)
+    ]
+    assert rows == [(place, row) for place, one in enumerate(variables) for row in range(one.num_rows)]
+
+
+def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_one_is_cut() -> None:
+    shares = Shares(variables_of(nn.Linear(64, 64, bias=False), torch.float32), 2)
+    [problem] = split_problems(shares, Facts(optimizer=torch.optim.Adafactor))
+    assert str(problem) == (
+        f"optimizer._target_={torch.optim.Adafactor.__module__}.Adafactor: Adafactor looks at whole parameters, and 2 "
+        "servers would have parts of weight. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
+    )
+    assert split_problems(Shares(shares.variables, 1), Facts(optimizer=torch.optim.Adafactor)) == []
+    assert split_problems(shares, Facts(optimizer=torch.optim.AdamW)) == []
+
+
+def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are_promised() -> None:
+    shares = Shares([Variable(name="odd", kind="param", shape=(30, 100_001), dtype=torch.float32)], 2)
+    assert shares.bytes_of(0) == shares.bytes_of(1)
+    [problem] = split_problems(shares, Facts(numerics=Numerics(reproducible=True)))
+    assert str(problem) == (
+        "numerics.reproducible=true: 2 servers would cut odd within 16 numbers that an optimizer steps together, and "
+        "round otherwise than one device. Use strategy.servers=1, or false."
+    )

@@ -1,0 +1,69 @@
+"""Servers of a parameter server on threads of this process, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from threading import Thread
+
+import torch
+from torch import nn
+
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.clients import Servers
+from trainkit.strategies.parameter_server.greeting import Listener
+from trainkit.strategies.parameter_server.server import serve
+from trainkit.strategies.parameter_server.shares import Shares
+from trainkit.strategies.parameter_server.variables import unsaved_of, variables_of
+
+TOKEN = b"a token of 32 bytes, as a run has"
+
+MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Farm:
+    """Servers that run, and the chief's connections to them."""
+
+    shares: Shares
+    addresses: list[tuple[str, int]]
+    chief: Servers
+
+    def client(self, name: str = "worker:0", **settings: object) -> Servers:
+        """Connections of a worker; the caller closes them."""
+        return Servers.connect(self.addresses, self.shares, token=TOKEN, name=name, timeout_s=10, **settings)  # type: ignore[arg-type]
+
+
+@contextmanager
+def serving(
+    model: nn.Module, make_optimizer: MakeOptimizer, *, servers: int = 1, loads: bool = True, timeout_s: float = 10
+) -> Iterator[Farm]:
+    """So many servers, holding the numbers of a model."""
+    shares = Shares(variables_of(model, torch.float32), servers)
+    with ExitStack() as stack:
+        listeners = [Listener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
+        for index, listener in enumerate(listeners):
+            thread = Thread(target=_run, args=(listener, shares, index, make_optimizer, timeout_s))
+            thread.start()
+            stack.callback(thread.join)
+        addresses = [listener.address for listener in listeners]
+        chief = Servers.connect(addresses, shares, token=TOKEN, name="chief", timeout_s=10)
+        stack.callback(chief.close)
+        farm = Farm(shares, addresses, chief)
+        if loads:
+            chief.load_state(state_of(model), version=0, unsaved=unsaved_of(model))
+        yield farm
+        chief.bye()
+
+
+def _run(listener: Listener, shares: Shares, index: int, make_optimizer: MakeOptimizer, timeout_s: float) -> None:
+    with suppress(LinkError):  # the test ended early, and says why itself
+        serve(listener, shares, index, make_optimizer=make_optimizer, timeout_s=timeout_s)
+
+
+def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """A model's numbers, as a checkpoint names them."""
+    saved = model.state_dict()
+    params = {f"param/{name}": param.detach().clone() for name, param in model.named_parameters()}
+    return params | {f"buffer/{name}": buffer.clone() for name, buffer in model.named_buffers() if name in saved}
