@@ -13,9 +13,12 @@ from trainkit.cluster.launch import Launch
 from trainkit.cluster.local import Local
 from trainkit.config.composition import Composition
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 
-__all__ = ["compose", "train"]
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["compose", "load", "train"]
 
 
 def compose(
@@ -71,6 +74,8 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
     from trainkit.run import runner  # noqa: PLC0415
 
     composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
+    if composition.is_sweep:
+        raise ConfigError([_several(composition)])
     composition = composition.noting(check(composition))
     if run_dir is None and composition.run_dir_given:
         run_dir = composition.run_dir
@@ -88,6 +93,37 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         )
     except ConfigError as error:
         raise composition.located(error) from error
+
+
+def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", packages: Sequence[str] = ()) -> nn.Module:
+    """Load a trained model, on the CPU and in evaluation mode.
+
+    Args:
+        path: a run folder, or a folder that `trainkit ensemble` wrote.
+        checkpoint: of a run folder, which of its checkpoints.
+        packages: your own packages that the model's classes may come from.
+
+    Raises:
+        ConfigError: there is no model, or one of a package that nobody allowed.
+        CheckpointError: the weights are damaged, or another model's.
+
+    Example:
+        model = load("outputs/sweeps/rates/ensemble")
+        model(images).argmax(dim=-1)
+    """
+    from trainkit.run.model_file import load_model  # noqa: PLC0415 - imports torch
+
+    return load_model(Path(path).expanduser(), checkpoint=checkpoint, packages=packages)
+
+
+def _several(composition: Composition) -> Problem:
+    """What stands for several runs, or is handed to a launcher, is the command line's to run."""
+    if composition.asks_for_folds:
+        rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
+        return composition.problem("cv.folds", rule, value=composition.values["cv"]["folds"])
+    launcher = composition.hydra_choices.get("hydra/launcher")
+    rule = f"hands runs to the launcher {launcher}: `trainkit` on the command line does. To train here: hydra.mode=RUN."
+    return Problem(key="cluster", value=composition.choices.get("cluster"), rule=rule)
 
 
 def launch_of(cfg: RunConfig) -> Launch | None:

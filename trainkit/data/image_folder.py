@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -91,6 +91,15 @@ class ImageFolder:
         pixels = torch.from_numpy(np.array(image, dtype=np.float32)).div_(255)
         pixels = pixels.sub_(torch.tensor(self.mean)).div_(torch.tensor(self.deviation))
         return pixels.permute(2, 0, 1).contiguous(), label
+
+    @property
+    def labels(self) -> list[int]:
+        """The class of every image; none is opened."""
+        return [label for _, label in self._files]
+
+    def held_out(self) -> ImageFolder:
+        """The same images as validation reads them: a fold of the training images is held out so."""
+        return replace(self, augment=False)
 
     def _cropped_at_random(self, image: Any) -> Any:
         box = _random_box(image.width, image.height, min_area=self.min_area)

@@ -15,6 +15,7 @@ from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.callbacks.screen import Closing, Opening
 from trainkit.config.build import build
 from trainkit.config.schema import RunConfig
+from trainkit.data.folds import folded
 from trainkit.data.splits import build_splits
 from trainkit.engine.events import Callback
 from trainkit.errors import ConfigError, Problem, TrainkitError
@@ -68,7 +69,7 @@ def build_parts(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Part
         precision=build(cfg.precision),
         schedule=build(cfg.schedule),
         objective=build(cfg.objective),
-        datasets=build_splits(cfg.data) if splits is None else splits,
+        datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
         numerics=numerics_of(cfg),
     )
 

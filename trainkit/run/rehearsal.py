@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainkit.config.composition import Composition
+from trainkit.data.folds import folded
 from trainkit.data.splits import build_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.memory import abstract_model
@@ -16,7 +17,7 @@ from trainkit.run.plan import make_plan
 __all__ = ["rehearse"]
 
 
-def rehearse(compositions: Iterable[Composition]) -> None:
+def rehearse(compositions: Iterable[Composition]) -> list[int]:
     """Plan them all, and start none.
 
     A point that continues another run is left out: what it has left auto is that run's to say. A dataset is read once
@@ -25,6 +26,9 @@ def rehearse(compositions: Iterable[Composition]) -> None:
     Args:
         compositions: checked ones.
 
+    Returns:
+        The steps of each one's training; 0 of one that continues another run.
+
     Raises:
         ConfigError: every problem of every plan.
         DataError: a dataset is absent, damaged or empty.
@@ -32,16 +36,20 @@ def rehearse(compositions: Iterable[Composition]) -> None:
     problems: dict[str, Problem] = {}
     known: str | None = None
     splits: Mapping[str, Any] = {}
+    lengths = []
     for composition in compositions:
         cfg = composition.cfg
+        lengths.append(0)
         if cfg.resume is not None:
             continue
         try:
             if known != (node := json.dumps(cfg.data, default=str)):
                 splits, known = build_splits(cfg.data), node
-            plan = make_plan(cfg, splits=splits)
+            plan = make_plan(cfg, splits=folded(splits, cfg.cv))
+            lengths[-1] = plan.num_steps
             model_notes(plan, abstract_model(plan))
         except ConfigError as error:
             problems |= {str(problem): problem for problem in composition.located(error).problems}
     if problems:
         raise ConfigError(problems.values())
+    return lengths

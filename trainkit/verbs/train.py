@@ -25,7 +25,8 @@ def run(call: Call) -> int:
         return _sweep(call)
     from trainkit.api import compose, train  # noqa: PLC0415 - nothing is imported to refuse an argument
 
-    return exit_code(train(compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)))
+    composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    return _sweep(call) if composition.is_sweep else exit_code(train(composition))
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
@@ -45,11 +46,13 @@ def exit_code(result: Mapping[str, Any]) -> int:
 def _sweep(call: Call) -> int:
     """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
+    from trainkit.verbs.folding import refuse_open_folds, with_folds  # noqa: PLC0415 - for sweeps only
+    from trainkit.verbs.points import sweep_points  # noqa: PLC0415 - the same
 
     _refuse_launch()
-    sweeper = [line for line in call.overrides if line.lstrip("+").startswith("hydra/sweeper=")]
-    if not sweeper or sweeper[-1].endswith("=basic"):
-        points = call.compose_points()
+    call = with_folds(call)
+    if points := sweep_points(call):
+        refuse_open_folds(points)
         _distinct(call, len(points))
         from trainkit.run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 

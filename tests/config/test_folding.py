@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+
+import trainkit
+from trainkit.errors import ConfigError
+from trainkit.verbs.call import Call
+from trainkit.verbs.folding import refuse_open_folds, with_folds
+
+
+def overrides(*given):
+    return with_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
+
+
+def refused(call, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def test_folds_become_a_key_that_is_swept():
+    assert overrides("cv.folds=5") == ("cv.folds=5", "cv.fold=range(5)")
+    assert overrides("cv.folds=2", "optimizer.lr=0.1,0.2") == ("cv.folds=2", "optimizer.lr=0.1,0.2", "cv.fold=range(2)")
+
+
+@pytest.mark.parametrize("given", [(), ("cv.folds=5", "cv.fold=1"), ("cv.folds=5", "cv.fold=1,2"), ("cv.folds=1",)])
+def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given):
+    assert overrides(*given) == given
+
+
+def test_sweeps_whose_points_would_have_other_folds_are_refused():
+    assert refused(overrides, "cv.folds=3,5") == [
+        "cv.folds: is one number: a sweep compares points on the same folds. (command line)"
+    ]
+    assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna") == [
+        "hydra/sweeper: optuna learns from one run after another, and a point has one a fold. Use grid or random."
+        + " (command line)"
+    ]
+
+
+def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path):
+    (tmp_path / "recipe").mkdir()
+    (tmp_path / "recipe" / "folds.yaml").write_text("# @package _global_\ncv: {folds: 3}\n")
+    point = trainkit.compose(["recipe=folds"], config_dirs=[tmp_path])
+    (line,) = refused(refuse_open_folds, [point])
+    rule = "only some points of the sweep ask for it. Give it on the command line, or cv.fold too."
+    assert line.startswith(f"cv.folds=3: {rule} (")
+
+
+def test_bad_folds_are_problems_before_anything_runs():
+    assert refused(trainkit.compose, ["cv.folds=1", "seed=3"]) == ["cv.folds=1: must be at least 2. (command line)"]
+    assert refused(trainkit.compose, ["cv.folds=3", "cv.fold=3"]) == [
+        "cv.fold=3: there are cv.folds=3, counted from 0. Use 2 or less. (command line)"
+    ]
+    assert refused(trainkit.compose, ["cv.fold=3", "cv.seed=1"]) == [
+        "cv.fold=3: has no effect without cv.folds. (command line)",
+        "cv.seed=1: has no effect without cv.folds. (command line)",
+    ]
+
+
+def test_python_trains_one_fold_at_a_time():
+    assert refused(trainkit.train, trainkit.compose(["cv.folds=3"])) == [
+        "cv.folds=3: is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
+        + " (command line)"
+    ]

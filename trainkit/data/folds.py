@@ -1,0 +1,176 @@
+"""Folds of the training split: each is held out once, to validate what is trained on the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainkit.config.schema import Cv
+from trainkit.data.iterable import Stream
+from trainkit.data.splits import size_of
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.hashing import hash64
+from trainkit.numerics.order import SampleOrder
+
+__all__ = ["fold_of_each", "folded", "labels_of", "part_of"]
+
+_DEALING: Final = 0x666F6C64
+"""Keeps the order in which samples are dealt apart from that in which an epoch trains on them."""
+
+
+def folded(splits: Mapping[str, Any], cv: Cv) -> Mapping[str, Any]:
+    """The splits of one fold: `val` is that fold of the training split, `train` the rest of it.
+
+    The dataset's own validation split is set aside, nothing is trained on it or chosen by it; a test split stays.
+
+    Args:
+        splits: split -> dataset.
+        cv: says which fold; where it says only how many, the first.
+
+    Raises:
+        ConfigError: more folds than samples, or samples that have no places.
+
+    Example:
+        >>> from trainkit.data.digits import Digits
+        >>> parts = folded({"train": Digits(split="train")}, Cv(folds=5, fold=0))
+        >>> {name: len(part) for name, part in parts.items()}
+        {'train': 1149, 'val': 288}
+    """
+    if cv.folds is None:
+        return splits
+    train = splits["train"]
+    _refuse(train, cv.folds)
+    held_out = fold_of_each(size_of(train), cv.folds, seed=cv.seed, labels=labels_of(train)) == (cv.fold or 0)
+    # one that reads its samples differently in training says how it reads them otherwise
+    still = train.held_out() if hasattr(train, "held_out") else train
+    rest = {name: dataset for name, dataset in splits.items() if name not in ("train", "val")}
+    return {"train": _chosen(train, ~held_out), "val": _chosen(still, held_out), **rest}
+
+
+def _refuse(train: Any, folds: int) -> None:
+    name = type(train).__name__
+    if isinstance(train, Stream) or not hasattr(train, "__getitem__"):
+        rule = f"{name} is read from front to back: a fold needs samples by their place. Use a map-style dataset."
+    elif folds > size_of(train):
+        rule = f"more than the {size_of(train)} samples of train. Use {size_of(train)} or fewer."
+    else:
+        return
+    raise ConfigError([Problem(key="cv.folds", value=folds, rule=rule)])
+
+
+def fold_of_each(
+    num_samples: int, folds: int, *, seed: int, labels: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """Which fold each sample is in: they are dealt like cards, class after class where there are classes.
+
+    So folds differ by one sample at most in size, and by one in the number of each class.
+
+    Args:
+        num_samples: samples there are.
+        folds: piles.
+        seed: of the order in which they are dealt; not the run's, so that runs of other seeds have the same folds.
+        labels: (num_samples,) the class of each.
+
+    Returns:
+        (num_samples,) int64, from 0 to folds - 1.
+
+    Example:
+        >>> fold_of_each(4, 2, seed=0, labels=np.array([0, 0, 1, 1])).reshape(2, 2).sum(1).tolist()
+        [1, 1]
+    """
+    order = SampleOrder(num_samples=num_samples, seed=hash64(seed, _DEALING)).indices(0, 0, num_samples)
+    if labels is not None:
+        order = order[np.argsort(labels[order], kind="stable")]
+    found = np.empty(num_samples, dtype=np.int64)
+    found[order] = np.arange(num_samples) % folds
+    return found
+
+
+def labels_of(dataset: Any) -> NDArray[np.int64] | None:
+    """The class of every sample, where a dataset tells without reading them one by one.
+
+    By `labels` or `targets`, as datasets of torchvision's have it, or by an in-memory pair whose second is a column of
+    whole numbers.
+
+    Example:
+        >>> from trainkit.data.digits import Digits
+        >>> np.bincount(labels_of(Digits(split="val"))).tolist()
+        [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
+    """
+    told = getattr(dataset, "labels", None)
+    told = getattr(dataset, "targets", None) if told is None else told
+    if told is None and callable(getattr(dataset, "tensors", None)):
+        arrays = dataset.tensors()
+        told = arrays.get("target") if isinstance(arrays, Mapping) else arrays[-1]
+    if told is None or callable(told):
+        return None
+    found = np.asarray(told.cpu() if isinstance(told, Tensor) else told)
+    fits = found.shape == (size_of(dataset),) and np.issubdtype(found.dtype, np.integer)
+    return found.astype(np.int64) if fits else None
+
+
+def _chosen(dataset: Any, chosen: NDArray[np.bool_]) -> Any:
+    return part_of(dataset, np.flatnonzero(chosen))
+
+
+def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
+    """Some samples of a dataset, read in whatever way the dataset can be read.
+
+    Args:
+        dataset: has samples by place.
+        indices: (n,) int64, their places.
+    """
+    if callable(getattr(dataset, "gather", None)):
+        return _PartGathered(dataset, indices)
+    if callable(getattr(dataset, "tensors", None)):
+        return _PartInMemory(dataset, indices)
+    return _Part(dataset, indices)
+
+
+class _Part:
+    """Some samples, one by one."""
+
+    def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
+        self._dataset = dataset
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[int(self._indices[index])]
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the dataset has, `decode` say; not the ways in which all of it is read."""
+        if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class _PartInMemory(_Part):
+    """Some samples of a dataset in memory, copied out of it once."""
+
+    def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
+        super().__init__(dataset, indices)
+        arrays, places = dataset.tensors(), torch.from_numpy(indices)
+        if isinstance(arrays, Mapping):
+            self._arrays: Any = {name: tensor.index_select(0, places) for name, tensor in arrays.items()}
+        else:
+            self._arrays = tuple(tensor.index_select(0, places) for tensor in arrays)
+
+    def tensors(self) -> Any:
+        """All of them."""
+        return self._arrays
+
+
+class _PartGathered(_Part):
+    """Some samples of a dataset that gives many at once."""
+
+    def gather(self, indices: Tensor) -> Any:
+        """Those at the places `indices` of this part."""
+        return self._dataset.gather(torch.from_numpy(self._indices)[indices])
