@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from trainkit.config.schema import Sweep as Settings
 from trainkit.errors import ConfigError
 from trainkit.run.environment import num_cores
 from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
+from trainkit.sweeps.processes import start_fresh
 from trainkit.sweeps.resuming import identity
 from trainkit.sweeps.slots import Slots
 from trainkit.sweeps.sweep import Sweep
+from trainkit.sweeps.warming import WarmStarter
 
 __all__ = ["Launching"]
 
@@ -77,14 +80,15 @@ class Launching:
             One `JobReturn` a job, with its exit code: a job that failed is no reason to end the search.
         """
         setup_globals()
-        composed = [self._composed(list(line), first + place) for place, line in enumerate(job_overrides)]
-        jobs: dict[str, Job] = {}
-        for _, job in composed:
-            if job.name in jobs:
-                _say(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
-            jobs[job.name] = job
-        self.sweep.expect(jobs.values())
-        self.run(Listed(jobs.values()))
+        with self._warmed(len(job_overrides)):
+            composed = [self._composed(list(line), first + place) for place, line in enumerate(job_overrides)]
+            jobs: dict[str, Job] = {}
+            for _, job in composed:
+                if job.name in jobs:
+                    _say(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
+                jobs[job.name] = job
+            self.sweep.expect(jobs.values())
+            self.run(Listed(jobs.values()))
         codes = self.sweep.exit_codes
         return [_returned(config, job, codes.get(job.name)) for config, job in composed]
 
@@ -94,10 +98,22 @@ class Launching:
         Raises:
             StoppedError, TerminatedError: a signal ended it early.
         """
-        try:
-            self.sweep.run(source)
-        finally:
-            self.sweep.finish()
+        with self._warmed(source.total):
+            try:
+                self.sweep.run(source)
+            finally:
+                self.sweep.finish()
+
+    @contextlib.contextmanager
+    def _warmed(self, total: int | None) -> Iterator[None]:
+        """Start jobs as forks of a warm process while the block runs, where that pays and can be done."""
+        fresh = self.sweep.start is start_fresh
+        if not fresh or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
+            yield
+            return
+        with WarmStarter(self.sweep.slots.threads) as self.sweep.start:
+            yield
+        self.sweep.start = start_fresh
 
     def job(self, overrides: Sequence[str], number: int, *, going_on: Job | None = None) -> Job:
         """One point as a job.

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sweeps.support import run, sweep_in
+from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.slots import Slots
+from trainkit.sweeps.sweep import LOG
+from trainkit.sweeps.warming import WarmStarter
+
+pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of a warm process are of Linux")
+
+TRAIN = ("recipe=null", "model.dropout=0.2", "steps=12", "callbacks=[]", "logger=[]")
+
+
+def training(folder, name, *overrides):
+    arguments = (*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
+    command = (sys.executable, "-m", "trainkit", *arguments)
+    return Job(name=name, folder=folder / name, overrides=overrides, command=command)
+
+
+def result_of(folder, name):
+    return json.loads((folder / name / "result.json").read_text())
+
+
+def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
+    slots = Slots(count=1, threads=1)
+    before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")
+    with WarmStarter(slots.threads) as start:
+        sweep = sweep_in(tmp_path, slots=slots, start=start)
+        assert run(sweep, before, training(tmp_path, "fork", "seed=3")) == {"before": 0, "fork": 0}
+    run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path, "fresh", "seed=3"))
+    fork, fresh = result_of(tmp_path, "fork"), result_of(tmp_path, "fresh")
+    assert fork["weights_sha256"] == fresh["weights_sha256"] != result_of(tmp_path, "before")["weights_sha256"]
+    assert fork["metrics"] == fresh["metrics"]
+
+
+def test_a_fork_ends_with_its_sweep(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from tests.sweeps.support import *;"
+        "from tests.sweeps.test_warm import *;"
+        "place = Path(sys.argv[1]); slots = Slots(count=1, threads=1)\n"
+        "with WarmStarter(slots.threads) as start: run(sweep_in(place, slots=slots, start=start), "
+        "training(place, 'long', 'steps=1000000', 'log_every_steps=1'))"
+    )
+    lock, rows = tmp_path / "long/.lock", tmp_path / "long/metrics.jsonl"
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL) as sweep:
+        while not rows.exists():
+            time.sleep(0.02)
+        pid = json.loads(lock.read_text())["pid"]
+        os.kill(pid, 0)
+        sweep.kill()
+    status, end = Path(f"/proc/{pid}/stat"), time.monotonic() + 2
+    while time.monotonic() < end and status.exists() and " Z " not in status.read_text():
+        time.sleep(0.01)
+    assert not status.exists() or " Z " in status.read_text()
+
+
+def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    with WarmStarter({}) as start:
+        start._group.kill()
+        job = start(1, (sys.executable, "-m", "trainkit", "--version"), {}, tmp_path / LOG, news.put)
+        assert (news.get().code, (tmp_path / LOG).read_text()[:8]) == (0, "trainkit")
+        job.kill()
+
+
+def test_a_job_that_is_no_training_starts_afresh(tmp_path):
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    with WarmStarter({}) as start:
+        job = start(1, (sys.executable, "-c", "print(3)"), {}, tmp_path / LOG, news.put)
+        assert (news.get().code, (tmp_path / LOG).read_text()) == (0, "3\n")
+        job.kill()
