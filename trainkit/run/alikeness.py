@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from trainkit.config.origins import dotted, leaves
@@ -13,32 +14,49 @@ from trainkit.run.meeting import Meeting
 from trainkit.run.plan import RunPlan
 from trainkit.run.secrets import redacted
 
-__all__ = ["refuse_other_configs", "refuse_other_plans"]
+__all__ = ["differences", "likeness", "refuse_other_configs", "refuse_other_plans"]
 
 _OWN_KEYS: Final = (("cluster", "task"),)
 """Keys that tell the processes of a launch apart."""
 
 
-def refuse_other_configs(meeting: Meeting, cfg: RunConfig) -> None:
-    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
+def likeness(cfg: RunConfig) -> dict[str, Any]:
+    """What processes compare of a config: its values without secrets, and a hash over all of it; JSON."""
     values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
     full = [(dotted(path), value) for path, value in leaves(cfg.to_dict()) if path not in _OWN_KEYS]
-    digest = hashlib.sha256(json.dumps(sorted(full), default=str).encode()).hexdigest()
-    ours, *others = meeting.gather({"digest": digest, "values": values})
+    return {"digest": hashlib.sha256(json.dumps(sorted(full), default=str).encode()).hexdigest(), "values": values}
+
+
+def differences(ours: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], *, origin: str = "") -> list[Problem]:
+    """The keys in which processes differ.
+
+    Args:
+        ours: the `likeness` of one.
+        others: those of others, by the place of each.
+        origin: the place of the one.
+    """
+    unlike = {place: other for place, other in others.items() if other["digest"] != ours["digest"]}
     problems = [
         Problem(
             key=key,
             value=ours["values"].get(key),
-            rule=f"{meeting.launch.place_of(rank)} has {_shown(other['values'].get(key))}. Start all alike.",
-            origin=meeting.launch.place_of(0),
+            rule=f"{place} has {_shown(other['values'].get(key))}. Start all alike.",
+            origin=origin,
         )
-        for rank, other in enumerate(others, start=1)
-        if other["digest"] != ours["digest"]
+        for place, other in unlike.items()
         for key in sorted({**ours["values"], **other["values"]})
         if ours["values"].get(key) != other["values"].get(key)
     ]
-    if not problems and any(other["digest"] != ours["digest"] for other in others):
-        problems = [Problem(key="config", rule="a secret in it differs between the processes. Start all alike.")]
+    if not problems and unlike:
+        return [Problem(key="config", rule="a secret in it differs between the processes. Start all alike.")]
+    return problems
+
+
+def refuse_other_configs(meeting: Meeting, cfg: RunConfig) -> None:
+    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
+    ours, *others = meeting.gather(likeness(cfg))
+    places = [meeting.launch.place_of(rank) for rank in meeting.ranks]
+    problems = differences(ours, dict(zip(places[1:], others, strict=True)), origin=places[0])
 
     def refuse() -> None:
         if problems:
@@ -65,7 +83,7 @@ def refuse_other_plans(meeting: Meeting, plan: RunPlan) -> None:
                 rule=f"{meeting.launch.place_of(rank)} has {theirs[name]}. All need the same.",
                 origin=meeting.launch.place_of(0),
             )
-            for rank, theirs in enumerate(plans)
+            for rank, theirs in zip(meeting.ranks, plans, strict=True)
             for name, value in plans[0].items()
             if theirs[name] != value
         ]

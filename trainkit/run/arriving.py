@@ -24,12 +24,18 @@ __all__ = ["follow", "lead"]
 _POLL_S: Final = 0.05
 
 
-def lead(board: Board, num_ranks: int, patience_for: Callable[[Callable[[], Iterable[int]]], Patience]) -> str:
+def lead(
+    board: Board,
+    num_ranks: int,
+    ranks: Iterable[int],
+    patience_for: Callable[[Callable[[], Iterable[int]]], Patience],
+) -> str:
     """Answer all who arrive until every rank of this group has said that it is there; for rank 0.
 
     Args:
         board: the store.
-        num_ranks: processes of this group.
+        num_ranks: processes of the launch.
+        ranks: those of them that this group is made of.
         patience_for: how long to wait for the ranks that a function names.
 
     Returns:
@@ -39,7 +45,7 @@ def lead(board: Board, num_ranks: int, patience_for: Callable[[Callable[[], Iter
         HangError: somebody did not come.
     """
     prefix, seen = uuid.uuid4().hex, 0
-    missing = set(range(1, num_ranks))
+    missing = set(ranks) - {0}
     patience = patience_for(lambda: missing)
     while True:
         for number in range(seen + 1, board.add("trainkit/arrivals", 0) + 1):

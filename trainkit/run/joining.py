@@ -6,6 +6,7 @@ all compare      the hash of their configs: one that differs is refused, and not
 rank 0           finds where to begin; all plan it
 rank 0           makes, locks and marks the one run folder; all look whether they see it
 all train        rank 0 at the terminal, the others into logs/rank_N.log
+late ones join   where the others need not wait for them (`trainkit.run.latecomers`)
 all end          with one exit code
 """
 
@@ -25,21 +26,21 @@ from typing import Any, Final
 
 import torch
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.engine import failpoints
 from trainkit.errors import ConfigError
 from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
+from trainkit.run.entering import identity_in, into_log, prepare_process
 from trainkit.run.environment import own_cores, threads_of
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
+from trainkit.run.latecomers import join_late, late_ranks, let_in, shared_token
 from trainkit.run.launched import ENDED, forget_folder, remember_folder, start_of_launch
 from trainkit.run.local_ranks import LocalRanks
 from trainkit.run.meeting import Meeting
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
-from trainkit.run.network import socket_environ
 from trainkit.run.parting import end_together
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.resume import Start
@@ -63,33 +64,41 @@ def train_launched(
         HangError: a process did not come.
         PeerError: another process failed.
     """
-    _prepare_process(launch)
+    prepare_process(launch)
+    late = late_ranks(cfg, launch)
+    if launch.rank in late:
+        return join_late(cfg, launch)
     if launch.rank == 0:
         print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
-    with Meeting(launch, timeout_s=cfg.supervisor.join_timeout_s) as meeting, ExitStack() as stack:
+    ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
+    with Meeting(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as meeting, ExitStack() as stack:
         refuse_other_configs(meeting, cfg)
         if "OMP_NUM_THREADS" not in os.environ:
             places = meeting.gather({"host": socket.gethostname(), "cores": own_cores()})
-            torch.set_num_threads(threads_of(places[launch.rank], places))
+            torch.set_num_threads(threads_of(places[ranks.index(launch.rank)], places))
         start = _start(meeting, cfg, run_dir)
         plan = meeting.each(lambda: make_plan(start.cfg, launch=launch))
-        refuse_other_plans(meeting, plan)
+        if not plan.assistants:
+            refuse_other_plans(meeting, plan)
         found = model_notes(plan, abstract_model(plan))
         folder, fence = _folder(meeting, stack, start, plan, run_dir, notes=[*notes, *found])
         resolved = resumed_from(plan.cfg, start.checkpoints)
+        token = shared_token(meeting) if plan.assistants else ""
+        if late and launch.rank == 0:
+            let_in(meeting, cfg, plan.cfg.batch, folder=folder, fence=fence, token=token)
 
         share = len(plan.tasks) // launch.num_ranks
 
         def run() -> Result:
             if share > 1:
                 return _host(meeting, plan, share, fence, redacted(resolved.to_dict())[1]).run(folder)
-            identity = _identity(meeting, plan)
+            identity = identity_in(launch, plan, store=meeting.address, prefix=meeting.prefix, token=token)
             failpoints.arm({**os.environ, **identity.to_environ()})
             with StopFlag() as stop:
                 return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check)
 
         if launch.rank > 0:
-            with _into(folder.log_of(launch.rank)):
+            with into_log(folder.log_of(launch.rank)):
                 result = end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
             return {**result, "folder": str(folder.path)}
 
@@ -100,12 +109,6 @@ def train_launched(
         if done.get("status") in ENDED:
             forget_folder(plan.cfg, meeting)
         return {**done, "folder": str(folder.path)}
-
-
-def _prepare_process(launch: Launch) -> None:
-    """The network of a process that may have others on its host."""
-    for name, value in socket_environ(launch).items():
-        os.environ.setdefault(name, value)
 
 
 def _start(meeting: Meeting, cfg: RunConfig, run_dir: Path | None) -> Start:
@@ -186,35 +189,3 @@ def _host(meeting: Meeting, plan: RunPlan, share: int, fence: Fence, secrets: Ma
         token=fence.token,
         secrets=secrets,
     )
-
-
-def _identity(meeting: Meeting, plan: RunPlan) -> Identity:
-    return Identity(
-        task=plan.tasks[meeting.launch.rank],
-        num_ranks=len(plan.tasks),
-        store=meeting.address,
-        prefix=f"{meeting.prefix}/group",
-        attempt=meeting.launch.attempt,
-    )
-
-
-@contextlib.contextmanager
-def _into(log: Path) -> Iterator[None]:
-    """Whatever this process and its children print goes into a log: the terminal is rank 0's."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    with log.open("ab") as file:
-        _redirect([file.fileno(), file.fileno()])
-    try:
-        yield
-    finally:
-        _redirect(kept)
-        for descriptor in kept:
-            os.close(descriptor)
-
-
-def _redirect(targets: Sequence[int]) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for descriptor, target in zip((1, 2), targets, strict=True):
-        os.dup2(target, descriptor)

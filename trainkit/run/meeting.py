@@ -38,11 +38,21 @@ class Meeting:
     Args:
         launch: who takes part, and where they meet.
         timeout_s: how long to wait for another process.
+        ranks: those that meet, where not all of the launch do.
         say: is told who is missing; by default a line on stderr.
     """
 
-    def __init__(self, launch: Launch, *, timeout_s: float, say: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        timeout_s: float,
+        ranks: Iterable[int] | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
         self.launch = launch
+        self.ranks = tuple(range(launch.num_ranks) if ranks is None else ranks)
+        """Those that meet, in order; rank 0 is one of them."""
         self.prefix = ""
         """What the keys of this group begin with in the store; another one for every group."""
         self._timeout_s = timeout_s
@@ -61,7 +71,7 @@ class Meeting:
         with self._stack:
             self._board.open(self._stack, self._patience(lambda: [0]))
             if self.launch.rank == 0:
-                self.prefix = lead(self._board, self.launch.num_ranks, self._patience)
+                self.prefix = lead(self._board, self.launch.num_ranks, self.ranks, self._patience)
             else:
                 self.prefix = follow(self._board, self.launch, self._stack, self._patience(lambda: [0]))
             self._stack = self._stack.pop_all()
@@ -80,7 +90,7 @@ class Meeting:
         with contextlib.suppress(RuntimeError):  # the store's DistError: it is gone already
             left = self._board.add(f"{self.prefix}/left", 1)
             deadline = time.monotonic() + _GOODBYE_S
-            while self.launch.hosts_store and left < self.launch.num_ranks and time.monotonic() < deadline:
+            while self.launch.hosts_store and left < len(self.ranks) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
                 left = self._board.add(f"{self.prefix}/left", 0)
 
@@ -144,13 +154,13 @@ class Meeting:
 
     def _collect(self, key: str) -> list[Any]:
         found: dict[int, Any] = {}
-        everyone = range(self.launch.num_ranks)
+        everyone = self.ranks
         patience = self._patience(lambda: [rank for rank in everyone if rank not in found])
         while True:
             for rank in everyone:
                 if rank not in found and self._board.has(f"{key}/{rank}"):
                     found[rank] = json.loads(self._board.get(f"{key}/{rank}"))
-            if len(found) == self.launch.num_ranks:
+            if len(found) == len(everyone):
                 return [found[rank] for rank in everyone]
             patience.wait(_POLL_S)
 
@@ -174,6 +184,10 @@ class Meeting:
     def remember(self, key: str, value: str) -> None:
         """Leave a word for the groups that come after this one; lost where the store ends with this group."""
         self._board.set(f"trainkit/{key}", value)
+
+    def leave_word(self, name: str, value: str) -> None:
+        """Leave a word for those of the launch that do not meet; under its bare name, which they know beforehand."""
+        self._board.set(name, value)
 
     def recall(self, key: str) -> str | None:
         """What an earlier group of this launch left; None where there was none, or its store is gone."""

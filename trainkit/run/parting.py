@@ -108,7 +108,7 @@ def _echo(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> Train
 
 def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
     """The failure that came first, by what every rank said; those that said nothing are gone or hang."""
-    others = {rank: f"failed/{rank}" for rank in range(meeting.launch.num_ranks) if rank != words.rank}
+    others = {rank: f"failed/{rank}" for rank in meeting.ranks if rank != words.rank}
     said = {words.rank: words}
     deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if words.aftermath else _GRACE_S)
     while len(said) <= len(others) and (left := deadline - time.monotonic()) > 0:
