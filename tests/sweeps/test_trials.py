@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from optuna.trial import TrialState  # noqa: E402
+
+from trainkit.config.compose import Composer  # noqa: E402
+from trainkit.config.schema import Sweep as Settings  # noqa: E402
+from trainkit.config.watched import Watched  # noqa: E402
+from trainkit.errors import ConfigError  # noqa: E402
+from trainkit.sweeps.jobs import Job  # noqa: E402
+from trainkit.sweeps.spaces.trials import Trials, distributions, open_study  # noqa: E402
+
+LOSS = Watched(metric="val/loss", mode="min")
+RATE = ("optimizer.lr=tag(log,interval(0.001,0.1))",)
+
+
+@pytest.fixture(scope="module")
+def composer():
+    return Composer()
+
+
+class Bench:
+    """A search in a folder, whose jobs this test plays."""
+
+    def __init__(self, root, composer, arguments=RATE, *, num_steps=9, **settings):
+        self.root, self.settings = root, Settings(**{"trials": 8, **settings})
+        self.study = open_study(root, settings=self.settings, goal=LOSS, num_steps=num_steps)
+        space = composer.space(arguments)
+        trials = self.settings.trials
+        self.source = Trials(study=self.study, space=space, trials=trials, goal=LOSS, job=self.job)
+
+    def job(self, overrides, number, *, going_on=None):
+        folder = self.root / str(number)
+        folder.mkdir(exist_ok=True)
+        return Job(name=str(number), folder=folder, overrides=tuple(overrides), command=())
+
+    def told(self, job, step, loss):
+        with (job.folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": step, "val/loss": loss}) + "\n")
+        return self.source.watch(job)
+
+    def ended(self, job, loss, code=0):
+        result = {"status": "finished" if code == 0 else "stopped", "metrics": {"val/loss": loss}}
+        (job.folder / "result.json").write_text(json.dumps(result))
+        self.source.ended(job, code)
+
+    @property
+    def states(self):
+        return [trial.state for trial in self.study.get_trials(deepcopy=False)]
+
+
+def whole(bench, losses):
+    """Play jobs that train to their end."""
+    for place, loss in enumerate(losses):
+        job = bench.source.next()
+        for step in (1, 2, 3):
+            assert not bench.told(job, step, loss / step), f"job {place} pruned"
+        bench.ended(job, loss / 3)
+
+
+def test_every_kind_of_axis_has_its_distribution(composer):
+    found = distributions(
+        composer.space(
+            [
+                "optimizer.lr=tag(log,interval(0.001,0.1))",
+                "epochs=int(interval(1,8))",
+                "seed=range(0,50,10)",
+                "batch.global_size=tag(zip,choice(32,64))",
+                "batch.micro_size=tag(zip,choice(16,32))",
+            ]
+        )
+    )
+    assert found == {
+        "optimizer.lr": optuna.distributions.FloatDistribution(0.001, 0.1, log=True),
+        "epochs": optuna.distributions.IntDistribution(1, 8),
+        "seed": optuna.distributions.IntDistribution(0, 4),
+        "batch.global_size batch.micro_size": optuna.distributions.CategoricalDistribution(["32 16", "64 32"]),
+    }
+
+
+def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path, composer):
+    zipped = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(3,4))")
+    bench = Bench(tmp_path, composer, (*zipped, "steps=range(10,30,10)", *RATE), trials=3)
+    jobs = []
+    while (job := bench.source.next()) is not None:
+        jobs.append(job.overrides)
+        bench.ended(job, 1.0)
+    assert bench.source.exhausted
+    assert len(jobs) == 3
+    for seed, epochs, steps, rate in jobs:
+        assert (seed, epochs) in {("seed=1", "epochs=3"), ("seed=2", "epochs=4")}
+        assert steps in {"steps=10", "steps=20"}
+        assert 0.001 <= float(rate.partition("=")[2]) <= 0.1
+
+
+def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path, composer):
+    bench = Bench(tmp_path, composer)
+    whole(bench, [0.3, 0.2, 0.1])
+    job = bench.source.next()
+    assert bench.told(job, 1, 0.9)
+    assert bench.source.watch(job)  # asked again before it has ended: still
+    bench.ended(job, 0.9, code=130)
+    assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
+
+
+def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path, composer):
+    bench = Bench(tmp_path, composer, min_steps=2)
+    whole(bench, [0.3, 0.2, 0.1])
+    job = bench.source.next()
+    assert not bench.source.watch(job)
+    assert not bench.told(job, 1, 0.9)
+    assert bench.told(job, 2, 0.9)
+    assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
+
+
+def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path, composer):
+    bench = Bench(tmp_path, composer, pruner="none")
+    whole(bench, [0.3, 0.2, 0.1])
+    assert not bench.told(bench.source.next(), 1, 99.0)
+
+
+def test_hyperband_prunes_by_its_rungs(tmp_path, composer):
+    bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
+    pruned = 0
+    for number in range(20):
+        job = bench.source.next()
+        hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
+        bench.ended(job, 1.0 + number % 7, code=130 if hopeless else 0)
+        pruned += hopeless
+    assert 0 < pruned == bench.states.count(TrialState.PRUNED) < 20
+
+
+@pytest.mark.parametrize(("code", "loss"), [(1, 0.5), (0, None)])
+def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path, composer, code, loss):
+    bench = Bench(tmp_path, composer)
+    bench.ended(bench.source.next(), loss, code=code)
+    assert bench.states == [TrialState.FAIL]
+
+
+def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path, composer):
+    bench = Bench(tmp_path, composer, trials=4)
+    whole(bench, [0.3])
+    job = bench.source.next()
+    bench.told(job, 1, 0.5)
+    bench.ended(job, 0.5, code=130)  # Ctrl-C: nobody had given it up
+    again = Bench(tmp_path, composer, trials=4)
+    taken = again.source.next()
+    assert (taken.name, taken.overrides) == (job.name, job.overrides)
+    assert not again.told(taken, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
+    again.ended(taken, 0.4)
+    fresh = again.source.next()
+    assert fresh.overrides != job.overrides
+    again.ended(fresh, 0.2)
+    again.ended(again.source.next(), 0.2)
+    assert again.source.next() is None
+    assert again.states == [TrialState.COMPLETE] * 4
+
+
+def test_another_space_in_the_same_folder_is_refused(tmp_path, composer):
+    bench = Bench(tmp_path, composer, ("seed=1,2",))
+    bench.ended(bench.source.next(), 0.5)
+    other = Bench(tmp_path, composer, ("seed=1,2,3",))
+    with pytest.raises(ConfigError) as caught:
+        other.source.next()
+    assert str(caught.value.problems[0]).startswith(f"sweep.name={tmp_path.name}: holds a search over other values: ")
