@@ -15,6 +15,7 @@ from trainkit.errors import ConfigError, Problem
 __all__ = ["ChoiceFile", "Composition", "path_of"]
 
 _SWEEPER: Final = "hydra/sweeper="
+_LAUNCHER: Final = "hydra/launcher="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,12 @@ class Composition:
         """The choice of hydra/sweeper: what the points of a sweep are."""
         given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_SWEEPER)]
         return given[-1] if given else self.hydra_choices.get(_SWEEPER[:-1], "basic")
+
+    @property
+    def launcher(self) -> str:
+        """The choice of hydra/launcher: what starts the jobs of a sweep."""
+        given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_LAUNCHER)]
+        return given[-1] if given else self.hydra_choices.get(_LAUNCHER[:-1], "slots")
 
     @property
     def asks_for_folds(self) -> bool:

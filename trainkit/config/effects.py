@@ -30,7 +30,8 @@ def without_effect(composition: Composition, *, multirun: bool) -> tuple[list[Pr
     notes: list[str] = []
     values = composition.values
     searching = idle_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
-    for key, rule in (*_ineffective(values, multirun=multirun), *searching):
+    launching = _idle_for_launcher(composition.launcher) if multirun else ()
+    for key, rule in (*_ineffective(values, multirun=multirun), *searching, *launching):
         origin = composition.origin(key)
         problem = composition.problem(key, rule, value=_value(composition, key))
         if origin.level is Level.command_line:
@@ -106,6 +107,14 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     if values["precision"].get("value") != "fp16_mixed":
         reason = "has no effect: only precision=fp16_mixed scales its loss."
         yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
+
+
+def _idle_for_launcher(launcher: str) -> Iterator[tuple[str, str]]:
+    """Those that say how jobs share this machine, where something else starts them."""
+    if launcher != "slots":
+        names = ("resume", "slots", "jobs_per_device", "retries", "on_error")
+        reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
+        yield from ((f"sweep.{name}", reason) for name in names)
 
 
 def _idle_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -14,12 +14,14 @@ from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
 from trainkit.config.schema import Sweep as Settings
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.run.environment import num_cores
 from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
 from trainkit.sweeps.processes import start_fresh
+from trainkit.sweeps.record import FILE
 from trainkit.sweeps.resuming import identity
 from trainkit.sweeps.slots import Slots
 from trainkit.sweeps.sweep import Sweep
@@ -42,10 +44,11 @@ class Launching:
     def __init__(self, *, hydra_context: HydraContext, config: DictConfig) -> None:
         self._loader: Any = hydra_context.config_loader
         self._config = config
-        cfg = _run_config(config)
-        self.settings: Settings = cfg.sweep
+        self.settings: Settings = _run_config(config).sweep
         """`sweep.*`, as given."""
-        self._cfg = cfg
+        self._folder = _folder_of(config, self.settings)
+        with open_dict(config):
+            config.hydra.sweep.dir = str(self._folder)  # the sweeper too writes into it
         self._jobs: dict[str, Job] = {}
         self._sweep: Sweep | None = None
 
@@ -62,7 +65,7 @@ class Launching:
         num_gpus = torch.cuda.device_count()
         slots = Slots.of(self.settings, num_gpus=num_gpus, num_cores=num_cores(), environ=os.environ)
         return Sweep(
-            folder=Path(str(self._config.hydra.sweep.dir)),
+            folder=self._folder,
             slots=slots,
             retries=self.settings.retries,
             on_error=self.settings.on_error,
@@ -172,6 +175,16 @@ class Launching:
     def _label(self, overrides: Sequence[str]) -> str:
         fixed = set(self._config.hydra.overrides.task)
         return " ".join(line for line in overrides if line not in fixed)
+
+
+def _folder_of(config: DictConfig, settings: Settings) -> Path:
+    """Where the sweep goes: the folder that was named, or a new one."""
+    folder = Path(str(config.hydra.sweep.dir))
+    if settings.resume is not None and not (folder / FILE).is_file():
+        rule = f"is no folder of a sweep: it has no {FILE}."
+        raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])
+    named = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
+    return folder if named else free_folder(folder)
 
 
 def _run_config(config: DictConfig) -> RunConfig:

@@ -29,7 +29,7 @@ class Row:
     exit_code: int | None = None
     """None: it was not run, or has not ended."""
     tries: int = 0
-    """Processes that were started for it, in this sweep and in those it resumes."""
+    """Processes that were started for it with this config, in this sweep and in those it resumes."""
     pruned: bool = False
     """Whether the search stopped it early."""
 
@@ -61,8 +61,7 @@ class Record:
         """Take note of a job; of one that is known under this name, what became of it counts while its config stays."""
         known = self.rows.get(job.name)
         if known is None or known.config != job.config or not job.config:
-            tries = known.tries if known is not None else 0
-            known = Row(job=job.name, folder=job.folder, overrides=job.overrides, tries=tries)
+            known = Row(job=job.name, folder=job.folder, overrides=job.overrides)
         known.overrides, known.config, known.slots = job.overrides, job.config, job.slots
         self.rows[job.name] = known
         return known
@@ -105,7 +104,7 @@ def _row(folder: Path, item: dict[str, Any]) -> Row:
 
 def is_complete(row: Row) -> bool:
     """Whether a job did all it was asked to; its process may have been killed before its end was noted."""
-    if row.pruned or row.exit_code not in (0, None):
+    if row.pruned or row.exit_code not in (0, None) or not row.tries:
         return False
     result = RunFolder(row.folder).read_result()
     return result is not None and (row.exit_code == 0 or result.get("status") == "finished")

@@ -23,6 +23,7 @@ from types import FrameType
 from typing import Final, Literal
 
 from trainkit.errors import ConfigError, DataError, StoppedError, TerminatedError, TrainkitError
+from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.run.lock import locked
 from trainkit.sweeps.jobs import Job, Source
@@ -242,7 +243,10 @@ class _Round:
         grant = self._sweep.slots.take(job.slots)
         line = Line(name=job.name, label=job.label)
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
-        self._sweep.record.rows[job.name].tries += 1
+        row = self._sweep.record.rows[job.name]
+        if not row.tries:
+            RunFolder(job.folder).result.unlink(missing_ok=True)  # of another config, a shorter rung
+        row.tries += 1
         self._number += 1
         goes_on = (job.folder / "resolved.yaml").is_file()
         if not goes_on:

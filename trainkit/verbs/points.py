@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition
+from trainkit.config.grammar import COMMAND_LINE
 from trainkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -30,7 +31,20 @@ def sweep_points(call: Call) -> list[Composition]:
     from trainkit.sweeps.spaces.asking import asked  # noqa: PLC0415 - for sweeps only
 
     composer = Composer(call.config_dirs, call.packages)
+    _refuse_swept_settings(composer, call.overrides)
     return _checked(composer, asked(composer, call.overrides).points)
+
+
+def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
+    """What concerns the sweep as a whole has one value."""
+    rule = "is about the sweep as a whole: give it one value."
+    problems = [
+        Problem(key=item.key_or_group, value=item.get_value_string(), rule=rule, origin=COMMAND_LINE)
+        for item in composer.parse(overrides)[0]
+        if item.is_sweep_override() and item.key_or_group.startswith("sweep.")
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
