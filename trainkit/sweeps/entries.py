@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -40,6 +40,8 @@ class Entry:
     """Updates it made."""
     arguments: tuple[str, ...] = ()
     """All arguments of its run, as typed."""
+    spread: Mapping[str, float] = field(default_factory=dict)
+    """Of figures that are means over folds: the deviation of one fold from another."""
 
 
 def swept(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

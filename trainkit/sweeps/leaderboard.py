@@ -17,6 +17,7 @@ from trainkit.config.watched import Watched
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
 from trainkit.sweeps.entries import NOT_RUN, PRUNED, Entry, goal_of, read_entries, read_entry, relative, swept
+from trainkit.sweeps.folds import by_point
 
 __all__ = ["Entry", "Leaderboard", "collect", "goal_of", "read_entry", "swept", "write"]
 
@@ -99,12 +100,16 @@ class Leaderboard:
         return [
             entry.job,
             entry.status,
-            "" if value is None else figure(value),
+            "" if value is None else figure(value) + self._plus_minus(entry),
             *steps,
             " ".join(entry.overrides),
             "" if entry.seconds is None else duration(entry.seconds),
             "" if entry.status == NOT_RUN else str(entry.folder),
         ]
+
+    def _plus_minus(self, entry: Entry) -> str:
+        spread = entry.spread.get(self.goal.metric, math.nan)
+        return f" ± {figure(spread)}" if math.isfinite(spread) else ""
 
     def counts(self) -> str:
         """How many jobs there are, and what became of them, in words.
@@ -156,9 +161,11 @@ class Leaderboard:
         keys = list(dict.fromkeys(key for setting in settings for key in setting))
         text = io.StringIO()
         table = csv.writer(text, lineterminator="\n")
-        table.writerow(["rank", "job", "status", self.goal.metric, *keys, "steps", "seconds", "folder"])
+        spreads = [f"{self.goal.metric} spread"] if any(entry.spread for entry in self.entries) else []
+        table.writerow(["rank", "job", "status", self.goal.metric, *spreads, *keys, "steps", "seconds", "folder"])
         for rank, (entry, setting) in enumerate(zip(self.entries, settings, strict=True), start=1):
-            figures = [_blank(self.value(entry)), *(setting.get(key, "") for key in keys)]
+            spread = [_blank(entry.spread.get(self.goal.metric))] if spreads else []
+            figures = [_blank(self.value(entry)), *spread, *(setting.get(key, "") for key in keys)]
             figures += [_blank(entry.steps), _blank(entry.seconds)]
             table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
@@ -186,7 +193,7 @@ def collect(folder: Path, goal: Watched | None = None) -> Leaderboard:
         folder: of a sweep, or any folder with runs in it.
         goal: what to order by; None: what the first run that says so goes by.
     """
-    entries = read_entries(folder)
+    entries = by_point(read_entries(folder))
     if goal is None:
         goal = next((known for entry in entries if (known := goal_of(entry.folder)) is not None), Watched.of(Eval()))
     return Leaderboard.of(entries, goal)
