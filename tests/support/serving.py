@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from threading import Thread
+from threading import Event, Thread
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,11 +43,14 @@ def serving(
     """So many servers, holding the numbers of a model."""
     shares = Shares(variables_of(model, torch.float32), servers)
     with ExitStack() as stack:
+        over = Event()
         listeners = [Listener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
         for index, listener in enumerate(listeners):
-            thread = Thread(target=_run, args=(listener, shares, index, make_optimizer, timeout_s))
+            settings = {"make_optimizer": make_optimizer, "timeout_s": timeout_s, "stopped": over.is_set}
+            thread = Thread(target=_run, args=(listener, shares, index, settings))
             thread.start()
             stack.callback(thread.join)
+        stack.callback(over.set)
         addresses = [listener.address for listener in listeners]
         chief = Servers.connect(addresses, shares, token=TOKEN, name="chief", timeout_s=10)
         stack.callback(chief.close)
@@ -57,9 +61,9 @@ def serving(
         chief.bye()
 
 
-def _run(listener: Listener, shares: Shares, index: int, make_optimizer: MakeOptimizer, timeout_s: float) -> None:
+def _run(listener: Listener, shares: Shares, index: int, settings: Mapping[str, Any]) -> None:
     with suppress(LinkError):  # the test ended early, and says why itself
-        serve(listener, shares, index, make_optimizer=make_optimizer, timeout_s=timeout_s)
+        serve(listener, shares, index, **settings)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -169,6 +169,8 @@ def connect(address: tuple[str, int], *, token: bytes, name: str, peer: str, tim
     while True:
         try:
             return _connected(address, token=token, name=name, peer=peer, timeout_s=timeout_s)
+        except LinkError:
+            raise
         except OSError as error:
             reason = error.strerror or str(error)
         except _TurnedAwayError as error:

@@ -46,7 +46,7 @@ def memory_of(tensor: Tensor) -> memoryview:
         >>> memory_of(torch.ones(3, dtype=torch.bfloat16)).nbytes
         6
     """
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +135,7 @@ class Link:
         Raises:
             LinkError: there are more or fewer of them, or the other end is gone.
         """
+        assert all(tensor.is_contiguous() for tensor in into), "the numbers would go into copies"
         self.read_memory([memory_of(tensor) for tensor in into if tensor.numel()])
 
     def read_memory(self, views: Sequence[memoryview]) -> None:

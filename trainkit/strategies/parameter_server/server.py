@@ -87,7 +87,7 @@ class _Server:
         timeout_s: float,
     ) -> None:
         self.ended = Event()
-        self.broken: LinkError | None = None
+        self.broken: BaseException | None = None
         self._pieces = shares.pieces[index]
         self._digest = shares.digest
         self._held = Held(self._pieces, shares.master_dtype, make_optimizer)
@@ -108,7 +108,7 @@ class _Server:
         try:
             while not self.ended.is_set():
                 self._answer(link, link.receive())
-        except LinkError as error:
+        except BaseException as error:  # whatever it is: without the chief nothing more can come
             if link.peer == CHIEF and not self.ended.is_set():
                 self.broken = error
                 self.ended.set()

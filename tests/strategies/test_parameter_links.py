@@ -1,0 +1,172 @@
+"""Connections between tasks: who may, what arrives, and what becomes of garbage."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import time
+from contextlib import suppress
+from threading import Thread
+
+import pytest
+import torch
+
+from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
+from tests.support.serving import TOKEN, Farm, serving
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.greeting import Listener, connect
+from trainkit.strategies.parameter_server.links import Link
+
+HEAD = struct.Struct("!4s16sIQ")
+
+
+@pytest.fixture
+def ends():
+    """Two links that talk to each other."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        first, second = socket.create_connection(server.getsockname()), server.accept()[0]
+    links = [Link(first, peer="b", timeout_s=0.3), Link(second, peer="a", timeout_s=0.3)]
+    yield links
+    for link in links:
+        link.close()
+
+
+def test_numbers_arrive_in_the_tensors_that_wait_for_them(ends: list[Link]) -> None:
+    tensors = [torch.randn(3, 5), torch.tensor(7), torch.randn(4).bfloat16(), torch.randn(6, 4)[:, ::2], torch.empty(0)]
+    ends[0].send("push", {"key": "a"}, tensors)
+    frame = ends[1].receive()
+    into = [torch.zeros(one.shape, dtype=one.dtype) for one in tensors]
+    ends[1].read(into)
+    assert (frame.kind, frame.meta, frame.num_bytes) == ("push", {"key": "a"}, 60 + 8 + 8 + 48)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, into, strict=True))
+
+
+def test_more_numbers_than_expected_end_the_connection(ends: list[Link]) -> None:
+    ends[0].send("push", {}, [torch.zeros(4)])
+    ends[1].receive()
+    with pytest.raises(LinkError, match="a sent 16 bytes where 8 were expected"):
+        ends[1].read([torch.zeros(2)])
+    with pytest.raises(LinkError, match="b closed the connection"):
+        ends[0].receive()
+
+
+def test_numbers_that_nobody_reads_end_the_connection(ends: list[Link]) -> None:
+    ends[0].send("pull", {}, [torch.zeros(4)])
+    ends[1].receive()
+    with pytest.raises(LinkError, match="a sent 16 bytes that nothing was expected to follow"):
+        ends[1].receive()
+
+
+def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Link]) -> None:
+    ends[0]._connection.sendall(HEAD.pack(b"tkl1", b"pull", 100, 0) + b"{")
+    with pytest.raises(LinkError, match=r"a says nothing: 0\.3 s"):
+        ends[1].receive()
+
+
+def test_text_that_is_too_long_is_not_sent(ends: list[Link]) -> None:
+    with pytest.raises(ValueError, match="push: 70008 bytes of text, and a frame takes 65536"):
+        ends[0].send("push", {"a": "x" * 70_000})
+
+
+def test_a_client_learns_that_the_other_end_holds_another_token_and_tells_it_nothing() -> None:
+    with Listener("ps:0", token=b"one") as listener:
+        listener.serve(lambda link: None)
+        with pytest.raises(LinkError, match="ps:0 does not know the token of this run"):
+            connect(listener.address, token=b"two", name="worker:1", peer="ps:0", timeout_s=3)
+        for _ in range(100):
+            if listener.turned_away:
+                break
+            time.sleep(0.01)
+        assert listener.turned_away == 1
+
+
+def test_who_listens_nowhere_is_named_with_the_time_that_was_waited() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = unused.getsockname()
+    with pytest.raises(LinkError, match=rf"ps:1 at 127\.0\.0\.1:{address[1]} cannot be reached: 0\.2 s, .*refused"):
+        connect(address, token=TOKEN, name="worker:1", peer="ps:1", timeout_s=0.2)
+
+
+def garbage(chance: random.Random) -> bytes:
+    """Half frames, frames of too much, frames of nothing known, noise."""
+    text = json.dumps({"name": "worker:1", "nonce": "0" * 64}).encode()
+    return chance.choice([
+        chance.randbytes(chance.randrange(1, 200)),
+        HEAD.pack(b"tkl1", b"hello", 2**32 - 1, 2**64 - 1),
+        HEAD.pack(b"tkl1", b"hello", 60_000, 0) + b"[" * 60_000,
+        HEAD.pack(b"tkl1", b"push", len(text), 2**40) + text,
+        HEAD.pack(b"tkl1", b"hello", len(text), 0) + text[:-9],
+        HEAD.pack(b"tkl1", b"hello", len(text), 0) + text + HEAD.pack(b"tkl1", b"proof", 2, 0) + b"{}",
+        HEAD.pack(b"tkl1", b"\xff" * 16, 2, 0) + b"{}",
+        HEAD.pack(b"tkl1", b"hello", 900, 0) + b"[" * 900,
+    ])  # fmt: skip
+
+
+def throw(address: tuple[str, int], *, frames: int, seed: int) -> None:
+    """Garbage at a port, ten frames a connection."""
+    chance = random.Random(seed)
+    for _ in range(frames // 10):
+        with socket.create_connection(address) as connection:
+            try:
+                for _ in range(10):
+                    connection.sendall(garbage(chance))
+            except OSError:
+                continue  # dropped
+
+
+def train(farm: Farm, model: torch.nn.Module, steps: range) -> None:
+    worker = farm.client()
+    for step in steps:
+        worker.push("a", gradients(model, step))
+        farm.chief.apply(version=step + 1, lr_factor=1.0, keys=["a"])
+    worker.close()
+
+
+def test_ten_thousand_frames_of_garbage_harm_nobody() -> None:
+    model = Net()
+    with serving(model, optimizer_of("adamw")) as farm:
+        train(farm, model, range(30))
+        expected = farm.chief.state()
+    with serving(model, optimizer_of("adamw")) as farm:
+        thrown = Thread(target=throw, args=(farm.addresses[0],), kwargs={"frames": 10_000, "seed": 5})
+        thrown.start()
+        train(farm, model, range(20))
+        thrown.join()
+        train(farm, model, range(20, 30))
+        equal(farm.chief.state(), expected)
+
+
+def bad_requests() -> list[tuple[str, dict, list]]:
+    """What a peer with the token must not get away with."""
+    half = {"have": "1", "dtype": "float32"}
+    return [
+        ("push", {"keys": ["a"], "have": "zz", "dtype": "float32"}, []),
+        ("push", {"keys": ["a"], "have": "f" * 60_000, "dtype": "float32"}, []),
+        ("push", {"keys": ["a"], "have": "1", "dtype": "object"}, []),
+        ("push", {"keys": ["a"], **half}, [torch.zeros(3)]),
+        ("push", {"keys": ["a"], **half, "rows": {"0": 10**9}}, []),
+        ("push", {"keys": ["a"], **half, "rows": {"0": 1}}, [torch.tensor([101], dtype=torch.int32), torch.ones(37)]),
+        ("push", {"keys": ["a"], **half, "rows": {"0": 1}}, [torch.tensor([-1], dtype=torch.int32), torch.ones(37)]),
+        ("push", {"keys": "a" * 200, **half}, []),
+        ("rows", {"piece": 0, "count": 1, "dtype": "float32"}, [torch.tensor([101])]),
+        ("rows", {"piece": 99, "count": 1, "dtype": "float32"}, []),
+        ("pull", {"have": "-1", "dtype": "float32", "version": 0}, []),
+        ("pull", {"have": "1", "dtype": "float32", "version": "x"}, []),
+        ("load", {"key": "param/large.weight", "shape": [2**40], "dtype": "float32"}, []),
+        ("bye", {}, []),
+    ]
+
+
+def test_a_peer_with_the_token_that_asks_for_nonsense_is_refused_or_dropped() -> None:
+    model = Net()
+    with serving(model, optimizer_of("sgd")) as farm:
+        before = farm.chief.state()
+        for kind, meta, tensors in bad_requests():
+            worker = farm.client()
+            worker.links[0].send(kind, meta, tensors)
+            with suppress(LinkError):
+                assert worker.links[0].receive(5).kind == "refused", (kind, meta)
+            worker.close()
+        equal(farm.chief.state(), before)
