@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from random import Random
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import yaml
@@ -111,6 +115,10 @@ class Case:
     """What is recomputed and compiled."""
     start: dict[str, Tensor] | None = None
     """A checkpoint's tensors to start from, at step 0."""
+    slowed: dict[int, float] = field(default_factory=dict)
+    """Ranks that, beside the loop, wait for their batches: for seconds, at random up to so many."""
+    folder: Path | None = None
+    """The run folder, for strategies that keep a record."""
 
     def make_model(self) -> nn.Module:
         """The model at step 0."""
@@ -163,6 +171,22 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     if len(found) < len(tasks):
         _share_samples(found, trained)
     return found
+
+
+def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
+    """As `train`, with a thread a task, for strategies without a process group: quick to start.
+
+    Args:
+        store: host and port of a rendezvous store.
+        case: nothing in it is random: threads share a generator.
+    """
+    strategy = case.make_strategy()
+    tasks = strategy.tasks(Facts())
+    prefix = f"threads/{uuid4()}"
+    places = [Place(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
+    with ThreadPoolExecutor(len(tasks)) as threads:
+        trained = list(threads.map(lambda place: run_rank(place, case), places))
+    return [rank for rank, task in zip(trained, tasks, strict=True) if strategy.trains(task)]
 
 
 def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
@@ -219,10 +243,13 @@ class _Rank:
         self.computed: dict[int, list[int]] = {}
         self.norms: list[float] = []
         self.task = self.strategy.tasks(Facts())[place.rank if place else 0]
+        self.luck = Random(self.task.rank)
 
     def fetch(self, ticket: Ticket) -> list[Any]:
         """The batches of a ticket, for what computes beside the loop."""
         found = [self._indices(ticket.step, shard) for shard in ticket.shards]
+        if self.task.rank in self.case.slowed:
+            time.sleep(self.case.slowed[self.task.rank] * self.luck.random())
         self.computed.setdefault(ticket.step, []).extend(index for shard in found for index in shard)
         return [self._batch(shard) for shard in found]
 
@@ -247,14 +274,17 @@ class _Rank:
     def train(self) -> Trained:
         """All steps, with a new placement in between where the case asks for one."""
         ends = [self.case.num_steps] if self.case.resume_at is None else [self.case.resume_at, self.case.num_steps]
-        state = self.case.start or {}
+        state, remembered = self.case.start or {}, dict[str, Any]()
         for part, end in enumerate(ends):
             placed = self._place(part)
             if state:
                 self.strategy.load_state(placed, state)
+            if part:
+                self.strategy.recall(placed, remembered)
             self.strategy.prepare(placed)
             self._steps(placed, end)
             state = {key: tensor.detach().clone() for key, tensor in self.strategy.state(placed).items()}
+            remembered = self.strategy.remember(placed)
             losses, scale = self._losses(placed), placed.loss_scale.scale
             self.strategy.leave(placed)
         return Trained(
@@ -270,6 +300,7 @@ class _Rank:
             make_optimizer=self._optimizer,
         )
         placed.open_data = lambda _device: self
+        placed.folder = self.case.folder
         return placed
 
     def _model(self) -> nn.Module:

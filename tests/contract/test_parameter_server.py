@@ -1,16 +1,33 @@
 """A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker."""
 
+import socket
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.stepping import Case, oracle, run_rank, train, train_in_threads
 from tests.support import reference
 from tests.support.pool import Pool
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.order import SampleOrder
+from trainkit.strategies.parameter_server.record import read_record
 
 CLASSES = Case(task="classes", global_size=16, micro_size=3)
 TOKENS = Case(task="tokens", global_size=8, micro_size=2)
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[tuple[str, int]]:
+    """A rendezvous store of this process."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    held = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield "127.0.0.1", port
+    del held
 
 
 def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
@@ -18,21 +35,72 @@ def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
     return replace(case, strategy="parameter_server", settings=chosen)
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 3), (4, 1)])
+@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)])
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_ten_steps_are_those_of_the_reference(
-    base: Case, optimizer: str, workers: int, servers: int, pool: Pool
+    base: Case, optimizer: str, workers: int, servers: int, store: tuple[str, int]
 ) -> None:
     case = served(replace(base, optimizer=optimizer, max_norm=0.05), workers, servers)
     expected = oracle(case)
-    (chief,) = train(pool, case)
+    (chief,) = train_in_threads(store, case)
     assert reference.differences(chief.weights, expected) == []
     assert chief.losses == pytest.approx(expected.losses, rel=1e-12)
-    assert [sorted(used) for used in chief.samples] == [sorted(used) for used in expected.samples]
 
 
-def test_async_with_one_worker_is_one_device_to_the_bit(pool: Pool) -> None:
+@pytest.mark.parametrize(("workers", "servers"), [(1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
+def test_reproducible_runs_have_the_bits_of_one_device(
+    base: Case, workers: int, servers: int, store: tuple[str, int]
+) -> None:
+    shaped = {"model": {"norm": True}} if base is CLASSES else {}
+    lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, **shaped)
+    expected = run_rank(None, lanes)
+    (found,) = train_in_threads(store, served(lanes, workers, servers))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+def test_async_with_one_worker_is_one_device_to_the_bit(store: tuple[str, int]) -> None:
     base = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True, "dropout": 0.3}, max_norm=0.5)
-    (expected,), (found,) = train(pool, base), train(pool, served(base, 1, 2, mode="async"))
+    expected = run_rank(None, base)
+    (found,) = train_in_threads(store, served(base, 1, 2, mode="async"))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+def test_a_training_continued_in_async_mode_hands_out_what_was_under_way(
+    tmp_path: Path, store: tuple[str, int]
+) -> None:
+    case = replace(CLASSES, num_steps=12, resume_at=5, folder=tmp_path)
+    (chief,) = train_in_threads(store, served(case, 3, 1, mode="async"))
+    assert len(chief.losses) == 12
+    lines = list(read_record(tmp_path / "updates.jsonl"))
+    assert [line.version for line in lines] == list(range(12))
+    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(12))
+
+
+@pytest.mark.parametrize("spares", [1, 2])
+@pytest.mark.parametrize("mode", ["duplicate", "replace"])
+def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
+    mode: str, spares: int, tmp_path: Path, store: tuple[str, int]
+) -> None:
+    base = replace(CLASSES, precision="fp32", num_steps=9, model={"norm": True})  # 3 epochs of 37
+    spared = served(base, 5, 1, spare_replicas=spares, spare_mode=mode)
+    (chief,) = train_in_threads(store, replace(spared, slowed={1: 0.1, 3: 0.1}, folder=tmp_path))
+    plan = BatchPlan(num_samples=37, global_size=base.global_size, micro_size=base.micro_size)
+    order = SampleOrder(num_samples=37, seed=base.seed)
+    lines = list(read_record(tmp_path / "updates.jsonl"))
+    for epoch in range(3):
+        tickets = [part.ticket for line in lines[3 * epoch : 3 * epoch + 3] for part in line.parts]
+        spans = [plan.shard_range(ticket.step, ticket.shards[0]) for ticket in tickets]
+        assert sorted(index for span in spans for index in order.indices(*span).tolist()) == list(range(37))
+    if mode == "duplicate":
+        (undisturbed,) = train_in_threads(store, served(base, 5, 1))
+        assert [key for key, one in undisturbed.state.items() if not torch.equal(one, chief.state[key])] == []
+
+
+def test_masks_and_statistics_are_those_of_one_device_in_processes_too(pool: Pool) -> None:
+    base = replace(
+        CLASSES, precision="fp32", optimizer="adamw", reproducible=True, model={"norm": True, "dropout": 0.3}
+    )
+    (expected,), (found,) = train(pool, base), train(pool, served(base, 2, 1))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
