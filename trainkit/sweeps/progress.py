@@ -43,6 +43,8 @@ class Watch:
         self._folder = folder
         self._cfg: RunConfig | None = None
         self._last = Progress()
+        self.goal = "metric"
+        """The name of what the run goes by, once it is known."""
 
     def look(self) -> Progress:
         """What there is to see; what was seen before stays where the newest rows do not say it again."""
@@ -50,11 +52,11 @@ class Watch:
             self._cfg = _config(self._folder)
         if self._cfg is None:
             return self._last
-        goal = Watched.of(self._cfg.eval).metric
+        self.goal = Watched.of(self._cfg.eval).metric
         row: dict[str, Any] = {}
         for found in _rows(self._folder / "metrics.jsonl"):
             row |= {name: value for name, value in found.items() if value is not None}
-        self._last = _read(row, goal, self._cfg, self._last)
+        self._last = _read(row, self.goal, self._cfg, self._last)
         return self._last
 
 

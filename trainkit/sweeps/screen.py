@@ -55,6 +55,8 @@ class View:
     """Slots that are taken."""
     slots: int
     """Slots that there are."""
+    metric: str = "metric"
+    """What the jobs go by."""
 
     def counts(self) -> str:
         """In words.
@@ -146,7 +148,7 @@ def table_of(view: View, *, height: int) -> RenderableType:
 
     shown, left_out = _chosen(view.lines, max(1, height - _ROOM_FOR_REST))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("job", "state", "step", "metric", "loss", "left"):
+    for name in ("job", "state", "step", view.metric, "loss", "left"):
         table.add_column(name, no_wrap=True, justify="left" if name in ("job", "state") else "right")
     table.add_column("overrides", no_wrap=True, overflow="ellipsis", ratio=1)
     for line in shown:
@@ -168,7 +170,7 @@ def _chosen(lines: Sequence[Line], room: int) -> tuple[list[Line], int]:
 def _cells(line: Line) -> tuple[str, ...]:
     now = line.progress
     step = "" if now.step is None else count(now.step) + ("" if now.done is None else f" {share(now.done):>5}")
-    left = clock(now.remaining_s) if line.state == "running" else duration(line.seconds or 0.0)
+    left = clock(now.remaining_s) if line.state == "running" else "" if line.seconds is None else duration(line.seconds)
     metric, loss = ("" if value is None else figure(value) for value in (now.metric, now.loss))
     return line.name, line.state, step, metric, loss, left, line.label or line.note
 

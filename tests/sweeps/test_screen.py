@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import doctest
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from trainkit.sweeps import jobs, screen, stopping
+from trainkit.sweeps.progress import Progress, Watch, last_line
+from trainkit.sweeps.screen import Line, PlainScreen, TableScreen, View, table_of
+
+
+@pytest.mark.parametrize("module", [screen, jobs, stopping])
+def test_examples_of_the_docstrings_run(module):
+    assert doctest.testmod(module).failed == 0
+
+
+def shown(view, height=20):
+    console = Console(file=io.StringIO(), width=80, highlight=False)
+    console.print(table_of(view, height=height))
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def lines(*states):
+    return [Line(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
+
+
+def test_the_table_tells_how_far_each_job_is():
+    running, done = lines("running", "done")
+    running.progress = Progress(step=1500, done=0.25, metric=0.9123456, loss=0.3, remaining_s=75.0)
+    done.progress, done.seconds = Progress(step=6000, done=1.0, metric=0.95, loss=0.1), 8.0
+    view = View(lines=[running, done], queued=6, in_use=1, slots=2, metric="val/accuracy")
+    assert shown(view) == [
+        "1 done, 1 running, 6 queued, 1 of 2 slots in use",
+        "job  state           step  val/accuracy  loss   left  overrides",
+        "0    running  1,500  25 %        0.9123   0.3   1:15  seed=0",
+        "1    done     6,000 100 %          0.95   0.1  8.0 s  seed=1",
+    ]
+
+
+def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown():
+    view = View(lines=lines("done", "failed", "done", "running", "done"), queued=None, in_use=1, slots=1)
+    head, _, *rows = shown(view, height=9)
+    assert head == "3 done, 1 running, 1 failed, 1 of 1 slots in use, 2 not shown"
+    assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
+
+
+def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(capsys):
+    PlainScreen().say("job 0 starts", passing=True)
+    assert capsys.readouterr().out == "job 0 starts\n"
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False)
+    table = TableScreen(console)
+    table.say("job 0 starts", passing=True)
+    table.say("job 1 failed [sic]")
+    table.close()
+    assert "job 1 failed [sic]" in console.file.getvalue()
+    assert "starts" not in console.file.getvalue()
+
+
+def run_folder(folder, config, *rows):
+    (folder / "resolved.yaml").write_text(config)
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return Watch(folder)
+
+
+def test_progress_is_read_from_the_newest_rows(tmp_path):
+    watch = run_folder(
+        tmp_path,
+        "{epochs: 4, eval: {metric: val/accuracy}}",
+        {"step": 10, "epoch": 1.0, "val/accuracy": 0.8, "val/loss": 0.7},
+        {"step": 20, "epoch": 2.0, "seconds": 5.0, "train/loss": 0.5},
+    )
+    assert watch.look() == Progress(step=20, done=0.5, metric=0.8, loss=0.5, remaining_s=5.0)
+    assert watch.goal == "val/accuracy"
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("x" * 10_000 + "\n" + json.dumps({"step": 30, "epoch": 3.0, "seconds": 7.5}) + '\n{"step": 4')
+    assert watch.look() == Progress(step=30, done=0.75, metric=0.8, loss=0.5, remaining_s=2.5)
+
+
+def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path):
+    assert run_folder(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
+
+
+def test_before_a_run_begins_nothing_is_known(tmp_path):
+    assert Watch(tmp_path / "absent").look() == Progress()
+    assert last_line(tmp_path / "absent") == ""
