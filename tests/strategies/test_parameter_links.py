@@ -124,13 +124,14 @@ def train(farm: Farm, model: torch.nn.Module, steps: range) -> None:
     worker.close()
 
 
-def test_ten_thousand_frames_of_garbage_harm_nobody() -> None:
+@pytest.mark.parametrize("frames", [1_000, pytest.param(10_000, marks=pytest.mark.long)])
+def test_thousands_of_frames_of_garbage_harm_nobody(frames: int) -> None:
     model = Net()
     with serving(model, optimizer_of("adamw")) as farm:
         train(farm, model, range(30))
         expected = farm.chief.state()
     with serving(model, optimizer_of("adamw")) as farm:
-        thrown = Thread(target=throw, args=(farm.addresses[0],), kwargs={"frames": 10_000, "seed": 5})
+        thrown = Thread(target=throw, args=(farm.addresses[0],), kwargs={"frames": frames, "seed": 5})
         thrown.start()
         train(farm, model, range(20))
         thrown.join()

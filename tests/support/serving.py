@@ -33,7 +33,7 @@ class Farm:
 
     def client(self, name: str = "worker:0", **settings: object) -> Servers:
         """Connections of a worker; the caller closes them."""
-        return Servers.connect(self.addresses, self.shares, token=TOKEN, name=name, timeout_s=10, **settings)  # type: ignore[arg-type]
+        return Servers.connect(self.addresses, self.shares, token=TOKEN, name=name, timeout_s=30, **settings)  # type: ignore[arg-type]
 
 
 @contextmanager
@@ -52,7 +52,9 @@ def serving(
             stack.callback(thread.join)
         stack.callback(over.set)
         addresses = [listener.address for listener in listeners]
-        chief = Servers.connect(addresses, shares, token=TOKEN, name="chief", timeout_s=10)
+        chief = Servers.connect(
+            addresses, shares, token=TOKEN, name="chief", timeout_s=60
+        )  # the first optimizer is slow
         stack.callback(chief.close)
         farm = Farm(shares, addresses, chief)
         if loads:
