@@ -32,10 +32,8 @@ def test_sweeps_whose_points_would_have_other_folds_are_refused():
     assert refused(overrides, "cv.folds=3,5") == [
         "cv.folds: is one number: a sweep compares points on the same folds. (command line)"
     ]
-    assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna") == [
-        "hydra/sweeper: optuna learns from one run after another, and a point has one a fold. Use grid or random."
-        + " (command line)"
-    ]
+    rule = "optuna learns from one run after another, and a point has one a fold. Use grid or random."
+    assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna") == [f"hydra/sweeper: {rule} (command line)"]
 
 
 def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path):
@@ -59,7 +57,5 @@ def test_bad_folds_are_problems_before_anything_runs():
 
 
 def test_python_trains_one_fold_at_a_time():
-    assert refused(trainkit.train, trainkit.compose(["cv.folds=3"])) == [
-        "cv.folds=3: is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
-        + " (command line)"
-    ]
+    rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
+    assert refused(trainkit.train, trainkit.compose(["cv.folds=3"])) == [f"cv.folds=3: {rule} (command line)"]

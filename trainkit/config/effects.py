@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.composition import Composition, path_of
 from trainkit.config.origins import Level, lookup
@@ -109,12 +109,21 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
 
 
+_ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")
+"""Launchers of trainkit's that hand jobs to something else; the sweep stays what it is."""
+
+
 def _idle_for_launcher(launcher: str) -> Iterator[tuple[str, str]]:
     """Those that say how jobs share this machine, where something else starts them."""
-    if launcher != "slots":
-        names = ("resume", "slots", "jobs_per_device", "retries", "on_error")
-        reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
+    reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
+    if launcher in _ENGINES:
+        yield from ((f"sweep.{name}", f"{reason} Give hydra.launcher.jobs_at_once.") for name in _SHARES)
+    elif launcher != "slots":
+        names = ("resume", *_SHARES, "retries", "on_error")
         yield from ((f"sweep.{name}", reason) for name in names)
+
+
+_SHARES: Final = ("slots", "jobs_per_device")
 
 
 def _idle_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -103,6 +103,8 @@ class Loader(ConfigLoaderImpl):
         applicable = [*composition.overrides, *composition.hydra_overrides]
         flags = [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
+        if composition.hands_on:  # the job itself is to train, not to be handed on once more
+            applicable.append("hydra.mode=RUN")
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
         return (sys.executable, "-m", "trainkit", *flags, *applicable, f'hydra.run.dir="{escaped}"')
 

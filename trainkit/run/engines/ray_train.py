@@ -17,7 +17,7 @@ from trainkit.run.engines.attempt import open_attempt
 from trainkit.run.engines.base import Engine, Job
 from trainkit.run.engines.rank import Place, run_rank
 
-__all__ = ["Ray"]
+__all__ = ["Ray", "ray_session"]
 
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere that nobody asked for
@@ -47,32 +47,43 @@ class Ray(Engine):
     @contextmanager
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[_Connection]:  # noqa: ARG002 - Ray finds GPUs
         """Start Ray here, or join the cluster."""
-        before = {name: os.environ.get(name) for name in _QUIET}
-        os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
-        import ray  # noqa: PLC0415 - 1 s, and only where it is used
-
-        temporary = tempfile.mkdtemp(prefix="ray") if self.address is None else None
-        own: dict[str, Any] = {
-            "num_cpus": max(1, int(num_ranks * self.cpus_per_replica + 0.999)),
-            "include_dashboard": False,
-            "_temp_dir": temporary,
-        }
-        try:
-            ray.init(
-                address=self.address,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                **({"ignore_reinit_error": True} if temporary is None else own),
-            )
-            host = "127.0.0.1" if temporary is not None else ray.util.get_node_ip_address()
+        with ray_session(self.address, num_cpus=max(1, int(num_ranks * self.cpus_per_replica + 0.999))) as ray:
+            host = "127.0.0.1" if self.address is None else ray.util.get_node_ip_address()
             yield _Connection(host=host, cpus=self.cpus_per_replica)
-        finally:
-            ray.shutdown()
-            if temporary is not None:
-                shutil.rmtree(temporary, ignore_errors=True)
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
+
+
+@contextmanager
+def ray_session(address: str | None, *, num_cpus: int) -> Iterator[Any]:
+    """Ray, while the block runs: that of a cluster, or one of this machine's own.
+
+    Args:
+        address: of the cluster; None starts Ray here, with a folder of its own that is removed.
+        num_cpus: cores that a Ray of our own offers.
+
+    Returns:
+        The module, connected.
+    """
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
+    import ray  # noqa: PLC0415 - 1 s, and only where it is used
+
+    temporary = tempfile.mkdtemp(prefix="ray") if address is None else None
+    own: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temporary}
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            **({"ignore_reinit_error": True} if temporary is None else own),
+        )
+        yield ray
+    finally:
+        ray.shutdown()
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
 
 
 @dataclass(frozen=True)

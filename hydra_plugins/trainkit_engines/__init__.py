@@ -1,0 +1,62 @@
+"""The launchers that hand the jobs of a sweep to another engine, where Hydra insists on finding them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+__all__ = ["EngineLauncher"]
+
+
+class EngineLauncher(Launcher):
+    """Has an engine run each job, and keeps the leaderboard of the sweep."""
+
+    def __init__(self, launcher: str, **keys: Any) -> None:
+        self._launcher, self._keys = launcher, keys
+        self.launching: Any = None
+        """`trainkit.sweeps.engines.launching.EngineLaunching`, for sweepers that choose jobs as they end."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Take what the jobs need; a job is a command, so the task function is not among it."""
+        del task_function
+        from trainkit.sweeps.engines.launching import EngineLaunching  # noqa: PLC0415 - Hydra loads every plugin
+
+        self.launching = EngineLaunching(
+            hydra_context=hydra_context, config=config, launcher=self._launcher, keys=self._keys
+        )
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Run a batch of jobs."""
+        returns: Sequence[JobReturn] = self.launching.launch(job_overrides, initial_job_idx)
+        return returns
+
+
+_LOCAL = {"jobs_at_once": "auto", "timeout_min": 1440}
+_KEYS: dict[str, dict[str, Any]] = {
+    "joblib": {"jobs_at_once": "auto"},
+    "ray": {"jobs_at_once": "auto", "address": None, "cpus_per_process": 1.0, "gpus_per_process": "auto"},
+    "submitit_local": _LOCAL,
+    "submitit_slurm": {
+        **_LOCAL,
+        "partition": None,
+        "nodes": 1,
+        "tasks_per_node": 1,
+        "gpus_per_node": 0,
+        "cpus_per_task": None,
+        "mem_gb": None,
+        "save_s": 90,
+        "max_requeues": 3,
+        "additional": {},
+    },
+}
+"""The keys of the engines' classes with their defaults, which a test holds equal: no class is imported to start."""
+
+for _name, _keys in _KEYS.items():
+    _node = {"_target_": "hydra_plugins.trainkit_engines.EngineLauncher", "launcher": _name, **_keys}
+    ConfigStore.instance().store(group="hydra/launcher", name=_name, node=_node, provider="trainkit")

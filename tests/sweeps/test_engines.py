@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+import hydra_plugins.trainkit_engines as plugin
+from trainkit.errors import ConfigError, MissingExtraError
+from trainkit.sweeps.engines.base import JobEngine
+from trainkit.sweeps.engines.described import Described, Driver, asked_file, ended_file, run_described
+from trainkit.sweeps.engines.launching import ENGINES
+from trainkit.sweeps.engines.starting import Remote
+
+WAITS = "import time; time.sleep(60)"
+POLITE = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+pathlib.Path(sys.argv[1]).touch(); time.sleep(60)
+"""
+
+
+def engine_class(launcher) -> type[JobEngine]:
+    module, name = ENGINES[launcher]
+    return getattr(import_module(f"trainkit.sweeps.engines.{module}"), name)
+
+
+def described(folder, code, *words, driver=None):
+    path = folder / "1.json"
+    Described(
+        command=(sys.executable, "-c", code, *map(str, words)),
+        environ={"GIVEN": "7"},
+        cwd=str(folder),
+        log="run/output.log",
+        driver=driver or Driver.here(),
+    ).write(path)
+    return path
+
+
+class InThreads:
+    """An engine that runs each job in a thread of this process, or loses it."""
+
+    def __init__(self, loses=False):
+        self.loses = loses
+        self.threads = []
+        self.asked = []
+
+    def submit(self, path, *, slots):
+        self.asked.append(slots)
+        if not self.loses:
+            thread = threading.Thread(target=run_described, args=(path,))
+            thread.start()
+            self.threads.append(thread)
+        return self
+
+    def lost(self):
+        return "the node is gone" if self.loses else None
+
+    def cancel(self):
+        return
+
+
+@contextlib.contextmanager
+def started(folder, code, *words, loses=False):
+    ends, engine = SimpleQueue(), InThreads(loses)
+    remote = Remote(folder, lambda _: 2)
+    with remote.connected(engine):
+        job = remote(5, [sys.executable, "-c", code, *map(str, words)], {}, folder / "0" / "output.log", ends.put)
+        yield job, lambda: ends.get(timeout=30)
+    for thread in engine.threads:
+        thread.join()
+    assert engine.asked == [2]
+
+
+def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(tmp_path):
+    path = described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)")
+    assert run_described(str(path)) == 3
+    assert ended_file(path).read_text() == "3"
+    assert (tmp_path / "run/output.log").read_text() == "7\n"
+
+
+def test_a_run_that_has_begun_goes_on(tmp_path):
+    told = Described.read(described(tmp_path, "pass"))
+    assert told.line == told.command
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/resolved.yaml").touch()
+    assert told.line == (*told.command, "resume=auto")
+
+
+def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path):
+    here = Driver.here()
+    gone = Driver(host=here.host, pid=here.pid, begun="1")
+    assert run_described(str(described(tmp_path, WAITS, driver=gone))) == -signal.SIGKILL
+    assert Driver(host="elsewhere", pid=here.pid, begun="1").is_gone is False
+
+
+def test_the_end_of_a_job_is_reported_once(tmp_path):
+    with started(tmp_path, "raise SystemExit(4)") as (job, ended):
+        told = ended()
+        assert (told.attempt, told.code) == (5, 4)
+        job.kill()  # it has ended: nothing to do
+
+
+def test_a_job_is_asked_to_stop_and_told_to(tmp_path):
+    with started(tmp_path, POLITE, tmp_path / "runs") as (job, ended):
+        while not (tmp_path / "runs").exists():
+            time.sleep(0.01)
+        job.signal(signal.SIGINT)
+        assert ended().code == 130
+    with started(tmp_path, WAITS) as (job, ended):
+        job.kill()
+        assert ended().code == -signal.SIGKILL
+    assert asked_file(job.path).read_text() == "SIGKILL\n"
+
+
+def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path):
+    with started(tmp_path, WAITS, loses=True) as (_, ended):
+        assert ended().code == 1
+    assert (tmp_path / "0/output.log").read_text() == "the node is gone\n"
+
+
+@pytest.mark.parametrize("launcher", ENGINES)
+def test_the_keys_of_a_launcher_are_those_of_its_class(launcher):
+    kind = engine_class(launcher)
+    defaults = {one.name: getattr(kind(), one.name) for one in fields(kind)}
+    assert plugin._KEYS[launcher] == defaults
+    assert kind.of(plugin._KEYS[launcher]) == kind()
+
+
+def refused(call, *arguments):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments)
+    return [line.strip() for line in str(caught.value).splitlines()[1:]]
+
+
+def test_keys_that_do_not_fit_are_refused_together():
+    assert refused(engine_class("submitit_slurm").of, {"node": 1, "nodes": 0, "partition": 3}) == [
+        "hydra.launcher.node: no such key. Did you mean hydra.launcher.nodes? (command line)",
+        "hydra.launcher.nodes=0: must be at least 1. (command line)",
+        "hydra.launcher.partition=3: must be text or null. (command line)",
+    ]
+
+
+@pytest.mark.parametrize(("launcher", "extra"), [("joblib", "joblib"), ("ray", "ray"), ("submitit_local", "slurm")])
+def test_an_engine_that_is_not_installed_says_how_to_install_it(launcher, extra, monkeypatch):
+    kind = engine_class(launcher)
+    monkeypatch.setattr(kind, "packages", ("no_such_package",))
+    with pytest.raises(MissingExtraError) as caught:
+        kind().require()
+    assert str(caught.value).splitlines()[1] == (
+        f'  hydra/launcher: needs the package no_such_package. Install it: pip install "trainkit[{extra}]"'
+    )
+
+
+def test_slurm_needs_its_commands(monkeypatch):
+    kind = engine_class("submitit_slurm")
+    monkeypatch.setattr(kind, "packages", ())
+    monkeypatch.setenv("PATH", "")
+    (line,) = refused(kind().require)
+    rule = "needs SLURM's commands, and there is no sbatch here. Start it where there is, or use submitit_local."
+    assert line == f"hydra/launcher=submitit_slurm: {rule}"
+
+
+def test_nothing_but_a_function_of_a_module_is_pickled():
+    assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.engines.described"
+    assert callable(run_described.checkpoint)
+
+
+def sweep(*arguments):
+    command = [sys.executable, "-m", "trainkit", "-m", "recipe=null", "seed=1,2", *arguments]
+    return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
+
+
+def test_what_only_slots_reads_is_refused_before_anything_runs(cwd: Path):
+    done = sweep("hydra/launcher=joblib", "sweep.slots=3")
+    assert done.returncode == 2
+    rule = "has no effect with hydra/launcher=joblib: it is for slots. Give hydra.launcher.jobs_at_once."
+    assert done.stderr.splitlines()[1:] == [f"  sweep.slots=3: {rule} (command line)"]
+    assert not list(cwd.glob("outputs/**/resolved.yaml"))
