@@ -8,6 +8,7 @@ Source: Inselberg 1985, doi:10.1007/BF01898350 (parallel coordinates).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,8 @@ class Axis:
         >>> axis = Axis.of("optimizer.lr", ["0.001", "0.1", "0.01"])
         >>> axis.kind, [round(axis.place(text), 3) for text in ("0.001", "0.01", "0.1")]
         ('log', [0.0, 0.5, 1.0])
-        >>> Axis.of("model", ["mlp", "convnet"]).place("convnet")
-        1.0
+        >>> Axis.of("model.hidden", ["[128]", "[32]", "[64]"]).names
+        ('[32]', '[64]', '[128]')
     """
 
     name: str
@@ -59,7 +60,7 @@ class Axis:
         numbers = [_number(text) for text in values]
         known = [number for number in numbers if number is not None]
         if not known or len(known) < len(numbers):
-            return cls(name=name, kind="names", names=tuple(dict.fromkeys(values)))
+            return cls(name=name, kind="names", names=tuple(sorted(set(values), key=_natural)))
         low, high = min(known), max(known)
         return cls(name=name, kind="log" if low > 0 and high >= 10 * low else "linear", low=low, high=high)
 
@@ -234,8 +235,10 @@ def _scale_key(axes: Axes, scale: Axis, texts: Sequence[str]) -> None:
         axes.set_xscale("log")
         axes.minorticks_off()
     distinct = sorted({float(text) for text in texts})
-    if len(distinct) <= 5:
+    if len(distinct) <= 6:
         axes.set_xticks(distinct, [figure(value) for value in distinct])
+    elif scale.kind == "log":
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: figure(value)))
     elif scale.kind == "linear":
         axes.xaxis.set_major_locator(MaxNLocator(nbins=5))
 
@@ -252,6 +255,12 @@ def _legend(chart: Figure, jobs: Sequence[Job]) -> None:
     if without:
         handles.append(Line2D([], [], marker="x", color=GREY, label="failed or without a figure", **dot))  # type: ignore[arg-type]
     chart.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=8.5, handletextpad=0.2)
+
+
+def _natural(text: str) -> list[tuple[float, str]]:
+    """By the numbers in it where there are some: [32] before [128]."""
+    parts = re.split(r"(\d+)", text)
+    return [(float(part), "") if part.isdecimal() else (-1.0, part) for part in parts]
 
 
 def _number(text: str) -> float | None:
