@@ -316,7 +316,7 @@ class _Rank:
         )
 
     def _steps(self, placed: Any, end: int) -> None:
-        for ticket in self.strategy.tickets(self.training.plan, self.at, placed):
+        for ticket in self.strategy.tickets(self.training.plan, self.at, placed, self.case.num_steps):
             if self.at.step >= end:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]

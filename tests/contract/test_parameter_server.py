@@ -14,6 +14,7 @@ from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
+from trainkit.strategies.parameter_server.policies import BOUNDED, Policy, Staleness
 from trainkit.strategies.parameter_server.record import read_record
 
 CLASSES = Case(task="classes", global_size=16, micro_size=3)
@@ -53,18 +54,59 @@ def test_ten_steps_are_those_of_the_reference(
 def test_reproducible_runs_have_the_bits_of_one_device(
     base: Case, workers: int, servers: int, store: tuple[str, int]
 ) -> None:
-    shaped = {"model": {"norm": True}} if base is CLASSES else {}
-    lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, **shaped)
+    model = {"norm": True} if base is CLASSES else {}
+    lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, model=model)
     expected = run_rank(None, lanes)
     (found,) = train_in_threads(store, served(lanes, workers, servers))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
-def test_async_with_one_worker_is_one_device_to_the_bit(store: tuple[str, int]) -> None:
-    base = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True, "dropout": 0.3}, max_norm=0.5)
-    expected = run_rank(None, base)
-    (found,) = train_in_threads(store, served(base, 1, 2, mode="async"))
+@pytest.mark.parametrize(
+    "base",
+    [
+        replace(CLASSES, optimizer="adamw", model={"norm": True, "dropout": 0.3}, max_norm=0.5),
+        replace(TOKENS, optimizer="sgd", max_norm=0.05),
+        replace(CLASSES, precision="bf16", optimizer="adamw"),
+    ],
+    ids=["random", "tokens", "masters"],
+)
+def test_async_with_one_worker_is_one_device_to_the_bit(base: Case, store: tuple[str, int]) -> None:
+    case = base if base.precision == "bf16" else replace(base, precision="fp32")
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, 1, 2, mode="async"))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+def test_the_warmup_of_many_workers_is_one_device_to_the_bit(store: tuple[str, int]) -> None:
+    case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True})
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, 3, 1, mode="async", warmup_steps=10))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_replay_has_the_bits_of_the_run_it_follows(mode: str, tmp_path: Path, store: tuple[str, int]) -> None:
+    case = replace(CLASSES, precision="fp32", optimizer="adamw", model={"norm": True}, num_steps=9, slowed={1: 0.05})
+    stale: dict[str, object] = {"mode": "async", "staleness": Staleness(policy="scale")}
+    chosen = stale if mode == "async" else {"spare_replicas": 1, "spare_mode": "replace"}
+    first = served(case, 4, 2, **chosen)
+    (recorded,) = train_in_threads(store, replace(first, folder=tmp_path))
+    again = served(replace(case, slowed={2: 0.05}), 3, 1, **chosen, replay=str(tmp_path))
+    (replayed,) = train_in_threads(store, again)
+    reads = [line.version - part.read for line in read_record(tmp_path / "updates.jsonl") for part in line.parts]
+    assert mode == "sync" or max(reads) > 0
+    assert [key for key, tensor in recorded.state.items() if not torch.equal(tensor, replayed.state[key])] == []
+
+
+@pytest.mark.parametrize("policy", ["drop", "scale", "lr", "bound"])
+def test_every_policy_uses_every_step_once(policy: Policy, tmp_path: Path, store: tuple[str, int]) -> None:
+    staleness = Staleness(policy=policy, bound=1 if policy in BOUNDED else None)
+    case = replace(CLASSES, num_steps=12, folder=tmp_path, slowed={2: 0.05})
+    (chief,) = train_in_threads(store, served(case, 3, 1, mode="async", staleness=staleness))
+    lines = list(read_record(tmp_path / "updates.jsonl"))
+    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(12))
+    assert policy != "drop" or max(line.staleness for line in lines) <= 1
+    assert len(chief.losses) == 12
 
 
 def test_a_training_continued_in_async_mode_hands_out_what_was_under_way(

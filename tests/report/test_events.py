@@ -32,6 +32,17 @@ def test_tensorboard_reads_the_scalars_with_their_steps_and_times(tmp_path):
     assert [e.value for e in read(tmp_path).Scalars("lr")] == [0.25]
 
 
+def test_tensorboard_reads_how_often_each_number_was_seen(tmp_path):
+    events = EventFile(tmp_path)
+    events.histogram("staleness", {0: 1, 1: 8, 3: 2}, step=11, wall_time=1000.5)
+    events.close()
+    (found,) = read(tmp_path).Histograms("staleness")
+    counts = found.histogram_value
+    assert (found.step, counts.min, counts.max, counts.num, counts.sum) == (11, 0, 3, 11, 14)
+    assert list(counts.bucket) == [1, 8, 0, 2]
+    assert list(counts.bucket_limit) == [0.5, 1.5, 2.5, 3.5]
+
+
 def test_nothing_is_written_between_two_flushes(tmp_path):
     events = EventFile(tmp_path)
     (file,) = tmp_path.iterdir()

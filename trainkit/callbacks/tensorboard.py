@@ -56,6 +56,10 @@ class TensorBoard(Callback):
             self._open.seen = True
             self._show(run, next(images_in(run.example_batch()), None))
         self._write(run, row)
+        for name, found in run.findings().items():
+            if isinstance(found, Mapping) and "counts" in found:
+                counts = {int(number): count for number, count in found["counts"].items()}
+                self._events(run).histogram(name, counts, step=run.state.step, wall_time=time.time())
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Write the figures of an evaluation."""

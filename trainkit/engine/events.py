@@ -15,7 +15,7 @@ before it; where `run.computes_together`, whoever runs it does so on every rank,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -70,6 +70,8 @@ class Run:
     """Split -> dataset."""
     example: Any = None
     """The batch of the first shard that this rank computed; None before."""
+    findings: Callable[[], Mapping[str, Any]] = dict
+    """What the strategy has found, as result.json will say it; `counts` in it: how often each number was seen."""
     stop_reason: str | None = None
     """Why the run is about to end early."""
 
@@ -87,6 +89,8 @@ class Callback:
 
     prints: ClassVar[bool] = False
     """Whether it writes on the screen, which `quiet=true` leaves out."""
+    decides_by_figures: ClassVar[bool] = False
+    """Whether what it does to the training goes by evaluations, which then have to be made where the training is."""
 
     def run_start(self, run: Run) -> None:
         """Before the first step."""

@@ -65,6 +65,18 @@ class EventFile:
         value = _bytes(1, name.encode()) + _bytes(4, image)
         self._add(_event(wall_time, step, _bytes(5, _bytes(1, value))))
 
+    def histogram(self, name: str, counts: Mapping[int, int], *, step: int, wall_time: float) -> None:
+        """Add how often each whole number was seen."""
+        numbers = range(min(counts), max(counts) + 1)
+        seen = [float(counts.get(number, 0)) for number in numbers]
+        moments = [sum(count * number**power for number, count in counts.items()) for power in range(3)]
+        parts = [float(numbers[0]), float(numbers[-1]), *map(float, moments)]
+        fields = b"".join(_tag(place, 1) + struct.pack("<d", value) for place, value in enumerate(parts, start=1))
+        limits = struct.pack(f"<{len(seen)}d", *(number + 0.5 for number in numbers))
+        fields += _bytes(6, limits) + _bytes(7, struct.pack(f"<{len(seen)}d", *seen))
+        value = _bytes(1, name.encode()) + _bytes(5, fields)
+        self._add(_event(wall_time, step, _bytes(5, _bytes(1, value))))
+
     def summary(self, message: bytes, *, wall_time: float) -> None:
         """Add a summary that is encoded already: what a plugin of TensorBoard reads."""
         self._add(_event(wall_time, None, _bytes(5, message)))

@@ -56,6 +56,7 @@ def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) 
         computes_together=plan.parts.strategy.computes_together,
         datasets=plan.parts.datasets,
         notes=notes,
+        findings=lambda: plan.parts.strategy.findings(placed),
     )
 
 

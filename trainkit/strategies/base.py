@@ -275,9 +275,6 @@ class Strategy(ABC):
     computes_together: ClassVar[bool] = False
     """Whether a forward pass is an exchange between ranks: whoever runs the model then does so on every rank."""
 
-    foresees: ClassVar[bool] = True
-    """Whether the tickets of a rank are known beforehand, so that its batches may be read ahead."""
-
     @property
     def shards_a_replica(self) -> int:
         """Shards of a step that keep a replica busy, where the config leaves the cut of a step open."""

@@ -20,6 +20,7 @@ from trainkit.strategies.parameter_server.desk import Desk
 from trainkit.strategies.parameter_server.errands import Errands
 from trainkit.strategies.parameter_server.greeting import Listener
 from trainkit.strategies.parameter_server.meeting import Meeting
+from trainkit.strategies.parameter_server.policies import told_staleness
 from trainkit.strategies.parameter_server.record import FILE, Record
 from trainkit.strategies.parameter_server.setting import Setting
 from trainkit.strategies.parameter_server.shares import Shares
@@ -134,7 +135,7 @@ class Office(Placed):
             return {}
         found: dict[str, Any] = {}
         if self.chief.staleness:
-            found["staleness"] = {str(count): number for count, number in sorted(self.chief.staleness.items())}
+            found["staleness"] = told_staleness(self.chief.staleness)
         if self.chief.desk.late:
             found["late_gradients"] = dict(sorted(self.chief.desk.late.items()))
         return found
@@ -152,8 +153,8 @@ class Office(Placed):
     def _appoint(self, training: Training) -> Chief:
         assert self._desk is not None
         staff = Staff()
-        numerics = self.mirror.numerics
         record = None if self.folder is None else Record(self.folder / FILE, self._version)
+        numerics = self.mirror.numerics
         chief = Chief(
             placed=self,
             desk=self._desk,
@@ -166,6 +167,8 @@ class Office(Placed):
             mixes=self.setting.replaces,
             timeout_s=self.setting.timeout_s,
         )
+        if self.setting.mode == "async" and record is not None:
+            chief.staleness.update(line.staleness for line in record.kept)
         self.listener.serve(staff.attend)
         self.meeting.tell("chief", self.listener.address)
         staff.employ(lambda errands: self._work(errands, training))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Final, Literal
+from itertools import accumulate
+from typing import Annotated, Any, Final, Literal
 
 from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths
 
-__all__ = ["BOUNDED", "Policy", "Staleness", "Verdict"]
+__all__ = ["BOUNDED", "Policy", "Staleness", "Verdict", "told_staleness"]
 
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]
 """What is done about staleness: the updates that the variables have seen since a gradient's were read."""
@@ -78,6 +79,25 @@ class Staleness:
             slowest: those of the worker that has fewest.
         """
         return self.policy != "bound" or clock - slowest <= (self.bound or 0)
+
+
+def told_staleness(counts: Mapping[int, int]) -> dict[str, Any]:
+    """The staleness of the updates of a run, as result.json says it.
+
+    Args:
+        counts: staleness -> updates.
+
+    Example:
+        >>> told_staleness({0: 1, 1: 8, 4: 1})
+        {'mean': 1.2, 'p95': 4, 'counts': {'0': 1, '1': 8, '4': 1}}
+    """
+    total, order = sum(counts.values()), sorted(counts)
+    reached = accumulate(counts[number] for number in order)
+    return {
+        "mean": sum(number * count for number, count in counts.items()) / total,
+        "p95": next(number for number, seen in zip(order, reached, strict=True) if seen >= 0.95 * total),
+        "counts": {str(number): counts[number] for number in order},
+    }
 
 
 _JUDGES: Final[Mapping[str, Callable[[int, int], Verdict]]] = {

@@ -50,6 +50,11 @@ class Line:
     parts: tuple[Part, ...]
     """What was summed, in that order."""
 
+    @property
+    def staleness(self) -> int:
+        """Updates between the oldest read and this one."""
+        return self.version - min(part.read for part in self.parts)
+
     @classmethod
     def of(cls, merge: Merge) -> Self:
         """What the chief has made."""
@@ -79,6 +84,8 @@ class Record:
 
     def __init__(self, path: Path, version: int) -> None:
         kept = [line for line in read_record(path) if line.version < version] if path.is_file() else []
+        self.kept = tuple(kept)
+        """What earlier starts have written and is still true."""
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(f"{line.text()}\n" for line in kept)
 

@@ -54,7 +54,6 @@ class ParameterServer(Synchronous):
 
     named: ClassVar[str] = "parameter_server"
     compiles: ClassVar[Compiles] = "nothing"
-    foresees: ClassVar[bool] = False
 
     workers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or those that a cluster names."""

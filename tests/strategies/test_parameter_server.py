@@ -1,0 +1,165 @@
+"""What a parameter server refuses, and the tasks that it asks for."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.tasks import Task
+from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.parameter_server import ParameterServer
+from trainkit.strategies.parameter_server.policies import Staleness, told_staleness
+
+REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "facts", "expected"),
+    [
+        (
+            ParameterServer(workers=2, spare_replicas=2),
+            Facts(),
+            "strategy.spare_replicas=2: spares are among strategy.workers=2, and someone must compute. Use 1 or less.",
+        ),
+        (
+            ParameterServer(spare_mode="replace"),
+            Facts(),
+            "strategy.spare_mode=replace: has no effect without strategy.spare_replicas. Leave it out.",
+        ),
+        (
+            ParameterServer(workers=3, spare_replicas=1, spare_mode="replace"),
+            REPRODUCIBLE,
+            (
+                "numerics.reproducible=true: with strategy.spare_mode=replace, which shards make a step depends on time. "
+                "Use duplicate, or false."
+            ),
+        ),
+        (
+            ParameterServer(staleness=Staleness(policy="scale")),
+            Facts(),
+            (
+                "strategy.staleness.policy=scale: has no effect with strategy.mode=sync: no gradient is stale there. "
+                "Leave it out."
+            ),
+        ),
+        (
+            ParameterServer(warmup_steps=3),
+            Facts(),
+            "strategy.warmup_steps=3: has no effect with strategy.mode=sync: no gradient is stale there. Leave it out.",
+        ),
+        (
+            ParameterServer(mode="async", workers=3, spare_replicas=1),
+            Facts(),
+            (
+                "strategy.spare_replicas=1: has no effect with strategy.mode=async: no step waits for all its gradients "
+                "there. Leave it out."
+            ),
+        ),
+        (
+            ParameterServer(mode="async", spare_mode="replace"),
+            Facts(),
+            (
+                "strategy.spare_mode=replace: has no effect with strategy.mode=async: no step waits for all its gradients "
+                "there. Leave it out."
+            ),
+        ),
+        (
+            ParameterServer(mode="async"),
+            REPRODUCIBLE,
+            (
+                "numerics.reproducible=true: asynchronous updates come in another order every time. Use "
+                "strategy.mode=sync, or false."
+            ),
+        ),
+        (
+            ParameterServer(mode="async"),
+            Facts(precision="fp16_mixed"),
+            (
+                "precision=fp16_mixed: has one loss scale, and gradients under way were computed at several. Use "
+                "precision=bf16_mixed."
+            ),
+        ),
+        (
+            ParameterServer(mode="async", staleness=Staleness(policy="drop")),
+            Facts(),
+            "strategy.staleness.bound=null: is needed by strategy.staleness.policy=drop. Give a number of updates.",
+        ),
+        (
+            ParameterServer(mode="async", staleness=Staleness(policy="lr", bound=3)),
+            Facts(),
+            (
+                "strategy.staleness.bound=3: has no effect with strategy.staleness.policy=lr. Use drop or bound, or leave "
+                "it out."
+            ),
+        ),
+        (
+            ParameterServer(transfer="bf16"),
+            REPRODUCIBLE,
+            (
+                "strategy.transfer=bf16: rounds what travels, and numerics.reproducible promises the bits of one device. "
+                "Use full, or false."
+            ),
+        ),
+        (
+            ParameterServer(replay="nowhere"),
+            Facts(),
+            "strategy.replay=nowhere: holds no updates.jsonl. Give the folder of a run with strategy=parameter_server.",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_starts(
+    strategy: ParameterServer, facts: Facts, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [str(problem) for problem in strategy.problems(facts)] == [expected]
+
+
+def launch(*roles: str) -> Facts:
+    tasks = tuple(Task(role=role, index=roles[:rank].count(role), rank=rank) for rank, role in enumerate(roles))
+    made = Launch(
+        kind="a cluster spec", tasks=tasks, rank=0, local_rank=0, num_local=1, num_hosts=4, store=("10.0.0.1", 29400)
+    )
+    return Facts(launch=made)
+
+
+def test_a_launch_decides_how_many_tasks_there_are() -> None:
+    facts = launch("chief", "worker", "worker", "ps", "ps")
+    strategy = ParameterServer()
+    assert strategy.problems(facts) == []
+    assert [str(task) for task in strategy.tasks(facts)] == ["chief:0", "worker:0", "worker:1", "ps:0", "ps:1"]
+    assert (strategy.num_replicas(facts), strategy.num_servers(facts)) == (3, 2)
+    (problem,) = replace(strategy, workers=2).problems(facts)
+    assert str(problem) == ("strategy.workers=2: but a cluster spec names 3, the chief among them. Leave it out.")
+
+
+def test_a_launch_without_roles_is_refused() -> None:
+    made = Launch(
+        kind="torchrun", tasks=workers(2), rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
+    )
+    (problem,) = ParameterServer().problems(Facts(launch=made))
+    assert str(problem) == (
+        "strategy=parameter_server: torchrun started no task of the role chief nor ps. Name them all: cluster=spec "
+        "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG."
+    )
+
+
+def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:
+    strategy = ParameterServer(workers=2, evaluator=True)
+    tasks = strategy.tasks(Facts(num_gpus=2))
+    assert [task.role for task in tasks if strategy.trains(task)] == ["chief"]
+    assert [task.role for task in tasks if strategy.replaces(task)] == ["worker"]
+    assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cpu", "cpu"]
+
+
+def test_it_says_when_it_is_another_training() -> None:
+    assert ParameterServer().notes() == ParameterServer(mode="async", workers=1).notes() == ()
+    (note,) = ParameterServer(mode="async", transfer="bf16").notes()
+    assert note == (
+        "parameter_server: the gradients of several workers are applied as they come, numbers travel as bfloat16: "
+        "another training than that of one device."
+    )
+
+
+def test_the_staleness_of_a_run_is_told_by_mean_and_95th_percentile() -> None:
+    assert told_staleness({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
