@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from dataclasses import replace
 
 import pytest
@@ -12,6 +13,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import load_resolved
 from trainkit.engine.checkpoint import Judged, Retention, scan
 from trainkit.engine.manifest import manifest_bytes
+from trainkit.run import evaluator
 from trainkit.run.evaluating import Evaluator, evaluate_beside
 from trainkit.run.folder import RunFolder
 from trainkit.run.plan import make_plan
@@ -62,9 +64,9 @@ def test_every_checkpoint_gets_the_figures_that_the_training_found(run):
 
 
 def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
-    evaluator = Evaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
-    assert evaluator.evaluate_next()["step"] == 4
-    evaluator.close()
+    first = Evaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
+    assert first.evaluate_next()["step"] == 4
+    first.close()
     evaluate(run)
     evaluate(run)
     assert [row["step"] for row in rows(run.evaluations)] == [4, 8, 12]
@@ -125,3 +127,24 @@ def test_its_figures_stand_in_an_event_file_of_its_own(run):
     files = list(run.tensorboard.glob("events.out.tfevents.*"))
     assert [file.name.endswith(".evaluator") for file in files] == [True]
     assert b"val/accuracy" in files[0].read_bytes()
+
+
+def test_any_run_folder_can_be_evaluated_by_hand(run):
+    assert evaluator.main([str(run.path)]) == 0
+    assert [row["epoch"] for row in rows(run.evaluations)] == pytest.approx(
+        [256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5
+    )
+
+
+def test_a_run_that_nobody_works_on_is_not_waited_for(run):
+    run.result.unlink()
+    (run.path / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
+    assert evaluator.main([str(run.path)]) == 0
+    assert len(rows(run.evaluations)) == 3
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    assert evaluator.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == (
+        f"1 problem in the config\n  RUN={tmp_path}: is no run folder: it has no resolved.yaml. (command line)\n"
+    )

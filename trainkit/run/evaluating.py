@@ -23,6 +23,7 @@ from trainkit.data.evaluation import EvalBatches
 from trainkit.engine.checkpoint import Checkpoint, Judged, Loaded, Retention, exclusive, load, scan
 from trainkit.engine.evaluate import evaluate
 from trainkit.engine.manifest import MANIFEST
+from trainkit.engine.state import State
 from trainkit.errors import CheckpointError
 from trainkit.report.events import EventFile
 from trainkit.run.building import build_model, make_optimizer, shaping_of
@@ -34,7 +35,7 @@ from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.shaping import shape
 from trainkit.strategies.stored import chosen
 
-__all__ = ["Evaluator", "evaluate_beside"]
+__all__ = ["Evaluator", "evaluate_beside", "training_has_ended"]
 
 _LOOK_S: Final = 0.5
 """Seconds between two looks at the folder of checkpoints."""
@@ -47,6 +48,7 @@ def evaluate_beside(
     *,
     requested: Callable[[], str | None],
     on_phase: Callable[[str, int], None],
+    has_ended: Callable[[], bool] | None = None,
 ) -> None:
     """Evaluate each checkpoint as it comes, until the training has ended and its last one is done; or asked to stop.
 
@@ -56,14 +58,16 @@ def evaluate_beside(
         folder: the run folder.
         requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
         on_phase: is told (phase, step) of what it does.
+        has_ended: whether no checkpoint will follow; by default, whether there is a result.
     """
+    ended = has_ended or (lambda: training_has_ended(folder))
     evaluator = Evaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
     try:
         while requested() is None:
-            has_ended = training_has_ended(folder)  # asked first: a checkpoint may come in between
+            is_last_look = ended()  # asked first: a checkpoint may come in between
             if evaluator.evaluate_next(requested):
                 continue
-            if has_ended:
+            if is_last_look:
                 break
             on_phase("idle", evaluator.step)
             time.sleep(_LOOK_S)
@@ -143,10 +147,11 @@ class Evaluator:
             figures = evaluate(self._placed, parts.objective, self._watched_batches(requested), split="val")
         except _LeftOffError:
             return None
-        state = loaded.meta["state"]
+        state = State(plan=self._plan.batch)
+        state.restore(loaded.meta["state"])
         row = {
             "step": checkpoint.step,
-            "epoch": state.get("epoch"),
+            "epoch": round(state.epoch, 6),
             **figures,
             "checkpoint": checkpoint.folder.name,
             "manifest": mark,

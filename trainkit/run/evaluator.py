@@ -1,0 +1,89 @@
+"""An evaluator beside any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
+
+It scores the checkpoints that are there and those that come, until the run has a result, or nobody is at work in its
+folder any more. It may be stopped and started again: what is done is not done again. The run knows nothing of it, but
+that a checkpoint which is being evaluated is not removed, and which one is best.
+
+Exit codes: those of the exception (`trainkit.errors`); 130 and 143 where it was stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.run.evaluating import evaluate_beside, training_has_ended
+from trainkit.run.folder import RunFolder
+from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.secrets import restored
+from trainkit.run.stopping import EXIT_CODES, StopFlag
+from trainkit.strategies.one_device import OneDevice
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate a run; returns the exit code.
+
+    Args:
+        arguments: the run folder, and the device if that is not the CPU.
+    """
+    if len(arguments) not in (1, 2):
+        print("usage: python -m trainkit.run.evaluator RUN [DEVICE]", file=sys.stderr)  # noqa: T201
+        return 2
+    folder = RunFolder(Path(arguments[0]))
+    task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
+    with StopFlag() as stop:
+        try:
+            evaluate_beside(
+                _plan_of(folder, task.device),
+                Identity(task=task, num_ranks=2),
+                folder,
+                requested=lambda: stop.requested,
+                on_phase=lambda _phase, _step: None,
+                has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
+            )
+        except TrainkitError as error:
+            print(error, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
+            return error.exit_code
+    return EXIT_CODES[stop.requested or "finished"]
+
+
+def _plan_of(folder: RunFolder, device: str) -> RunPlan:
+    """The plan of the run as that of one device: what it trained on need not be here."""
+    key, told = str(folder.path), "command line"
+    if not folder.resolved.is_file():
+        rule = "is no run folder: it has no resolved.yaml."
+        raise ConfigError([Problem(key="RUN", value=key, rule=rule, origin=told)])
+    cfg = RunConfig.from_dict(restored(load_resolved(folder.resolved).to_dict(), {}))
+    alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
+    plan = make_plan(replace(cfg, strategy=alone, cluster={}))
+    if "val" not in plan.parts.datasets:
+        raise ConfigError([Problem(key="RUN", value=key, rule="has no validation split to evaluate on.", origin=told)])
+    return plan
+
+
+def _is_at_work(folder: RunFolder) -> bool:
+    """Whether the process that signed the lock lives; one on another host is believed to. The lock is not tried."""
+    try:
+        holder = json.loads((folder.path / ".lock").read_text())
+        if holder["host"] != socket.gethostname():
+            return True
+        os.kill(holder["pid"], 0)
+    except PermissionError:  # somebody else's
+        return True
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
