@@ -122,3 +122,69 @@ def test_the_three_files_are_written(tmp_path):
         "leaderboard.md",
         "leaderboard.png",
     ]
+
+
+def row(root, name, accuracy, *, loss=1.0, steps=9, status="finished", reason=""):
+    folder = root / name
+    folder.mkdir()
+    metrics = {"val/accuracy": accuracy, "val/loss": loss}
+    result = {"status": status, "reason": reason, "metrics": metrics, "steps": steps, "seconds": 1}
+    (folder / "result.json").write_text(json.dumps(result))
+    return {"job": name, "folder": name, "overrides": ["epochs=1", f"seed={name}"], "exit_code": 0}
+
+
+def swept_folder(root, rows):
+    (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
+    return collect(root, ACCURACY)
+
+
+def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        row(tmp_path, "0", 0.5),
+        row(tmp_path, "1", 0.9, steps=3, status="stopped", reason="stop_at_step=3"),
+        row(tmp_path, "2", 0.8, steps=4, status="stopped") | {"exit_code": 130, "pruned": True},
+        row(tmp_path, "3", 0.7, steps=2, status="failed") | {"exit_code": 1},
+    ]
+    board = swept_folder(tmp_path, rows)
+    assert [(entry.job, entry.status, entry.steps) for entry in board.entries] == [
+        ("0", "finished", 9),
+        ("1", "pruned", 3),
+        ("2", "pruned", 4),
+        ("3", "failed", 2),
+    ]
+    assert board.counts() == "4 jobs, 1 finished, 2 pruned, 1 failed"
+    assert board.lines()[0] == "#  job  status    val/accuracy  steps  overrides  time   folder"
+    assert board.markdown(base=tmp_path).splitlines()[7] == "| 2 | 1 | pruned | 0.9 | 3 | `seed=1` | 1.0 s | [1](1) |"
+
+
+def test_a_job_that_was_asked_to_stop_there_is_not_pruned(tmp_path):
+    only = row(tmp_path, "0", 0.5, steps=3, status="stopped", reason="stop_at_step=3")
+    only["overrides"].append("stop_at_step=3")
+    assert [entry.status for entry in swept_folder(tmp_path, [only]).entries] == ["stopped"]
+
+
+def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path):
+    rows = [row(tmp_path, "0", 0.5, loss=2.0), row(tmp_path, "1", 0.5), row(tmp_path, "2", 0.5)]
+    assert [entry.job for entry in swept_folder(tmp_path, rows).entries] == ["1", "2", "0"]
+
+
+def test_the_page_ends_with_the_commands_for_the_best(tmp_path):
+    best = row(tmp_path, "0", 0.5) | {"overrides": ["callbacks=[]", "sweep.name=rates", "seed=3"]}
+    board = swept_folder(tmp_path, [best])
+    assert board.commands(Path("rates")) == [
+        ("the best once more", "trainkit 'callbacks=[]' seed=3"),
+        ("the best on all devices", "trainkit top rates --k 1 --then strategy=mirrored"),
+    ]
+    assert "The best once more:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
+
+
+def test_without_a_figure_there_is_nothing_to_run_again(tmp_path):
+    assert swept_folder(tmp_path, [row(tmp_path, "0", None)]).commands(Path("rates")) == []
+
+
+def test_tensorboard_gets_the_settings_of_jobs_that_write_for_it(tmp_path):
+    rows = [row(tmp_path, "0", 0.5), row(tmp_path, "1", 0.5)]
+    (tmp_path / "0/tensorboard").mkdir()
+    write(swept_folder(tmp_path, rows), tmp_path)
+    assert [path.parent.parent.name for path in tmp_path.rglob("*.hparams")] == ["0"]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from trainkit.config.schema import Eval
 from trainkit.config.watched import Watched
@@ -23,11 +24,13 @@ __all__ = ["Entry", "Leaderboard", "collect", "goal_of", "read_entry", "swept", 
 
 _TIE = Watched.of(Eval())
 """What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
+_ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1}
+"""What did all it was asked to, then what was cut short; a failure, whatever figure it had, comes after both."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaderboard:
-    """Jobs, best first; those that a search pruned after the others, those without a figure last.
+    """Jobs, best first; then those that a search pruned, those that failed, and those without a figure.
 
     Equal figures are ordered by the validation loss, then by the number of the job.
 
@@ -61,9 +64,9 @@ class Leaderboard:
         def place(entry: Entry) -> tuple[int, float, float]:
             value = board.value(entry)
             if value is None:
-                return (2, 0.0, 0.0)
+                return (3, 0.0, 0.0)
             tie = entry.metrics.get(_TIE.metric, math.inf)
-            return (int(entry.status == PRUNED), goal.sign * value, math.inf if math.isnan(tie) else tie)
+            return (_ORDER.get(entry.status, 2), goal.sign * value, math.inf if math.isnan(tie) else tie)
 
         return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)))
 
