@@ -3,16 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainkit.api import compose, train
+    from trainkit.api import compose, load, train
 
-__all__ = ["__version__", "compose", "train"]
+__all__ = ["__version__", "compose", "load", "train"]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """`trainkit.compose` and `trainkit.train`, imported when asked for: workers and plugins import this package too."""
-    if name in ("compose", "train"):
+    """What the api offers, imported when asked for: workers and plugins import this package too."""
+    if name in ("compose", "load", "train"):
         from trainkit import api  # noqa: PLC0415 - see above
 
         return getattr(api, name)

@@ -1,20 +1,43 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
+import trainkit
 from tests.sweeps.test_leaderboard import made
+from trainkit.config.resuming import compose_anew
 from trainkit.errors import ConfigError
 from trainkit.verbs import top
 from trainkit.verbs.call import Call
 
+RUN = (
+    "recipe=null",
+    "epochs=1",
+    "cv.folds=3",
+    "cv.fold=1",
+    "stop_at_step=4",
+    "callbacks=[]",
+    "logger=[]",
+    "quiet=true",
+)
 
-def called(*arguments, **flags):
-    return top.run(Call(verb="top", arguments=tuple(map(str, arguments)), flags=flags))
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory):
+    """One fold of a training, ended early: what a search may leave."""
+    root = tmp_path_factory.mktemp("sweep")
+    trainkit.train(trainkit.compose(RUN), run_dir=root / "0")
+    return root
 
 
-def refused(*arguments, **flags):
+def called(*arguments, overrides=(), **flags):
+    return top.run(Call(verb="top", arguments=tuple(map(str, arguments)), flags=flags, overrides=overrides))
+
+
+def refused(*arguments, **given):
     with pytest.raises(ConfigError) as caught:
-        called(*arguments, **flags)
+        called(*arguments, **given)
     (problem,) = caught.value.problems
     return f"{problem.key}: {problem.rule}"
 
@@ -47,3 +70,39 @@ def test_what_cannot_be_is_refused(tmp_path):
     assert refused(tmp_path, metric="val/f1", mode="best") == "--mode best: must be min or max."
     made(tmp_path, "a", accuracy=0.5)
     assert refused(tmp_path, metric="val/f1") == "--metric val/f1: no run has it. There are: val/accuracy."
+
+
+def test_equal_figures_and_a_choice_by_the_test_split_are_explained(tmp_path, capsys):
+    for name in ("a", "b"):
+        made(tmp_path, name, accuracy=0.5)
+    called(tmp_path)
+    line = "equal val/accuracy: the lower val/loss comes first, then the earlier job"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    (tmp_path / "a/result.json").write_text(json.dumps({"status": "finished", "metrics": {"test/accuracy": 0.5}}))
+    called(tmp_path, metric="test/accuracy")
+    line = "test/accuracy chose here, so that it is no measure of what was chosen"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def test_the_best_is_trained_anew_whole_and_on_all_samples(sweep, cwd, capsys):
+    assert called(sweep, k="1", then="", overrides=("optimizer.lr=0.003", "hydra.run.dir=again")) == 0
+    result = json.loads((cwd / "again/result.json").read_text())
+    assert (result["status"], result["steps"], result["samples"]) == ("finished", 23, 1437)
+    assert f"the config of {sweep}/0 optimizer.lr=0.003" in capsys.readouterr().out
+    assert json.loads((sweep / "0/result.json").read_text())["steps"] == 4
+
+
+def test_what_was_auto_follows_what_is_changed(sweep):
+    anew = compose_anew(sweep / "0", ["strategy=mirrored", "strategy.replicas=2"])
+    assert anew.cfg.batch.micro_size is None  # that of one device, 64, would leave the second nothing to do
+    assert (anew.cfg.cv.folds, anew.cfg.stop_at_step, anew.run_dir_given) == (None, None, False)
+    assert anew.cfg.strategy["replicas"] == 2
+    assert anew.notes[-1].endswith("is left out: no fold is held out of this training")
+
+
+def test_what_cannot_be_trained_anew_is_refused(sweep, tmp_path):
+    assert refused(sweep, k="2", then="") == "--k 2: --then trains the best one. Use --k 1."
+    assert refused(sweep, overrides=("seed=1",)) == "top: takes no key=value."
+    made(tmp_path, "a", status="failed")
+    rule = "no run has val/accuracy: there is no best one."
+    assert refused(tmp_path, then="") == f"--then: {rule}"

@@ -1,4 +1,4 @@
-"""The config of a run that goes on: what the run resolved, and what the command line changes about its placement."""
+"""The config of a run that goes on, or is trained anew: what it had, and what the command line changes about it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from trainkit.config.composition import Composition
 from trainkit.config.documents import read_document
 from trainkit.config.exclusive import settle
 from trainkit.config.origins import Layered, Level, Origin, lookup
-from trainkit.config.schema import GROUPS, load_resolved
+from trainkit.config.schema import GROUPS, Cv, RunConfig, Sweep, load_resolved
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["compose_resumed"]
+__all__ = ["compose_anew", "compose_resumed"]
 
 
 def compose_resumed(
@@ -39,12 +39,50 @@ def compose_resumed(
     if not file.is_file():
         rule = "is no run folder: it has no resolved.yaml."
         raise ConfigError([Problem(key="resume", value=str(run), rule=rule, origin="command line")])
-    earlier = load_resolved(file)
-    document = read_document(file)
     changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])
-    tree = Layered()
     # What ended the run early is what is gone on from.
-    for name, value in replace(earlier, stop_at_step=None).to_dict().items():
+    tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
+    notes, problems = settle(tree)
+    tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
+    return replace(_with(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
+
+
+def compose_anew(
+    run: Path, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), packages: Sequence[str] = ()
+) -> Composition:
+    """Compose the training of a run once more, with changes: from its beginning, to its end, on all of its samples.
+
+    Keys that the run had left auto are auto again, so that they follow what is changed; what resumed it, ended it early
+    or held a fold out is gone.
+
+    Args:
+        run: the run folder.
+        overrides: arguments; a choice replaces the run's own node of that group.
+        config_dirs: folders of the user's own YAMLs, for choices.
+        packages: packages that targets may come from besides.
+
+    Raises:
+        ConfigError: there is no such run, or an argument cannot be read.
+    """
+    found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
+    if not found:
+        rule = "is no run folder: it has no resolved.yaml."
+        raise ConfigError([Problem(key=str(run), rule=rule, origin="command line")])
+    earlier = load_resolved(found[0])
+    whole = replace(earlier, stop_at_step=None, resume=None, cv=Cv(), sweep=Sweep())
+    changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])
+    tree = _beneath(changes, whole, found[0], overrides)
+    notes, problems = settle(tree)
+    if earlier.cv.folds is not None:
+        notes = [*notes, f"cv.folds={earlier.cv.folds} of {run} is left out: no fold is held out of this training"]
+    return _with(changes, tree, overrides, notes, problems)
+
+
+def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Sequence[str]) -> Layered:
+    """The run's values, and over them what the command line says."""
+    document = read_document(file)
+    tree = Layered()
+    for name, value in earlier.to_dict().items():
         where = f"{file}:{document.lines.get((name,), 1)}"
         # Resolved values are nobody's wish: what has no effect among them was told when the run began.
         tree.put((name,), value, Origin(level=Level.choice, where=where, shipped=True))
@@ -52,8 +90,12 @@ def compose_resumed(
     for path, origin in changes.origins.items():
         if origin.level is Level.command_line and path[0] != "recipe":
             tree.put(path, copy.deepcopy(lookup(changes.values, path)), origin)
-    notes, problems = settle(tree)
-    tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
+    return tree
+
+
+def _with(
+    changes: Composition, tree: Layered, overrides: Sequence[str], notes: Sequence[str], problems: Sequence[Problem]
+) -> Composition:
     return replace(
         changes,
         values=tree.values,
@@ -61,8 +103,6 @@ def compose_resumed(
         overrides=("recipe=null", *overrides),
         notes=tuple(notes),
         problems=(*changes.problems, *problems),
-        run_dir=run,
-        run_dir_given=True,
     )
 
 

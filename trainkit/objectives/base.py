@@ -78,6 +78,8 @@ class Objective(ABC):
 
     couples_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends on the others of its shard (contrastive losses)."""
+    log_scores: ClassVar[bool] = False
+    """Whether outputs are scores whose softmax over the last dim are probabilities: an ensemble averages those."""
 
     @abstractmethod
     def loss(self, model: Model, batch: Any) -> Loss:

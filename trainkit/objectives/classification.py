@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class Classification(Supervised):
         >>> sorted(objective.metrics())
         ['accuracy', 'top3']
     """
+
+    log_scores: ClassVar[bool] = True
 
     label_smoothing: Annotated[float, below(0, 1)] = 0.0
     """Share of each target spread evenly over all classes, in [0, 1)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class LanguageModelling(Supervised):
         >>> LanguageModelling().score(scores, targets).weight
         tensor(2)
     """
+
+    log_scores: ClassVar[bool] = True
 
     padding: bool = True
     """Whether training samples may hold padding; false saves counting, and divides the loss before backward."""

@@ -21,7 +21,8 @@ VERBS: Final[Mapping[str, str]] = {
     "resume": "continue a run: resume RUN [strategy=... and other placement]",
     "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
     "diff": "which differences of two runs can matter: diff RUN RUN",
-    "top": "the best runs of a sweep or folder: top DIR --k 3",
+    "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
+    "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
     "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
     "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]",
 }

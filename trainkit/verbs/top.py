@@ -1,31 +1,50 @@
-"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder."""
+"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder; `--then` trains the best anew."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final, Literal, cast
+from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.schema import Eval
 from trainkit.config.watched import Watched
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "run"]
+if TYPE_CHECKING:
+    from trainkit.sweeps.leaderboard import Leaderboard
 
-USAGE: Final = "DIR"
+__all__ = ["FLAGS", "USAGE", "ranked", "run"]
+
+USAGE: Final = "DIR [--then OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="how many; all without it", value="N"),
     "metric": Flag(help="what to go by; eval.metric of the runs without it", value="NAME"),
     "mode": Flag(help="which end of it is better: min or max", value="MODE"),
+    "then": Flag(help="train the best one's config anew, with the key=value given: --then strategy=mirrored"),
 }
 
 
 def run(call: Call) -> int:
-    """Print the leaderboard of a folder; imports no torch."""
-    call.only(arguments=1, overrides=False)
-    from trainkit.sweeps.leaderboard import Leaderboard, collect  # noqa: PLC0415 - nothing is read to refuse a flag
+    """Print the leaderboard of a folder; imports no torch unless it trains."""
+    call.only(arguments=1, overrides="then" in call.flags)
+    board, count = ranked(call)
+    if "then" in call.flags and count not in (None, 1):
+        raise _problem(f"--k {count}", "--then trains the best one. Use --k 1.")
+    shown = board if count is None else board.top(count)
+    sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
+    sys.stdout.writelines(f"{line}\n" for line in (*shown.lines(), *_remarks(shown)))
+    return _train_anew(board, call) if "then" in call.flags else 0
+
+
+def ranked(call: Call) -> tuple[Leaderboard, int | None]:
+    """The runs below the folder that a call names, best first, and how many of them are asked for.
+
+    Raises:
+        ConfigError: no folder, no run in it, or flags that make no sense.
+    """
+    from trainkit.sweeps.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
 
     folder = Path(call.arguments[0]).expanduser()
     goal, count = _goal(call.flags), _count(call.flags)
@@ -37,10 +56,37 @@ def run(call: Call) -> int:
     if goal is not None and all(board.value(entry) is None for entry in board.entries):
         known = sorted({name for entry in board.entries for name in entry.metrics})
         raise _problem(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
-    shown: Leaderboard = board if count is None else board.top(count)
-    sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
-    sys.stdout.writelines(f"{line}\n" for line in shown.lines())
-    return 0
+    return board, count
+
+
+def _remarks(board: Leaderboard) -> Iterator[str]:
+    """What to know about the order."""
+    values = [value for entry in board.entries if (value := board.value(entry)) is not None]
+    if len(set(values)) < len(values):
+        yield f"equal {board.goal.metric}: the lower val/loss comes first, then the earlier job"
+    if board.goal.metric.startswith("test/"):
+        yield f"{board.goal.metric} chose here, so that it is no measure of what was chosen"
+
+
+def _train_anew(board: Leaderboard, call: Call) -> int:
+    """Train the config of the best run again, whole, from its beginning."""
+    from trainkit.api import train  # noqa: PLC0415 - for --then only
+    from trainkit.config.check import check_names  # noqa: PLC0415
+    from trainkit.config.resuming import compose_anew  # noqa: PLC0415
+    from trainkit.run.secrets import restored  # noqa: PLC0415
+    from trainkit.verbs.train import exit_code  # noqa: PLC0415
+
+    best = board.entries[0]
+    if board.value(best) is None:
+        raise _problem("--then", f"no run has {board.goal.metric}: there is no best one.")
+    composition = compose_anew(best.folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    problems = check_names(composition)
+    if problems:
+        raise ConfigError(problems)
+    restored(composition.values, {})  # a secret that no file keeps is asked for before anything starts
+    sys.stdout.write(f"\n{' '.join(['the config of', str(best.folder), *call.overrides])}\n")
+    sys.stdout.flush()
+    return exit_code(train(composition))
 
 
 def _goal(flags: Mapping[str, str]) -> Watched | None:

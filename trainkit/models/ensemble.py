@@ -1,0 +1,72 @@
+"""Several trained models as one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["Ensemble"]
+
+
+class Ensemble(nn.Module):
+    """Predicts by what its members predict on average; a member may be on a device of its own.
+
+    `probabilities`: members give scores, whose softmax over the last dim are probabilities; the ensemble gives the
+    logarithm of the mean of those. That is a score again: its softmax is the mixture, its cross entropy the mixture's.
+    A mean of scores would be a geometric mean of probabilities, in which one member that is sure of itself outvotes
+    the others. `outputs`: the mean of what members give, for numbers to be predicted.
+
+    Args:
+        members: the models.
+        combine: what is averaged.
+
+    Example:
+        >>> sure, unsure = nn.Identity(), nn.Linear(2, 2)
+        >>> _ = nn.init.zeros_(unsure.weight), nn.init.zeros_(unsure.bias)
+        >>> scores = Ensemble(members=[sure, unsure])(torch.tensor([[0.0, math.log(9)]]))
+        >>> [round(p, 2) for p in scores.exp()[0].tolist()]
+        [0.3, 0.7]
+
+    Source: Lakshminarayanan et al. 2017, arXiv:1612.01474, section 2.4.
+    """
+
+    def __init__(
+        self, *, members: Sequence[nn.Module], combine: Literal["probabilities", "outputs"] = "probabilities"
+    ) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(members)
+        self.combine = combine
+
+    def spread(self, devices: Sequence[torch.device]) -> Self:
+        """Put each member on a device, one after the other, beginning again where there are fewer; returns itself."""
+        for place, member in enumerate(self.members):
+            member.to(devices[place % len(devices)])
+        return self
+
+    def forward(self, inputs: Any) -> Tensor:
+        """Combine the members' outputs, on the device of the first; GPUs compute side by side."""
+        homes = [_home(member) for member in self.members]
+        outputs = [member(_moved(inputs, home)) for member, home in zip(self.members, homes, strict=True)]
+        stacked = torch.stack([output.to(outputs[0].device) for output in outputs])
+        if self.combine == "outputs":
+            return stacked.mean(dim=0)
+        # a mean of sixteen bits would lose what the last members say
+        scores = stacked if stacked.dtype in (torch.float32, torch.float64) else stacked.float()
+        return scores.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(self.members))
+
+
+def _home(member: nn.Module) -> torch.device | None:
+    first = next(member.parameters(), None)
+    return None if first is None else first.device
+
+
+def _moved(inputs: Any, device: torch.device | None) -> Any:
+    def move(value: Any) -> Any:
+        return value.to(device, non_blocking=True) if isinstance(value, Tensor) and device is not None else value
+
+    return tree_map(move, inputs)

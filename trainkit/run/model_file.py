@@ -1,0 +1,145 @@
+"""A trained model out of its run folder, and as a folder of its own: one safetensors file and a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from trainkit.config.build import TARGET, build
+from trainkit.config.check import ALLOWED_PACKAGES
+from trainkit.config.origins import leaves
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.engine.checkpoint import Loaded, load, newest_valid
+from trainkit.engine.checkpoint.saving import untied
+from trainkit.engine.checkpoint.tensor_file import TensorFile, write_tensors
+from trainkit.engine.manifest import FileRecord
+from trainkit.errors import CheckpointError, ConfigError, Problem
+from trainkit.numerics.precision import Precision
+from trainkit.run.building import build_model
+from trainkit.run.folder import RunFolder, write_atomically
+from trainkit.strategies.replica import refuse_mismatch
+
+__all__ = ["Which", "load_model", "load_run", "write_model"]
+
+Which = Literal["best", "last"]
+"""A checkpoint of a run, by name."""
+
+_CONFIG: Final = "model.yaml"
+_WEIGHTS: Final = "model.safetensors"
+
+
+def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
+    """A trained model, on the CPU, ready to predict.
+
+    Args:
+        path: a run folder, or what `trainkit ensemble` wrote.
+        checkpoint: of a run folder, which of its checkpoints.
+        packages: your own packages that the model's classes may come from.
+
+    Returns:
+        The model in evaluation mode, in the dtype that its optimizer updated.
+
+    Raises:
+        ConfigError: there is no model, or one of a package that nobody allowed.
+        CheckpointError: the weights are damaged, or another model's.
+    """
+    if (path / _CONFIG).is_file():
+        return _load_written(path, packages)
+    if (path / "resolved.yaml").is_file():
+        return load_run(path, checkpoint=checkpoint, packages=packages)
+    rule = "holds no model: neither a run's resolved.yaml nor a model.yaml."
+    raise ConfigError([Problem(key=str(path), rule=rule)])
+
+
+def load_run(folder: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
+    """The model of a run with the weights of one of its checkpoints; see `load_model`."""
+    cfg = load_resolved(folder / "resolved.yaml")
+    _refuse_foreign(cfg.model, packages)
+    model = build_model(cfg).to(_precision(cfg).master_dtype)
+    tensors = _checkpoint(folder, checkpoint).tensors
+    own = {**_named("param", model.named_parameters()), **_named("buffer", _saved_buffers(model))}
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+    return model.eval()
+
+
+def _precision(cfg: RunConfig) -> Precision:
+    precision: Precision = build(cfg.precision)
+    return precision
+
+
+def _named(kind: str, tensors: Any) -> dict[str, Tensor]:
+    return {f"{kind}/{name}": tensor.detach() for name, tensor in tensors}
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+
+
+def _checkpoint(folder: Path, which: Which) -> Loaded:
+    named = (RunFolder(folder).read_result() or {}).get(which)
+    if named:  # a run folder may have been moved since
+        own = folder / "checkpoints" / Path(str(named)).name
+        return load(own if own.is_dir() else Path(str(named)))
+    found = newest_valid(folder / "checkpoints", report=lambda _: None) if which == "last" else None
+    if found is None:
+        raise CheckpointError(f"{folder} has no checkpoint named {which}.")
+    return found
+
+
+def _refuse_foreign(node: Mapping[str, Any], packages: Sequence[str]) -> None:
+    """A folder that somebody hands on may name any class; nothing is imported that is not allowed."""
+    allowed = (*ALLOWED_PACKAGES, *packages)
+    for path, value in leaves(node):
+        if path[-1] == TARGET and str(value).split(".")[0] not in allowed:
+            _refuse_package(str(value), allowed)
+        for item in value if isinstance(value, list) else ():
+            if isinstance(item, Mapping):
+                _refuse_foreign(item, packages)
+
+
+def _refuse_package(target: str, allowed: Sequence[str]) -> None:
+    package = target.split(".", maxsplit=1)[0]
+    rule = f"{package} is not among the packages that models may come from ({', '.join(allowed)}). To trust it: "
+    ways = f"load(..., packages=[{package!r}]), or --allow-package {package}."
+    raise ConfigError([Problem(key=f"model.{TARGET}", value=target, rule=rule + ways)])
+
+
+def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:
+    """Write a model as one file of weights, with the names of its `state_dict`, and the config that builds it.
+
+    Args:
+        folder: made here; holds no model yet.
+        model: on any devices.
+        node: with `_target_`: building it gives a model of the same names and shapes.
+        about: what else a reader may want to know, plain values.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
+    record = write_tensors(folder / _WEIGHTS, unique)
+    content = {"format": 1, "model": dict(node), "weights": asdict(record), "tied": tied, **about}
+    write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
+
+
+def _load_written(folder: Path, packages: Sequence[str]) -> nn.Module:
+    told = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
+    _refuse_foreign(told["model"], packages)
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = build(told["model"])
+    file = TensorFile.verified(folder / _WEIGHTS, FileRecord(**told["weights"]))
+    try:
+        weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}
+        model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
+        model.load_state_dict(weights)
+    except (KeyError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS} holds the weights of another model: {error}") from None
+    return model.eval()
