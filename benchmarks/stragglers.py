@@ -1,0 +1,135 @@
+"""What a slow worker costs, and what spares, or asynchronous updates, make of it.
+
+    python benchmarks/stragglers.py [--rounds 3] [--num-steps 24]
+
+Four workers, of which one is five times slower than the others, at four shards a step. Computing stands still for a
+tenth of a second a shard (half a second on the slow one), which any machine can do four times at once: what is measured
+is who waits for whom, not what this machine can compute. Each setting is a run by the public command; a run's time of a
+step is the median of its logged windows. The second table is of asynchronous updates: how stale they are with four
+equal workers, and with the slow one.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor
+
+from benchmarks import report
+
+SHARD_S, SLOWER, SLOW_RANK = 0.1, 5, "2"
+TRAINING = (
+    "--config-dir", str(ROOT / "benchmarks" / "conf"), "--allow-package", "benchmarks", "recipe=null", "data=slow",
+    "model=mlp", "model.in_features=4", "model.out_features=2", "model.hidden=[8]", "optimizer=sgd",
+    "optimizer.lr=0.01", "batch.global_size=32", "batch.micro_size=8", "log_every_steps=2", "precision=fp32",
+    "checkpoint.keep_best=0", "strategy=parameter_server", "strategy.workers=4", "strategy.servers=1",
+)  # fmt: skip
+SYNCHRONOUS = {
+    "four equal workers": ("data.slower=1",),
+    "one 5 x slower": (),
+    "the same, one spare, duplicate": ("strategy.spare_replicas=1",),
+    "the same, one spare, replace": ("strategy.spare_replicas=1", "strategy.spare_mode=replace"),
+}
+ASYNCHRONOUS = {
+    "four equal workers": ("data.slower=1",),
+    "one 5 x slower": (),
+}
+
+
+class Slow:
+    """Points whose computation takes its time: longer on one rank."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train",)
+
+    def __init__(self, *, num_samples: int, slower: int = SLOWER, split: str = "train") -> None:
+        del split
+        self.inputs = torch.sin(torch.arange(num_samples * 4.0)).reshape(num_samples, 4)
+        self.targets = (self.inputs[:, 0] > 0).long()
+        self.seconds = SHARD_S * (slower if os.environ.get("TRAINKIT_RANK") == SLOW_RANK else 1)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """A shard, or a step."""
+        time.sleep(self.seconds * max(len(indices) // 8, 1))
+        return self.inputs[indices], self.targets[indices]
+
+
+def train(overrides: tuple[str, ...], num_steps: int) -> tuple[float, dict[str, Any]]:
+    """Seconds a step, and what result.json says."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder, "run")
+        command = [
+            sys.executable,
+            "-m",
+            "trainkit",
+            *TRAINING,
+            *overrides,
+            f"steps={num_steps}",
+            f"hydra.run.dir={run}",
+        ]
+        subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True, capture_output=True)
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        result = json.loads((run / "result.json").read_text())
+    logged = [row for row in rows if "train/loss" in row][1:]
+    windows = [(b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(logged)]
+    return statistics.fmean(windows), result
+
+
+def main() -> None:
+    """Measure, print and write the tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--num-steps", type=int, default=24)
+    options = parser.parse_args()
+    taken: dict[str, list[float]] = {name: [] for name in SYNCHRONOUS}
+    late: dict[str, str] = {}
+    stale: list[list[str]] = []
+    for number in range(options.rounds):
+        for name, overrides in SYNCHRONOUS.items():
+            seconds, result = train(overrides, options.num_steps)
+            taken[name].append(seconds)
+            late[name] = ", ".join(f"{worker} {count}" for worker, count in result.get("late_gradients", {}).items())
+            print(f"round {number + 1}: {name}: {seconds:.3f} s a step", file=sys.stderr, flush=True)
+    for name, overrides in ASYNCHRONOUS.items():
+        seconds, result = train((*overrides, "strategy.mode=async"), 4 * options.num_steps)
+        found = result["staleness"]
+        counts = ", ".join(f"{number}: {count}" for number, count in found["counts"].items())
+        stale.append([name, f"{seconds:.3f}", f"{found['mean']:.2f}", str(found["p95"]), counts])
+    rows = [
+        [name, f"{statistics.median(seconds):.3f}", report.ratio(seconds, taken["one 5 x slower"]), late[name] or "-"]
+        for name, seconds in taken.items()
+    ]
+    first = report.table(["sync", "s a step", "ratio to no spare: median (least to most)", "late gradients"], rows)
+    second = report.table(["async", "s an update", "mean staleness", "95th percentile", "updates by staleness"], stale)
+    report.write(
+        "stragglers",
+        "One of four workers is five times slower: spares, and staleness",
+        f"python benchmarks/stragglers.py --rounds {options.rounds} --num-steps {options.num_steps}",
+        f"4 shards a step, {SHARD_S} s a shard by sleeping, a server.\n\n{first}\n\n{second}",
+    )
+
+
+if __name__ == "__main__":
+    main()
