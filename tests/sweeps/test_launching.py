@@ -1,0 +1,135 @@
+"""Sweeps from the command line, real trainings in real processes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
+
+
+def command(*arguments):
+    return [sys.executable, "-m", "trainkit", "-m", *SHORT, *arguments]
+
+
+def swept(*arguments, code=0):
+    done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr + done.stdout
+    return done
+
+
+def rows(folder):
+    return json.loads((folder / "sweep.json").read_text())["jobs"]
+
+
+def metrics(folder):
+    with (folder / "leaderboard.csv").open() as file:
+        return [(row["job"], row["status"], row["val/loss"]) for row in csv.DictReader(file)]
+
+
+def children():
+    """Processes on this machine that work in a sweep of this test."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_text().split("\0")
+            if (process / "cwd").readlink() == Path.cwd() and "trainkit" in " ".join(words):
+                found.append(words)
+        except OSError:
+            continue
+    return found
+
+
+def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd):
+    done = swept("strategy=one_device,mirrored", "seed=1,1", "steps=2", "sweep.slots=2")
+    folder = cwd / "outputs/sweeps/mine"
+    found = [(row["job"], row["slots"], row["exit_code"]) for row in rows(folder)]
+    assert found == [("0", 1, 0), ("2", 2, 0)]
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "2"]
+    assert "strategy=mirrored seed=1: is job 2 again, which runs once\n" in done.stdout
+    assert not children()
+
+
+@pytest.mark.long
+def test_a_sweep_can_be_extended(cwd):
+    swept("seed=1,2", "steps=2")
+    began = (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns
+    again = swept("seed=3,1", "steps=2", "sweep.slots=1")
+    assert "job 0 (seed=1): has its result already, in outputs/sweeps/mine/0\n" in again.stdout
+    assert (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns == began
+    assert [row["job"] for row in rows(cwd / "outputs/sweeps/mine")] == ["0", "1", "0-2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (("seed=1,2", "sweep.slots=0"), "sweep.slots=0: must be at least 1. (command line)"),
+        (
+            ("seed=1,2", "sweep.slots=1,2"),
+            "sweep.slots=1,2: is about the sweep as a whole: give it one value. (command line)",
+        ),
+        (
+            ("seed=1,2", "sweep.resume=gone"),
+            "sweep.name=mine: has no effect beside sweep.resume, which names the folder. (command line)",
+        ),
+        (
+            ("seed=1,2", "hydra/launcher=basic", "sweep.retries=1"),
+            "sweep.retries=1: has no effect with hydra/launcher=basic: it is for slots. (command line)",
+        ),
+        (
+            ("seed=1,2", "eval.metric=val/f1"),
+            "eval.metric=val/f1: no such figure. There are: val/loss, val/accuracy. (command line)",
+        ),
+        (("seed=range(5,1)",), "seed=range(5,1): is an empty sweep: there is nothing to run. (command line)"),
+    ],
+)
+def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(cwd, capsys, arguments, problem):
+    from trainkit.cli import main
+
+    assert main(["-m", *SHORT, *arguments]) == 2
+    assert f"  {problem}\n" in capsys.readouterr().err
+    assert not (cwd / "outputs").exists()
+
+
+def test_a_job_that_needs_more_slots_than_there_are_is_refused_before_any_starts(cwd):
+    done = swept("strategy=mirrored", "strategy.replicas=4", "seed=1,2", "sweep.slots=2", code=2)
+    assert "  sweep.slots=2: seed=1 takes 4 slots. Give it fewer, or sweep.slots=4 or more.\n" in done.stderr
+    assert not list(cwd.glob("outputs/sweeps/mine/*/resolved.yaml"))
+
+
+def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd, capsys):
+    from trainkit.cli import main
+
+    assert main(["-m", *SHORT[:-1], "seed=1,2", "sweep.resume=gone"]) == 2
+    assert "  sweep.resume=gone: is no folder of a sweep: it has no sweep.json. (command line)\n" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.long
+def test_a_killed_sweep_of_trainings_goes_on_as_if_nothing_had_happened(cwd):
+    points = ("seed=1,2,3,4", "steps=400", "checkpoint.every_steps=50", "log_every_steps=5", "loader.cache=false")
+    folder = cwd / "outputs/sweeps/mine"
+    with subprocess.Popen(command(*points), stdout=subprocess.DEVNULL) as sweep:
+        while not list(folder.glob("1/checkpoints/step_*/manifest.json")):
+            time.sleep(0.02)
+        sweep.send_signal(signal.SIGKILL)
+    had = {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("*/result.json")}
+    deadline = time.monotonic() + 5
+    while children() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not children()
+    assert len(had) < 4
+    resumed = swept(*points).stdout
+    assert "goes on\n" in resumed
+    assert {name: (folder / name / "result.json").stat().st_mtime_ns for name in had} == had
+    calm = swept(*points, "sweep.name=calm")
+    assert calm.returncode == 0
+    assert metrics(folder) == metrics(cwd / "outputs/sweeps/calm")
