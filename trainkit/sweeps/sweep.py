@@ -10,6 +10,7 @@ from typing import Literal
 
 from trainkit.errors import StoppedError, TerminatedError
 from trainkit.run.lock import locked
+from trainkit.sweeps.entries import PRUNED
 from trainkit.sweeps.jobs import Job, Source
 from trainkit.sweeps.leaderboard import collect, write
 from trainkit.sweeps.processes import Starter, start_fresh
@@ -109,7 +110,7 @@ class Sweep:
         counts = {
             "failed": len(codes) - stopped - codes.count(0),
             "stopped": stopped,
-            "pruned": sum(row.pruned for row in rows),
+            "pruned": sum(entry.status == PRUNED for entry in board.entries),
             "not run": sum(row.exit_code is None for row in rows),
         }
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
@@ -117,6 +118,8 @@ class Sweep:
         _say(f"\n{', '.join(told)}")
         for line in board.lines():
             _say(f"  {line}")
+        for what, command in board.commands(self.folder):
+            _say(f"  {what}: {command}")
         _say(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: Source) -> None:

@@ -46,6 +46,7 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
         rule = "needs a launcher that tells how its jobs go. hydra/launcher=slots does."
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
+    launching.sweep.asked.update(launching.sweep.record.rows)  # of a search that goes on, all of it is asked for
     make = _halving if sweeper == "halving" else _trials
     source = make(found, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
