@@ -1,0 +1,365 @@
+"""What moving gradients and parameters takes: push + pull with a server, against other ways between two processes.
+
+    python benchmarks/parameter_server.py [--rounds 15] [--no-ray]
+
+Each way has a process of its own at the other end, which keeps what it gets and gives what it has; all are started
+first and asked in turns, so that each round sees the same machine. A figure is the median over rounds. Nothing is
+computed meanwhile, and nothing is updated. The last table counts what travels between a worker and each of several
+servers in a step.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "lo"
+
+import argparse
+import importlib.util
+import socket
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+from benchmarks import report
+from tests.support.serving import serving
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.clients import Servers
+from trainkit.strategies.parameter_server.greeting import Listener
+from trainkit.strategies.parameter_server.server import serve
+from trainkit.strategies.parameter_server.shares import Shares
+from trainkit.strategies.parameter_server.variables import variables_of
+
+SIZES_MB = (10, 100)
+TENSORS = 16
+TOKEN = b"benchmark"
+TIMEOUT = timedelta(seconds=60)
+
+Move = Callable[[list[Tensor], list[Tensor]], object]
+"""Send the first tensors, receive into the second."""
+
+
+class Model(nn.Module):
+    """So many MB of parameters."""
+
+    def __init__(self, size_mb: float) -> None:
+        super().__init__()
+        numel = int(size_mb * 1e6 / 4 / TENSORS)
+        self.parts = nn.ParameterList([nn.Parameter(torch.ones(numel)) for _ in range(TENSORS)])
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(list(named.values()), lr=0.1, fused=True)
+
+
+@contextmanager
+def running(target: Callable[..., None], *args: Any) -> Iterator[Any]:
+    """A process at the other end; gives what it tells first."""
+    context = mp.get_context("forkserver")
+    here, there = context.Pipe()
+    process = context.Process(target=target, args=(there, *args), daemon=True)
+    process.start()
+    try:
+        yield here.recv()
+    finally:
+        process.terminate()
+        process.join()
+
+
+# trainkit
+
+
+def serve_trainkit(told: Any, size_mb: float) -> None:
+    torch.set_num_threads(1)
+    listener = Listener("ps:0", token=TOKEN)
+    told.send(listener.address)
+    with suppress(LinkError):  # the end of the benchmark
+        serve(listener, Shares(variables_of(Model(size_mb), torch.float32), 1), 0, make_optimizer=sgd)
+
+
+@contextmanager
+def trainkit(size_mb: float) -> Iterator[Move]:
+    model = Model(size_mb)
+    with running(serve_trainkit, size_mb) as address:
+        shares = Shares(variables_of(model, torch.float32), 1)
+        servers = Servers.connect([address], shares, token=TOKEN, name="chief", timeout_s=60)
+        servers.load_state({f"param/{name}": param.detach() for name, param in model.named_parameters()}, version=0)
+
+        def move(grads: list[Tensor], into: list[Tensor]) -> None:
+            servers.push("a", grads)
+            servers.pull(into)
+
+        try:
+            yield move
+        finally:
+            servers.close()
+
+
+# a bare socket
+
+
+def serve_socket(told: Any, num_bytes: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told.send(server.getsockname())
+        connection, _ = server.accept()
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    memory = memoryview(bytearray(num_bytes))
+    while receive(connection, memory):
+        connection.sendall(memory)
+
+
+def receive(connection: socket.socket, memory: memoryview) -> bool:
+    left = memory
+    while left:
+        count = connection.recv_into(left)
+        if not count:
+            return False
+        left = left[count:]
+    return True
+
+
+@contextmanager
+def bare_socket(size_mb: float) -> Iterator[Move]:
+    num_bytes = int(size_mb * 1e6 / 4 / TENSORS) * 4 * TENSORS
+    there, back = memoryview(bytearray(num_bytes)), memoryview(bytearray(num_bytes))
+    with running(serve_socket, num_bytes) as address, socket.create_connection(address) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+        def move(grads: list[Tensor], into: list[Tensor]) -> None:
+            connection.sendall(there)
+            receive(connection, back)
+
+        yield move
+
+
+# two ranks of gloo
+
+
+def gloo_group(store: dist.Store, rank: int) -> Any:
+    return dist.ProcessGroupGloo(store, rank, 2, TIMEOUT)
+
+
+def serve_gloo(told: Any, num_bytes: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+    told.send(store.port)
+    group, flat = gloo_group(store, 1), torch.ones(num_bytes // 4)
+    while True:
+        group.recv([flat], 0, 0).wait()
+        group.send([flat], 0, 0).wait()
+
+
+@contextmanager
+def gloo_pair(size_mb: float) -> Iterator[Move]:
+    num_bytes = int(size_mb * 1e6 / 4 / TENSORS) * 4 * TENSORS
+    there, back = torch.ones(num_bytes // 4), torch.ones(num_bytes // 4)
+    with running(serve_gloo, num_bytes) as port:
+        group = gloo_group(dist.TCPStore("127.0.0.1", port, 2, timeout=TIMEOUT), 0)
+
+        def move(grads: list[Tensor], into: list[Tensor]) -> None:
+            group.send([there], 1, 0).wait()
+            group.recv([back], 1, 0).wait()
+
+        yield move
+
+
+# torch RPC (tensorpipe): one agent a process, so one server for all sizes
+
+HELD: dict[str, list[Tensor]] = {}
+
+
+def rpc_push(name: str, tensors: list[Tensor]) -> None:
+    HELD[name] = tensors
+
+
+def rpc_pull(name: str) -> list[Tensor]:
+    return HELD[name]
+
+
+def rpc_options(port: int) -> Any:
+    from torch.distributed import rpc
+
+    return rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", rpc_timeout=60)
+
+
+def serve_rpc(told: Any, port: int) -> None:
+    from torch.distributed import rpc
+
+    torch.set_num_threads(1)
+    told.send(None)
+    rpc.init_rpc("server", rank=1, world_size=2, rpc_backend_options=rpc_options(port))
+    rpc.shutdown()
+
+
+@contextmanager
+def rpc_agent() -> Iterator[Callable[[float], Any]]:
+    from torch.distributed import rpc
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with running(serve_rpc, port):
+        rpc.init_rpc("client", rank=0, world_size=2, rpc_backend_options=rpc_options(port))
+
+        @contextmanager
+        def torch_rpc(size_mb: float) -> Iterator[Move]:
+            def move(grads: list[Tensor], into: list[Tensor]) -> None:
+                rpc.rpc_sync("server", rpc_push, args=(str(size_mb), grads))
+                for tensor, value in zip(into, rpc.rpc_sync("server", rpc_pull, args=(str(size_mb),)), strict=True):
+                    tensor.copy_(value)
+
+            yield move
+
+        try:
+            yield torch_rpc
+        finally:
+            rpc.shutdown(graceful=True)
+
+
+# Ray actors
+
+
+@contextmanager
+def ray_actor(size_mb: float) -> Iterator[Move]:
+    import ray
+
+    class Holder:
+        def push(self, arrays: list[Any]) -> None:
+            self.arrays = arrays
+
+        def pull(self) -> list[Any]:
+            return self.arrays
+
+    actor = ray.remote(Holder).remote()
+
+    def move(grads: list[Tensor], into: list[Tensor]) -> None:
+        ray.get(actor.push.remote([grad.numpy() for grad in grads]))
+        for tensor, value in zip(into, ray.get(actor.pull.remote()), strict=True):
+            tensor.numpy()[:] = value
+
+    yield move
+
+
+@contextmanager
+def ray_runtime() -> Iterator[None]:
+    import ray
+
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, _node_ip_address="127.0.0.1"
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def measure(size_mb: float, ways: dict[str, Any], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each round by each way, in turns."""
+    grads = [param.detach() for param in Model(size_mb).parts]
+    into = [torch.zeros_like(grad) for grad in grads]
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    with ExitStack() as stack:
+        moves = {name: stack.enter_context(way(size_mb)) for name, way in ways.items()}
+        for number in range(rounds + 2):
+            for name, move in moves.items():
+                begun = time.perf_counter()
+                move(grads, into)
+                if number >= 2:
+                    seconds[name].append(time.perf_counter() - begun)
+        assert all(torch.equal(one, other) for one, other in zip(grads, into, strict=True))
+    return seconds
+
+
+def times_table(found: dict[float, dict[str, list[float]]]) -> str:
+    """A row a way: ms and the ratio to it, by size."""
+    rows = []
+    for name in next(iter(found.values())):
+        cells = [name]
+        for size, seconds in found.items():
+            median = statistics.median(seconds[name])
+            ours = statistics.median(seconds["trainkit"])
+            cells.append(f"{1e3 * median:.2f} ms, {2 * size / 1e3 / median:.2f} GB/s, **{median / ours:.2f}**")
+        rows.append(cells)
+    return report.table(["push + pull", *(f"{size:g} MB" for size in found)], rows)
+
+
+def shares_table(size_mb: float, steps: int) -> str:
+    """Bytes that servers hold and carry."""
+    rows = []
+    for count in (1, 2, 4):
+        model = Model(size_mb)
+        into, fair = [param.detach() for param in model.parts], 1e6 * size_mb / count
+        with serving(model, sgd, servers=count) as farm:
+            servers = farm.chief
+            servers.pull(into)
+            before = [servers.sent_bytes[server] + servers.received_bytes[server] for server in range(count)]
+            for step in range(steps):
+                servers.push("a", into)
+                servers.apply(version=step + 1, lr_factor=1.0, keys=["a"])
+                servers.pull(into)
+            after = [servers.sent_bytes[server] + servers.received_bytes[server] for server in range(count)]
+        carried = max(late - early for early, late in zip(before, after, strict=True)) / steps
+        held = [farm.shares.bytes_of(server) for server in range(count)]
+        spread = f"{min(held) / fair:.3f} to {max(held) / fair:.3f}"
+        rows.append([str(count), f"{max(held):,}", spread, f"{carried:,.0f}", f"{carried / (2e6 * size_mb):.4f}"])
+    head = ["servers", "bytes of the fullest", "of an equal share", "bytes a step to and from it", "of all"]
+    return report.table(head, rows)
+
+
+def main() -> None:
+    """Measure, print and write the tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--no-ray", action="store_true", help="leave Ray out; it is left out where it is not installed")
+    parser.add_argument("--quick", action="store_true", help="two rounds of the small size; writes nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed.rpc", serve.__module__])
+    rounds, sizes = (2, SIZES_MB[:1]) if options.quick else (options.rounds, SIZES_MB)
+    with ExitStack() as stack:
+        ways: dict[str, Any] = {"trainkit": trainkit, "a bare socket": bare_socket, "a pair of gloo ranks": gloo_pair}
+        ways["torch RPC (tensorpipe)"] = stack.enter_context(rpc_agent())
+        if not options.no_ray and importlib.util.find_spec("ray"):
+            stack.enter_context(ray_runtime())
+            ways["a Ray actor"] = ray_actor
+        found = {}
+        for size in sizes:
+            found[size] = measure(size, ways, rounds)
+            print(times_table({size: found[size]}), file=sys.stderr, flush=True)
+    told = (
+        "Both ways, with one server. Bold: the time over that of trainkit, so that above 1 trainkit is faster. "
+        "Targets: torch RPC at least 3, a bare socket at least 0.5."
+    )
+    body = "\n\n".join(
+        [
+            told,
+            times_table(found),
+            "## Several servers\n\n10 MB of parameters in 16 tensors; a step pushes and pulls all of it.",
+            shares_table(10, steps=5),
+        ]
+    )
+    if options.quick:
+        print(body)
+        return
+    command = f"python benchmarks/parameter_server.py --rounds {options.rounds}"
+    report.write("parameter_server", "Moving gradients and parameters", command, body)
+
+
+if __name__ == "__main__":
+    main()
