@@ -1,19 +1,27 @@
 """A synchronous parameter server is the training of one device, and so is an asynchronous one with one worker."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from tests.contract import stepping
 from tests.contract.stepping import Case, oracle, run_rank, train, train_in_threads
+from tests.contract.test_sparse import Words
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import Numerics
+from trainkit.strategies.parameter_server.clients import Servers
 from trainkit.strategies.parameter_server.policies import BOUNDED, Policy, Staleness
 from trainkit.strategies.parameter_server.record import read_record
 
@@ -146,3 +154,63 @@ def test_masks_and_statistics_are_those_of_one_device_in_processes_too(pool: Poo
     )
     (expected,), (found,) = train(pool, base), train(pool, served(base, 2, 1))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.parametrize(("mode", "workers"), [("sync", 2), ("async", 1)])
+@pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
+def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_of_one_device(
+    mode: str, workers: int, optimizer: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Words(optimizer=optimizer, micro_size=2, max_norm=0.05)
+    pulled: list[list[bool]] = []
+    pull = Servers.pull
+
+    def noted(servers: Servers, into: Sequence[Tensor | None]) -> int:
+        pulled.append([one is None for one in into])
+        return pull(servers, into)
+
+    monkeypatch.setattr(Servers, "pull", noted)
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, workers, 2, mode=mode))
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+    assert {tuple(one) for one in pulled} == {(True, False, False)}
+
+
+def test_numbers_that_travel_as_bfloat16_train_nearly_the_same(store: tuple[str, int]) -> None:
+    case = replace(CLASSES, precision="fp32", rate_scale=0.1)
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, 2, 2, transfer="bf16"))
+    for name, tensor in expected.weights.items():
+        assert not torch.equal(found.weights[name], tensor)
+        torch.testing.assert_close(found.weights[name], tensor, rtol=2.0**-6, atol=2.0**-6 * float(tensor.abs().max()))
+
+
+def test_an_overflowed_step_is_tried_again_by_all(store: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping, "Precision", partial(Precision, initial_scale=2.0**24))
+    case = replace(CLASSES, precision="fp16_mixed", rate_scale=0.1, max_norm=0.1, micro_size=8)
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, 3, 1))
+    assert found.scale == expected.scale < 2.0**24
+    rtol = 2.0**-10  # the same products of 11 bits; the order of summation differs
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_step_that_is_not_finite_is_left_out_by_policy(
+    mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stepping, "Numerics", partial(Numerics, skip_nonfinite=True))
+    batch = stepping._Rank._batch
+
+    def poisoned(rank: Any, indices: list[int]) -> tuple[Tensor, Tensor]:
+        inputs, targets = batch(rank, indices)
+        return (inputs * torch.nan if 11 in indices else inputs), targets
+
+    monkeypatch.setattr(stepping._Rank, "_batch", poisoned)
+    expected = run_rank(None, CLASSES)
+    (found,) = train_in_threads(store, served(CLASSES, 2 if mode == "sync" else 1, 1, mode=mode))
+    assert all(tensor.isfinite().all() for tensor in found.weights.values())
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)

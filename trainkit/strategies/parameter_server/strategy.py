@@ -24,6 +24,7 @@ from trainkit.strategies.parameter_server.office import Office
 from trainkit.strategies.parameter_server.policies import Staleness
 from trainkit.strategies.parameter_server.setting import Setting, hold_a_share, work
 from trainkit.strategies.parameter_server.shares import Shares, split_problems
+from trainkit.strategies.parameter_server.tables import sparse_tables
 from trainkit.strategies.parameter_server.variables import variables_of
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.shaping import Compiles
@@ -91,7 +92,11 @@ class ParameterServer(Synchronous):
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
         """An optimizer that is not elementwise, where a variable would be cut by rows."""
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
-        return split_problems(Shares(variables_of(model, precision.master_dtype), self.num_servers(facts)), facts)
+        found = split_problems(Shares(variables_of(model, precision.master_dtype), self.num_servers(facts)), facts)
+        if self.replay is not None and self.mode == "async" and sparse_tables(model):
+            rule = "cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave it out."
+            found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))
+        return found
 
     def decided(self, build: Callable[[], nn.Module], facts: Facts) -> ParameterServer:  # noqa: ARG002 - no model needed
         """With the numbers of tasks that a launch has."""

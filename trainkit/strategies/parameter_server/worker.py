@@ -13,6 +13,7 @@ from trainkit.strategies.forward_backward import Divisor, StepWork
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.parameter_server.clients import Servers
 from trainkit.strategies.parameter_server.errands import Errands, Order, Report
+from trainkit.strategies.parameter_server.tables import read_when_looked_up, sparse_tables
 from trainkit.strategies.parameter_server.variables import tensors_of
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.update import apply_update
@@ -53,6 +54,8 @@ class Worker:
         self._mode, self._mixes = mode, mixes
         self._handed_over = replica.stepper = _HandedOver()
         self._version: int | None = None
+        self._tables = sparse_tables(replica.model)
+        read_when_looked_up(self._tables, servers.pull_rows)
 
     def run(self, errands: Errands, waits: Callable[[int], None] = lambda _step: None) -> None:
         """Compute errands until there are no more.
@@ -87,7 +90,8 @@ class Worker:
     def _read(self, order: Order) -> int:
         """Pull the variables, unless they are those that are wanted already; their version."""
         if self._mode == "async" or self._version != order.version:
-            self._version = self._servers.pull(tensors_of(self._replica.model))
+            tensors = enumerate(tensors_of(self._replica.model))
+            self._version = self._servers.pull([None if place in self._tables else one for place, one in tensors])
         return self._version
 
     def _work(self, order: Order, batches: Sequence[Any]) -> StepWork:
