@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from threading import Thread
 
 import pytest
 import torch
@@ -153,6 +155,27 @@ def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
         farm.chief.apply(version=1, lr_factor=1.0)
         equal(farm.chief.state(), state_of(model))
         assert farm.chief.pull(tensors_of(model)) == 1
+
+
+def test_servers_between_two_updates_are_read_again() -> None:
+    model, worked = Net(), Net()
+    with serving(model, optimizer_of("sgd"), servers=2) as farm:
+        worker, meta = farm.client(), {"version": 1, "keys": ["a"]}
+        worker.pull(tensors_of(worked))
+        farm.chief.push("a", gradients(model, 1))
+        farm.chief.links[1].send("apply", meta)
+        farm.chief.answer(1, "applied")
+        before, pulled = worker.received_bytes[0], Thread(target=worker.pull, args=(tensors_of(worked),))
+        pulled.start()
+        while worker.received_bytes[0] == before:  # it has read the one that is behind
+            time.sleep(0.001)
+        farm.chief.links[0].send("apply", meta)
+        farm.chief.answer(0, "applied")
+        pulled.join()
+        assert (worker.version, worker.mixed) == (1, 0)
+        state = farm.chief.state()
+        worker.close()
+    assert all(torch.equal(state[f"param/{name}"], param) for name, param in worked.named_parameters())
 
 
 def test_buffers_are_replaced_and_counters_advance() -> None:

@@ -63,16 +63,18 @@ class Servers(Reached):
         return self.version
 
     def _pulled_alike(self, into: Sequence[Tensor | None], *, whole: bool) -> list[tuple[int, int]]:
-        """Read all servers, those again that were behind others; returns version and loads of each."""
-        found = self.each(lambda server: self._pulled(server, into, whole=whole))
+        """Read all servers, again where an update came in between; returns version and loads of each.
+
+        All again, not those alone that were behind: what counts is when requests arrive, and that is then at once.
+        """
+        newest = 0
         for _ in range(_PULLS):
+            at_least = newest
+            found = self.each(lambda server: self._pulled(server, into, whole=whole, version=at_least))  # noqa: B023
             newest = max(version for version, _ in found)
-            late = [server for server, (version, _) in enumerate(found) if version < newest]
-            if not late:
+            if all(version == newest for version, _ in found):
                 return found
-            for server in late:
-                found[server] = self._pulled(server, into, whole=whole, version=newest)
-        self.mixed += len({version for version, _ in found}) > 1
+        self.mixed += 1
         return found
 
     def _pulled(self, server: int, into: Sequence[Tensor | None], *, whole: bool, version: int = 0) -> tuple[int, int]:
