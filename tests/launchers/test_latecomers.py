@@ -1,0 +1,103 @@
+"""Tasks of a cluster spec, each started by hand: workers come late and again, a dead chief is told and gone on from."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.joining import free_port
+
+ROLES = ("chief:0", "worker:0", "ps:0", "evaluator:0")
+RUN = [
+    "recipe=null", "strategy=parameter_server", "strategy.mode=async", "cluster=spec", "steps=100000",
+    "schedule=constant", "checkpoint.every_steps=50", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
+    "quiet=true", "name=late",
+]  # fmt: skip
+
+
+class Cluster:
+    """The processes of a spec, in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.processes = folder, {}
+        ports = dict(zip(ROLES, (free_port() for _ in ROLES), strict=True))
+        self.spec = [f"cluster.{role.partition(':')[0]}=[127.0.0.1:{port}]" for role, port in ports.items()]
+
+    def start(self, task: str, *more: str) -> None:
+        command = [sys.executable, "-m", "trainkit", *RUN, *self.spec, f"cluster.task={task}", *more]
+        self.processes[task] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+
+    def wait(self, condition) -> None:
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert time.monotonic() < deadline, "waited in vain"
+            time.sleep(0.1)
+
+    def end_of(self, task: str) -> tuple[int, str]:
+        _, told = self.processes[task].communicate(timeout=240)
+        return self.processes.pop(task).returncode, told
+
+    def made_by(self, task: str) -> int:
+        """Updates of the newest run that a task computed."""
+        return sum(json.dumps(task) in line for path in self.runs("updates.jsonl") for line in path.open())
+
+    def runs(self, name: str) -> list[Path]:
+        return sorted(self.folder.glob(f"outputs/late/*/{name}"))
+
+    def kill(self, task: str) -> None:
+        os.kill(self.processes[task].pid, signal.SIGKILL)
+        self.end_of(task)
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    found = Cluster(tmp_path)
+    yield found
+    for process in found.processes.values():
+        process.kill()
+        with contextlib.suppress(OSError):
+            process.communicate()
+
+
+@pytest.mark.long
+def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster):
+    cluster.start("chief:0")
+    cluster.start("ps:0")
+    cluster.wait(lambda: cluster.made_by("chief") > 20)
+    cluster.start("worker:0")
+    cluster.wait(lambda: cluster.made_by("worker:0") > 0)
+    cluster.kill("worker:0")
+    before = cluster.made_by("worker:0")
+    cluster.start("worker:0")
+    cluster.start("evaluator:0")
+    cluster.wait(lambda: cluster.made_by("worker:0") > before)
+    cluster.wait(lambda: any(path.read_text() for path in cluster.runs("evaluations.jsonl")))
+    cluster.kill("chief:0")
+    code, told = cluster.end_of("worker:0")
+    assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto goes on" in told) == (5, True, True)
+    assert cluster.end_of("ps:0")[0] != 0
+    cluster.kill("evaluator:0")
+    newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
+    for task in ROLES:
+        cluster.start(task, "resume=auto", f"stop_at_step={newest + 300}")
+    assert [cluster.end_of(task)[0] for task in ROLES] == [0, 0, 0, 0]
+    (result,) = cluster.runs("result.json")
+    assert json.loads(result.read_text())["steps"] == newest + 300
+    assert json.loads(cluster.runs("evaluations.jsonl")[0].read_text().splitlines()[-1])["step"] == newest + 300
+
+
+@pytest.mark.long
+def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster):
+    cluster.start("chief:0", "stop_at_step=2000")
+    cluster.start("ps:0", "stop_at_step=2000")
+    cluster.start("worker:0", "stop_at_step=2000", "optimizer.lr=0.5")
+    code, told = cluster.end_of("worker:0")
+    assert code == 2
+    assert "optimizer.lr=0.5: chief:0 (127.0.0.1:" in told
+    assert [cluster.end_of(task)[0] for task in ("chief:0", "ps:0")] == [0, 0]
