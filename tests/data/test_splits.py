@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainkit.data.splits import build_splits, splits_of
+from trainkit.data import splits
+from trainkit.data.splits import build_splits, keep_splits, splits_of
 from trainkit.errors import DataError
 
 HERE = "tests.data.test_splits"
@@ -56,3 +57,13 @@ def test_an_empty_split_is_named():
 def test_an_iterable_dataset_is_shown_the_way():
     with pytest.raises(DataError, match=r"^Endless has no length, .* read through trainkit.data.iterable.Stream"):
         build_splits({"_target_": f"{HERE}.Endless"})
+
+
+def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypatch):
+    monkeypatch.setattr(splits, "_KEPT", {})
+    digits = {"_target_": "trainkit.data.digits.Digits", "scaling": "unit"}
+    assert keep_splits(digits)
+    assert build_splits(digits)["val"].tensors()[0] is build_splits(dict(reversed(digits.items())))["val"].tensors()[0]
+    other = {**digits, "scaling": "standard"}
+    assert build_splits(other)["val"].tensors()[0] is not build_splits(other)["val"].tensors()[0]
+    assert not keep_splits({"_target_": f"{HERE}.Three"})

@@ -9,7 +9,7 @@ from tests.sweeps.support import job, run, sweep_in
 from trainkit.config.schema import Sweep as Settings
 from trainkit.errors import ConfigError
 from trainkit.sweeps import slots as module
-from trainkit.sweeps.slots import Slots
+from trainkit.sweeps.slots import Slots, numbering_problems
 
 
 def slots_of(num_gpus=0, num_cores=8, environ=None, **settings):
@@ -77,6 +77,22 @@ def test_what_cannot_be_is_refused():
     ]
 
 
+def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts():
+    from trainkit.strategies.base import Facts
+    from trainkit.strategies.one_device import OneDevice
+
+    def found(device):
+        strategy = OneDevice(device=device)
+        return numbering_problems(lambda gpus: strategy.problems(Facts(num_gpus=gpus)), there=2, own=1)
+
+    (problem,) = found("cuda:1")
+    assert str(problem) == (
+        "strategy.device=cuda:1: no such GPU: this host has 1, counted from 0. "
+        "A job of a sweep sees its own GPUs alone, numbered from 0."
+    )
+    assert found("cuda:0") == found("cuda:7") == []
+
+
 def test_never_more_than_the_slots_are_in_use(tmp_path):
     clock = "import sys, time; print(time.time(), flush=True); time.sleep(0.15); print(time.time(), flush=True)"
     widths = [1, 2, 1, 1, 2, 1, 3]
@@ -89,3 +105,11 @@ def test_never_more_than_the_slots_are_in_use(tmp_path):
     ]
     assert max(used) == 3
     assert time.time() > max(end for _, end in spans)
+
+
+def test_jobs_beside_each_other_see_other_gpus(tmp_path):
+    code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.5)"
+    jobs = [job(tmp_path, number, code, slots=slots) for number, slots in enumerate([1, 1, 2])]
+    run(sweep_in(tmp_path, slots=Slots(gpus=["4", "7"], count=2)), *jobs)
+    seen = [(one.folder / "output.log").read_text().strip() for one in jobs]
+    assert (sorted(seen[:2]), seen[2]) == (["4", "7"], "4,7")

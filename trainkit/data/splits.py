@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.build import build, resolve_target
 from trainkit.errors import DataError
 
-__all__ = ["build_splits", "size_of", "splits_of"]
+__all__ = ["build_splits", "keep_splits", "size_of", "splits_of"]
+
+_KEPT: Final[dict[str, dict[str, Any]]] = {}
+"""Data node -> its splits, where this process keeps them for the jobs that are forks of it."""
 
 
 def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
@@ -47,6 +51,8 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.digits.Digits"}).items()}
         {'train': 1437, 'val': 360}
     """
+    if (kept := _KEPT.get(_name_of(node))) is not None:
+        return dict(kept)
     takes_split = _takes_split(resolve_target(node["_target_"]))
     built = {}
     for split in splits_of(node):
@@ -54,6 +60,33 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built
+
+
+def keep_splits(node: Mapping[str, Any]) -> bool:
+    """Build the splits once for this process and its forks, which then share their memory.
+
+    Only datasets of trainkit's own that are tensors in memory: nothing of them is a file that is open or a generator.
+
+    Args:
+        node: the `data` group.
+
+    Returns:
+        Whether they are kept.
+
+    Raises:
+        DataError: as `build_splits`.
+    """
+    if not str(node.get("_target_")).startswith("trainkit."):
+        return False
+    built = build_splits(node)
+    if not all(hasattr(part, "tensors") for part in built.values()):
+        return False
+    _KEPT[_name_of(node)] = built
+    return True
+
+
+def _name_of(node: Mapping[str, Any]) -> str:
+    return json.dumps(node, sort_keys=True, default=str)
 
 
 def size_of(dataset: Any) -> int:

@@ -23,7 +23,7 @@ from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
 from trainkit.sweeps.processes import start_fresh
 from trainkit.sweeps.record import FILE
 from trainkit.sweeps.resuming import identity
-from trainkit.sweeps.slots import Slots
+from trainkit.sweeps.slots import Slots, numbering_problems
 from trainkit.sweeps.sweep import Sweep
 from trainkit.sweeps.warming import WarmStarter
 
@@ -51,6 +51,8 @@ class Launching:
             config.hydra.sweep.dir = str(self._folder)  # the sweeper too writes into it
         self._jobs: dict[str, Job] = {}
         self._sweep: Sweep | None = None
+        self._warm: WarmStarter | None = None
+        self._kept = False
 
     @property
     def sweep(self) -> Sweep:
@@ -114,9 +116,10 @@ class Launching:
         if not fresh or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
             yield
             return
-        with WarmStarter(self.sweep.slots.threads) as self.sweep.start:
+        with WarmStarter(self.sweep.slots.threads) as self._warm:
+            self.sweep.start = self._warm
             yield
-        self.sweep.start = start_fresh
+        self._warm, self.sweep.start = None, start_fresh
 
     def job(self, overrides: Sequence[str], number: int, *, going_on: Job | None = None) -> Job:
         """One point as a job.
@@ -138,6 +141,9 @@ class Launching:
             config.hydra.job.num = number
         HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` asks for the job's number
         cfg = _run_config(config)
+        if self._warm is not None and not self._kept:  # that of the first job: mostly it is that of all
+            self._kept = True
+            self._warm.keep(cfg.data)
         key = identity(cfg)
         known = self._jobs.get(key) if going_on is None else going_on
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
@@ -151,7 +157,8 @@ class Launching:
             config=key,
             label=self._label(overrides),
         )
-        if problems := self.sweep.slots.problems([(job.label, job.slots)]):
+        problems = self.sweep.slots.problems([(job.label, job.slots)]) or self._numbering_problems(cfg, job.slots)
+        if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
         return config, job
@@ -171,6 +178,17 @@ class Launching:
 
         slots = self.sweep.slots
         return int(build(cfg.strategy).num_slots(slots.count if slots.on_gpus else 0))
+
+    def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
+        if not self.sweep.slots.on_gpus:
+            return []
+        from trainkit.config.build import build  # noqa: PLC0415 - imports the target
+        from trainkit.strategies.base import Facts  # noqa: PLC0415 - imports torch
+
+        strategy = build(cfg.strategy)
+        return numbering_problems(
+            lambda num_gpus: strategy.problems(Facts(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
+        )
 
     def _label(self, overrides: Sequence[str]) -> str:
         fixed = set(self._config.hydra.overrides.task)

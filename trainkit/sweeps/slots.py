@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 from trainkit.config.schema import Sweep as Settings
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Grant", "Slots"]
+__all__ = ["Grant", "Slots", "numbering_problems"]
 
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _THREADS: Final = "OMP_NUM_THREADS"
@@ -140,6 +140,22 @@ class Slots:
             for label, count in dict(wanted).items()
             if count > self.count
         ]
+
+
+def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
+    """What is wrong with a strategy on its own GPUs alone and not on all of them: devices that it names by number.
+
+    Args:
+        problems_on: the strategy's problems on a host of so many GPUs.
+        there: GPUs of the sweep.
+        own: those of the job.
+    """
+    known = {problem.key for problem in problems_on(there)}
+    return [
+        replace(problem, rule=f"{problem.rule} A job of a sweep sees its own GPUs alone, numbered from 0.")
+        for problem in problems_on(own)
+        if problem.key not in known
+    ]
 
 
 def _problems(settings: Settings, num_gpus: int) -> list[Problem]:

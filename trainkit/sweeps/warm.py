@@ -1,9 +1,9 @@
 """A warm process: it has imported torch and trainkit, and each job of a sweep is a fork of it.
 
 Importing them is most of what a short job costs. What a fork shares with the others is modules that were imported and
-nothing that was computed: no run, no generator that has been drawn from, no thread. It writes into its own copy.
+the tensors of the dataset, and nothing else that was computed: no run, no thread. It writes into its own copy.
 
-    the sweep  --- start, with the reader of a lifeline; signal --->  this process  --- fork --->  job
+    the sweep  --- dataset; start, with a lifeline; signal --->  this process  --- fork --->  job
                <-------------------- ended --------------------
 
 A job leads a session of its own, and its lifeline is held by the sweep: it ends with the sweep, by the kernel, whatever
@@ -93,7 +93,9 @@ class _Forks:
                 if found is None:
                     return None
                 content, reader = found
-                if reader is None:
+                if "data" in content:
+                    _keep(content["data"])
+                elif reader is None:
                     self._signal(content)
                 elif self._fork(content["number"], reader):
                     return _Order(content=content, reader=reader)
@@ -162,9 +164,19 @@ def _as_if_fresh() -> None:
     gc.unfreeze()
 
 
+def _keep(node: dict[str, Any]) -> None:
+    """Read a dataset for all jobs; one that cannot be read is theirs to tell of."""
+    from trainkit.data.splits import keep_splits  # noqa: PLC0415 - imports torch, which has been done by now
+
+    with contextlib.suppress(Exception):
+        keep_splits(node)
+    gc.collect()
+    gc.freeze()
+
+
 def _warm_up() -> None:
     """Import what a training imports; nothing is computed, so that no thread is there when it forks."""
-    import torch._dynamo  # noqa: F401, PLC0415 - creating an optimizer does it
+    import torch._dynamo  # noqa: PLC0415 - creating an optimizer does it
 
     import trainkit.__main__  # noqa: PLC0415
     import trainkit.api  # noqa: PLC0415
@@ -174,6 +186,7 @@ def _warm_up() -> None:
     import trainkit.run.supervisor  # noqa: PLC0415
     import trainkit.verbs.train  # noqa: F401, PLC0415
 
+    torch.set_num_threads(1)  # a dataset is read here: no thread may come of it
     gc.collect()
     gc.freeze()  # a collection in a fork would touch, and so copy, every page of it
 

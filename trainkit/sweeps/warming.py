@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.sweeps.processes import JobProcess, start_fresh
@@ -130,6 +130,12 @@ class WarmStarter:
         finally:
             os.close(reader)
         return fork
+
+    def keep(self, data: Mapping[str, Any]) -> None:
+        """Let all jobs that come share a dataset, where it is one that can be shared."""
+        if self._link is not None:
+            with contextlib.suppress(OSError):  # it died: each job reads its own
+                send(self._link, {"data": dict(data)})
 
     def _listen(self, link: socket.socket) -> None:
         """Pass on the ends of forks; where the warm process has died, theirs with it."""
