@@ -17,7 +17,7 @@ from trainkit.run.plan import make_plan
 __all__ = ["rehearse"]
 
 
-def rehearse(compositions: Iterable[Composition]) -> list[int]:
+def rehearse(compositions: Iterable[Composition], *, num_gpus: int | None = None) -> list[int]:
     """Plan them all, and start none.
 
     A point that continues another run is left out: what it has left auto is that run's to say. A dataset is read once
@@ -25,6 +25,7 @@ def rehearse(compositions: Iterable[Composition]) -> list[int]:
 
     Args:
         compositions: checked ones.
+        num_gpus: GPUs that each will have on the machine where it runs; None: those of this one.
 
     Returns:
         The steps of each one's training; 0 of one that continues another run.
@@ -45,7 +46,7 @@ def rehearse(compositions: Iterable[Composition]) -> list[int]:
         try:
             if known != (node := json.dumps(cfg.data, default=str)):
                 splits, known = build_splits(cfg.data), node
-            plan = make_plan(cfg, splits=folded(splits, cfg.cv))
+            plan = make_plan(cfg, num_gpus=num_gpus, splits=folded(splits, cfg.cv))
             lengths[-1] = plan.num_steps
             model_notes(plan, abstract_model(plan))
         except ConfigError as error:

@@ -6,11 +6,14 @@ import functools
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.detect import VARIABLE, detect
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
 
 __all__ = ["FLAGS", "USAGE", "exit_code", "run", "sweep_job"]
 
@@ -56,7 +59,7 @@ def _sweep(call: Call) -> int:
         _distinct(call, len(points))
         from trainkit.run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
-        rehearse(points)
+        rehearse(points, num_gpus=_gpus_elsewhere(points[0]))
     outcome = multirun(
         call.overrides,
         config_dirs=call.config_dirs,
@@ -65,6 +68,15 @@ def _sweep(call: Call) -> int:
         check=_check_point,
     )
     return _exit_code(outcome)
+
+
+def _gpus_elsewhere(point: Composition) -> int | None:
+    """GPUs that a job has on the nodes that it is queued for; None where jobs run here."""
+    if point.launcher != "submitit_slurm":
+        return None
+    key = "hydra.launcher.gpus_per_node="
+    given = [line.partition("=")[2] for line in point.hydra_overrides if line.startswith(key)]
+    return int(given[-1]) if given and given[-1].isdecimal() else 0
 
 
 def _refuse_launch() -> None:

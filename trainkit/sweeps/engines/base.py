@@ -83,10 +83,6 @@ class JobEngine:
         """What a job of so many processes counts for among `width`."""
         return processes
 
-    def num_gpus(self) -> int | None:
-        """GPUs that a job will see; None: those of this host."""
-        return None
-
     @abstractmethod
     def connect(self, folder: Path) -> AbstractContextManager[Submitter]:
         """Start the engine, or find it; `folder` is for what it keeps. Leaving the block lets go of it."""

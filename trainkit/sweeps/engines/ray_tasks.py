@@ -35,10 +35,6 @@ class RayTasks(JobEngine):
     gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
     """GPUs for each; less than 1 shares one; auto: one where this host has GPUs."""
 
-    def num_gpus(self) -> int | None:
-        """Those of this host, where nobody says otherwise; else none are counted before a job starts."""
-        return None if self.gpus_per_process == "auto" else int(self.gpus_per_process + 0.999)
-
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it keeps nothing
         """Start Ray here, or join the cluster."""

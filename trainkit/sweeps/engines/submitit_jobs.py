@@ -44,13 +44,17 @@ class SubmititLocal(JobEngine):
         """What submitit is told of a job."""
         return {"timeout_min": self.timeout_min}
 
+    def constants(self) -> dict[str, Any]:
+        """What it is told once."""
+        return {}
+
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Executor]:
         """Jobs are handed over a moment after they come, together; those that are left are cancelled."""
         import submitit  # noqa: PLC0415 - only where it is used
 
         logging.getLogger("submitit").setLevel(logging.ERROR)  # it tells of every call of sacct that fails
-        made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster)
+        made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
         made.update_parameters(**self.parameters())
         executor = _Executor(made, arrays=self.cluster == "slurm")
         try:
@@ -95,10 +99,6 @@ class SubmititSlurm(SubmititLocal):
         """A job is one."""
         return 1
 
-    def num_gpus(self) -> int | None:
-        """Those of its nodes."""
-        return self.gpus_per_node
-
     def require(self) -> None:
         """Make sure that submitit and SLURM's commands are here."""
         super().require()
@@ -114,9 +114,9 @@ class SubmititSlurm(SubmititLocal):
         """What submitit is told of a job."""
         told = {
             "slurm_partition": self.partition,
-            "slurm_gpus_per_node": self.gpus_per_node or None,
-            "slurm_cpus_per_task": self.cpus_per_task,
-            "slurm_mem": None if self.mem_gb is None else f"{int(self.mem_gb * 1024)}M",
+            "gpus_per_node": self.gpus_per_node or None,
+            "cpus_per_task": self.cpus_per_task,
+            "mem_gb": self.mem_gb,
             "slurm_additional_parameters": self.additional or None,
         }
         return {
@@ -126,9 +126,12 @@ class SubmititSlurm(SubmititLocal):
             "tasks_per_node": self.tasks_per_node,
             "slurm_array_parallelism": self.width(),
             "slurm_signal_delay_s": self.save_s,
-            "slurm_max_num_timeout": self.max_requeues,
             **{name: value for name, value in told.items() if value is not None},
         }
+
+    def constants(self) -> dict[str, Any]:
+        """How often a job may run out of time."""
+        return {"slurm_max_num_timeout": self.max_requeues}
 
 
 class _Executor:

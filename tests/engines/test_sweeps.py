@@ -1,0 +1,110 @@
+"""The jobs of a sweep on joblib, submitit, Ray and SLURM for real."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.engines.test_engines import needs
+from tests.launchers.one_node_slurm import program, slurm
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+JOB = ("recipe=digits", "epochs=1", "callbacks=[]", "logger=[]", "quiet=true", "eval.metric=val/accuracy")
+PACKAGES = {"joblib": "joblib", "submitit_local": "submitit", "ray": "ray"}
+
+
+def trainkit(*arguments, **environ):
+    command = [sys.executable, "-m", "trainkit", *arguments]
+    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+
+
+def result(folder):
+    return json.loads((Path(folder) / "result.json").read_text())
+
+
+def below(cwd):
+    """Processes that work in a folder, this one apart."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (process / "cwd").readlink() == cwd and process.name != str(os.getpid()):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+    return found
+
+
+def none_is_left(cwd, within_s=10):
+    deadline = time.monotonic() + within_s
+    while below(cwd) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert below(cwd) == []
+
+
+@pytest.mark.parametrize("launcher", PACKAGES)
+def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher, cwd):
+    needs(PACKAGES[launcher])
+    grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2,3", "hydra.sweep.dir=sweep")
+    done = trainkit("-m", *JOB, *grid, f"hydra/launcher={launcher}", "hydra.launcher.jobs_at_once=2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(path.name for path in Path("sweep").iterdir() if path.name.isdecimal()) == list("012345")
+    assert {result(f"sweep/{number}")["status"] for number in range(6)} == {"finished"}
+    none_is_left(cwd)
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_jobs_end_with_a_sweep_that_is_killed(launcher, cwd):
+    needs(PACKAGES[launcher])
+    command = ["-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}"]
+    sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
+    while not Path("sweep/0/metrics.jsonl").exists():
+        assert sweep.poll() is None
+        time.sleep(0.1)
+    sweep.kill()
+    sweep.wait()
+    none_is_left(cwd)
+
+
+@pytest.fixture
+def one_node(monkeypatch):
+    needs("submitit")
+    with slurm() as environ:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
+def test_a_run_on_slurm_is_a_job_of_an_array(cwd, one_node):
+    done = trainkit(*JOB, "cluster=slurm", "hydra.sweep.dir=sweep")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert result("sweep/0")["status"] == "finished"
+    assert [path.name for path in Path("sweep/.jobs/submitit").glob("*_0_result.pkl")]
+
+
+def test_a_job_that_is_preempted_saves_and_goes_on(cwd, one_node):
+    options = ("cluster=slurm", "hydra.sweep.dir=sweep", "epochs=40", "checkpoint.background=false")
+    environ = {"TRAINKIT_FAIL": f"phase=data,while={cwd / 'slow'},action=slow"}
+    Path("slow").touch()  # until it has been preempted
+    command = [sys.executable, "-m", "trainkit", *JOB, *options]
+    sweep = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
+    while not Path("sweep/0/metrics.jsonl").exists():
+        assert sweep.poll() is None
+        time.sleep(0.1)
+    (submitted,) = Path("sweep/.jobs/submitit").glob("*_submitted.pkl")
+    job = submitted.name.removesuffix("_submitted.pkl")
+    subprocess.run([program("scancel"), "--signal=USR2", job], check=True)
+    while not Path("sweep/0/result.json").exists():
+        time.sleep(0.1)
+    assert result("sweep/0")["status"] == "preempted"
+    Path("slow").unlink()
+    out, _ = sweep.communicate()
+    assert sweep.returncode == 0, out
+    told = result("sweep/0")
+    assert (told["status"], told["steps"]) == ("finished", 920)
+    rows = [json.loads(line) for line in Path("sweep/0/metrics.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == sorted(set(steps))  # no step was trained twice
