@@ -23,7 +23,6 @@ def test_comma_lists_are_multiplied_in_order():
     [
         ("seed=range(1,4)", [1, 2, 3]),
         ("seed=choice(5,7)", [5, 7]),
-        ("seed=tag(zip,choice(1,2))", [1, 2]),
         ("seed=3", [3]),
     ],
 )
