@@ -25,7 +25,7 @@ from trainkit.strategies.parameter_server.record import FILE, Record
 from trainkit.strategies.parameter_server.setting import Setting
 from trainkit.strategies.parameter_server.shares import Shares
 from trainkit.strategies.parameter_server.staff import Staff
-from trainkit.strategies.parameter_server.variables import tensors_of
+from trainkit.strategies.parameter_server.variables import tensors_of, unsaved_of
 from trainkit.strategies.replica import Replica, replica_state, restore_replica
 
 __all__ = ["Office"]
@@ -97,7 +97,8 @@ class Office(Placed):
         self._desk = self.setting.desk(plan, until)
         self._desk.recall(self.recalled, version)
         self._version = self._seen = version
-        self.servers.load_state(replica_state(self.mirror), version=version)
+        unsaved = unsaved_of(self.mirror.model)
+        self.servers.load_state(replica_state(self.mirror), version=version, unsaved=unsaved)
 
     def next_update(self, training: Training) -> Outcome:
         """Wait for the next update; at the first call, everybody is let in."""
