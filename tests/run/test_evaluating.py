@@ -11,8 +11,10 @@ import trainkit
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import load_resolved
+from trainkit.data.digits import Digits
 from trainkit.engine.checkpoint import Judged, Retention, scan
 from trainkit.engine.manifest import manifest_bytes
+from trainkit.errors import ConfigError
 from trainkit.run import evaluator
 from trainkit.run.evaluating import Evaluator, evaluate_beside
 from trainkit.run.folder import RunFolder
@@ -148,3 +150,25 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     assert capsys.readouterr().err == (
         f"1 problem in the config\n  RUN={tmp_path}: is no run folder: it has no resolved.yaml. (command line)\n"
     )
+
+
+BESIDE = ["recipe=null", "strategy=parameter_server", "strategy.evaluator=true"]
+
+
+def refused(splits, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        make_plan(trainkit.compose([*BESIDE, *overrides]).cfg, splits=splits)
+    return str(caught.value).splitlines()[1:]
+
+
+def test_what_goes_by_evaluations_is_refused_beside_an_evaluator():
+    expected = (
+        "  callbacks.early_stop: goes by evaluations during the training, which strategy.evaluator leaves to a process "
+        "of its own. Leave one out."
+    )
+    assert refused(None, "callbacks=[early_stop]") == [expected]
+
+
+def test_an_evaluator_without_a_validation_split_is_refused():
+    told = "  strategy.evaluator: has no validation split to evaluate on: the data has none."
+    assert refused({"train": Digits(split="train")}) == [told]

@@ -1,0 +1,72 @@
+"""Any role of a parameter-server run may be killed at any moment: the outcome is as promised, and nobody is left."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="finds tasks in /proc")]
+
+RUN = [
+    "recipe=null", "strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true",
+    "epochs=60", "checkpoint.every_steps=50", "eval.every_epochs=null", "quiet=true", "callbacks=[]", "logger=[]",
+]  # fmt: skip
+ALONE = "alone: the others go on."
+TOGETHER = "Restarting from the checkpoint of step "
+UNDISTURBED = 0.9639
+"""The accuracy of this run where nothing happens, in either mode."""
+NOISE = 0.01
+"""One standard deviation of the accuracy of 360 samples."""
+MOMENTS = random.Random(5)
+
+
+def tasks(folder: Path) -> dict[str, int]:
+    """Process ids of the tasks that run in a folder, by task."""
+    found = {}
+    for process in Path("/proc").iterdir():
+        try:
+            environ = dict(
+                pair.partition(b"=")[::2] for pair in (process / "environ").read_bytes().split(b"\0") if pair
+            )
+            ours = str(folder) in (process / "cmdline").read_text()
+        except OSError:
+            continue
+        if ours and b"TRAINKIT_ROLE" in environ:
+            found[f"{environ[b'TRAINKIT_ROLE'].decode()}:{environ[b'TRAINKIT_INDEX'].decode()}"] = int(process.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("task", "mode", "outcome"),
+    [
+        ("worker:0", "async", ALONE),
+        ("worker:1", "sync", ALONE),
+        ("evaluator:0", "sync", ALONE),
+        ("ps:1", "async", TOGETHER),
+        ("chief:0", "sync", TOGETHER),
+    ],
+)
+def test_a_task_killed_at_a_random_moment_costs_no_more_than_promised(tmp_path, task, mode, outcome):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "trainkit", *RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}"]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    while not list(folder.glob("checkpoints/step_*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(MOMENTS.uniform(0, 2))
+    os.kill(tasks(folder)[task], signal.SIGKILL)
+    _, told = process.communicate(timeout=300)
+    assert process.returncode == 0
+    assert "was ended by SIGKILL" in told.splitlines()[0]
+    assert outcome in told.splitlines()[0]
+    result = json.loads((folder / "result.json").read_text())
+    assert (result["status"], result["steps"]) == ("finished", 1380)
+    assert result["metrics"]["val/accuracy"] == pytest.approx(UNDISTURBED, abs=NOISE)
+    assert json.loads((folder / "evaluations.jsonl").read_text().splitlines()[-1])["step"] == 1380
+    assert tasks(folder) == {}
