@@ -133,6 +133,7 @@ class Evaluator:
         if checkpoint is None:
             return None
         self.step = checkpoint.step
+        self._on_phase("evaluate", self.step)
         started = time.monotonic()
         mark = _mark(checkpoint.folder)
         try:
