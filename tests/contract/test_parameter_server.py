@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.contract import stepping
+from tests.contract.running import run, weights
 from tests.contract.stepping import Case, oracle, run_rank, train, train_in_threads
 from tests.contract.test_sparse import Words
-from tests.support import reference
+from tests.support import reference, zoo
 from tests.support.pool import Pool
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
@@ -214,3 +215,16 @@ def test_a_step_that_is_not_finite_is_left_out_by_policy(
     assert all(tensor.isfinite().all() for tensor in found.weights.values())
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_a_whole_run_tells_its_staleness_and_evaluates_the_model_that_the_servers_hold(tmp_path: Path) -> None:
+    overrides = ("data=points", "model=net", "epochs=2", "batch.global_size=4", "logger=[tensorboard]")
+    result = run(tmp_path / "run", "strategy=parameter_server", "strategy.mode=async", *overrides)
+    assert sum(result["staleness"]["counts"].values()) == result["steps"] == 20
+    lines = list(read_record(tmp_path / "run" / "updates.jsonl"))
+    assert sorted(part.ticket.step for line in lines for part in line.parts) == list(range(20))
+    model, points = zoo.Net().double(), zoo.Points("val")
+    model.load_state_dict(weights(result))
+    loss_sum, weight = zoo.classes_sum(model, (points.inputs.double(), points.targets))
+    assert result["metrics"]["val/loss"] == pytest.approx(float(loss_sum.detach()) / weight, rel=1e-12)
+    assert [path for path in (tmp_path / "run" / "tensorboard").iterdir() if b"staleness" in path.read_bytes()]

@@ -64,6 +64,7 @@ class Chief:
                 self._hand_out()
                 return outcome
             self._hand_out()
+            self._say_idle()
             event = self.staff.hear(_LOOK_S)
             if event is not None:
                 self._take(event)
@@ -77,6 +78,12 @@ class Chief:
                 _try(seat.give, None)
         if self.record is not None:
             self.record.close()
+
+    def _say_idle(self) -> None:
+        """Where the own worker waits, too, a hang is somebody else's."""
+        own = self._seats.get(OWN)
+        if self.placed.on_phase is not None and own is not None and own.order is None:
+            self.placed.on_phase("idle", self.desk.version)
 
     def _hand_out(self) -> None:
         for seat in list(self._seats.values()):
@@ -189,6 +196,7 @@ class Chief:
             unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
             norms=update.max_norm is not None,
             exact=self.lanes is not None,
+            check_finite=scale.moves or self.skips,
         )
         if (scale.moves or self.skips) and not norms.finite:
             self.servers.discard()
