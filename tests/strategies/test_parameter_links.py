@@ -65,6 +65,22 @@ def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Link]) -> None:
         ends[1].receive()
 
 
+def test_sending_leaves_the_patience_of_who_waits_alone(ends: list[Link]) -> None:
+    patience = ends[0]._connection.gettimeout()
+    ends[0].send("order")
+    assert ends[0]._connection.gettimeout() == patience
+    assert ends[1].receive().kind == "order"
+
+
+def test_who_pulls_when_the_run_ends_finds_the_connection_closed() -> None:
+    with serving(Net(), optimizer_of("sgd"), loads=False) as farm:
+        worker = farm.client()
+        worker.links[0].send("pull", {"have": "1", "dtype": "float32", "version": 0})
+    with pytest.raises(LinkError, match=r"ps:0 (closed the connection|is gone)"):
+        worker.answer(0, "pulled")
+    worker.close()
+
+
 def test_text_that_is_too_long_is_not_sent(ends: list[Link]) -> None:
     with pytest.raises(ValueError, match="push: 70008 bytes of text, and a frame takes 65536"):
         ends[0].send("push", {"a": "x" * 70_000})

@@ -57,7 +57,8 @@ class Listener:
         self.turned_away = 0
         """Connections that were dropped before their peer had shown that it knows the token."""
         self._token = token
-        self._socket = socket.create_server((host, port), backlog=128)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
         self._socket.settimeout(1.0)  # where nothing wakes a thread in accept, it looks for itself
         address: tuple[str, int] = self._socket.getsockname()[:2]
         self.address = address
@@ -127,7 +128,12 @@ class Listener:
 
     def _attend(self, connection: socket.socket, where: str, handle: Callable[[Link], None]) -> None:
         """A connection from its beginning to its end."""
-        link = Link(connection, peer=where, timeout_s=self.timeout_s, until=time.monotonic() + _GREETING_S)
+        try:
+            link = Link(connection, peer=where, timeout_s=self.timeout_s, until=time.monotonic() + _GREETING_S)
+        except OSError:  # gone already
+            self._strangers.release()
+            connection.close()
+            return
         with self._open(link), suppress(LinkError):
             try:
                 link.trust(_admitted(link, self._token))

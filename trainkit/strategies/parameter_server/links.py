@@ -74,6 +74,7 @@ class Link:
         self.peer, self.timeout_s = peer, timeout_s
         self.sent_bytes = self.received_bytes = 0
         self._connection, self._until = connection, until
+        self._out = connection.dup()  # with a timeout of its own: one thread may send while another waits
         self._unread = 0
         self._sending = Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -151,13 +152,14 @@ class Link:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
+        self._out.close()
 
     def _send(self, views: Sequence[memoryview]) -> None:
         left = deque(views)
         try:
-            self._connection.settimeout(self._patience(self.timeout_s))
+            self._out.settimeout(self._patience(self.timeout_s))
             while left:
-                sent = _send_some(self._connection, list(islice(left, _TOGETHER)))
+                sent = _send_some(self._out, list(islice(left, _TOGETHER)))
                 self.sent_bytes += sent
                 _advance(left, sent)
         except TimeoutError:

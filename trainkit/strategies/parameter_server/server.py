@@ -149,7 +149,10 @@ class _Server:
         def is_there() -> bool:
             return self.ended.is_set() or (self._held.version is not None and self._held.version >= version)
 
-        if not self._changed.wait_for(is_there, self._timeout_s) or self.ended.is_set():
+        found = self._changed.wait_for(is_there, self._timeout_s)
+        if self.ended.is_set():
+            raise LinkError("the run is over")
+        if not found:
             held = "nothing" if self._held.version is None else f"version {self._held.version}"
             raise RefusedError(f"version {version} did not come in {self._timeout_s:g} s, {held} is here")
 
