@@ -14,7 +14,23 @@ from trainkit.config.schema import GROUPS, RunConfig, hints_of
 from trainkit.config.semantics import difference, fingerprint, tag_of
 from trainkit.config.values import misfit, plain
 
-CANDIDATES = (False, True, 3, 16, 0.5, "sqrt", "base", "skip", "max", "val/accuracy", "auto", "default", "other")
+CANDIDATES = (
+    False,
+    True,
+    3,
+    16,
+    0.5,
+    "sqrt",
+    "base",
+    "skip",
+    "max",
+    "val/accuracy",
+    "auto",
+    "default",
+    "other",
+    "stop",
+    "none",
+)
 
 
 def run_level_keys(kind=RunConfig, path=()) -> Iterator[tuple[str, ...]]:

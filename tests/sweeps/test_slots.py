@@ -113,3 +113,22 @@ def test_jobs_beside_each_other_see_other_gpus(tmp_path):
     run(sweep_in(tmp_path, slots=Slots(gpus=["4", "7"], count=2)), *jobs)
     seen = [(one.folder / "output.log").read_text().strip() for one in jobs]
     assert (sorted(seen[:2]), seen[2]) == (["4", "7"], "4,7")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_gpus", "slots"),
+    [
+        ("one_device.OneDevice", 0, 1),
+        ("one_device.OneDevice", 8, 1),
+        ("mirrored.Mirrored", 0, 2),
+        ("mirrored.Mirrored", 8, 8),
+        ("central.CentralStorage", 0, 2),
+        ("central.CentralStorage", 4, 4),
+        ("device_map.DeviceMap", 0, 1),
+        ("device_map.DeviceMap", 2, 2),
+    ],
+)
+def test_a_job_takes_the_devices_of_its_strategy(strategy, num_gpus, slots):
+    from trainkit.config.build import build
+
+    assert build({"_target_": f"trainkit.strategies.{strategy}"}).num_slots(num_gpus) == slots

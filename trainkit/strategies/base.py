@@ -346,8 +346,9 @@ class Strategy(ABC):
         return len(self.tasks(Facts(num_gpus=num_gpus)))
 
     def num_slots(self, num_gpus: int) -> int:
-        """The devices, or shares of the cores, that a job of a sweep needs on a host of so many GPUs."""
-        return self.num_processes(num_gpus)
+        """The GPUs that a job of a sweep needs on a host of so many; where it uses none, a core a process."""
+        tasks = self.tasks(Facts(num_gpus=num_gpus))
+        return len({task.device for task in tasks if task.device.startswith("cuda")}) or len(tasks)
 
     @abstractmethod
     def num_replicas(self, facts: Facts) -> int:

@@ -24,12 +24,20 @@ import socket
 import struct
 import sys
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Final
 
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
 __all__ = ["HEADER", "main", "send"]
+
+_IMPORTED: Final = (
+    "torch._dynamo",  # creating an optimizer does it
+    "trainkit.__main__", "trainkit.cli", "trainkit.verbs.train", "trainkit.api", "trainkit.config.check",
+    "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.supervisor",
+)  # fmt: skip
+"""What the command of a job imports; by name, since it is what stands above sweeps that a job runs."""
 
 HEADER: Final = struct.Struct("!I")
 """The length of a message, before it."""
@@ -145,11 +153,10 @@ def _become(order: _Order) -> int:
     os.environ.clear()
     os.environ.update(order.content["environ"])
     _as_if_fresh()
-    import trainkit.__main__  # noqa: PLC0415 - by now it is
-    from trainkit import cli  # noqa: PLC0415
-
-    sys.argv = [str(trainkit.__main__.__file__), *order.content["arguments"]]
-    return cli.main(order.content["arguments"])
+    entry, run = import_module("trainkit.__main__"), import_module("trainkit.cli").main
+    sys.argv = [str(entry.__file__), *order.content["arguments"]]
+    code: int = run(order.content["arguments"])
+    return code
 
 
 def _as_if_fresh() -> None:
@@ -176,15 +183,9 @@ def _keep(node: dict[str, Any]) -> None:
 
 def _warm_up() -> None:
     """Import what a training imports; nothing is computed, so that no thread is there when it forks."""
-    import torch._dynamo  # noqa: PLC0415 - creating an optimizer does it
-
-    import trainkit.__main__  # noqa: PLC0415
-    import trainkit.api  # noqa: PLC0415
-    import trainkit.config.check  # noqa: PLC0415
-    import trainkit.config.compose.jobs  # noqa: PLC0415
-    import trainkit.run.runner  # noqa: PLC0415
-    import trainkit.run.supervisor  # noqa: PLC0415
-    import trainkit.verbs.train  # noqa: F401, PLC0415
+    for name in _IMPORTED:
+        import_module(name)
+    import torch  # noqa: PLC0415 - by now it is
 
     torch.set_num_threads(1)  # a dataset is read here: no thread may come of it
     gc.collect()
