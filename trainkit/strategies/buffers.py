@@ -73,7 +73,7 @@ class StepBuffers:
         self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
 
     def in_all_places(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What there is one of for each buffer that a forward pass updates, in the order of `names`; None for the others."""
+        """What there is for each buffer that a forward pass updates, in the order of `names`; None for the others."""
         found = dict(zip(map(id, self._chosen), sums, strict=True))
         return [found.get(id(place)) for place in self._all]
 
