@@ -34,18 +34,19 @@ class Cluster:
         self.processes[task] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
 
     def wait(self, condition) -> None:
-        deadline = time.monotonic() + 240
+        deadline = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"
             time.sleep(0.1)
 
     def end_of(self, task: str) -> tuple[int, str]:
-        _, told = self.processes[task].communicate(timeout=240)
+        _, told = self.processes[task].communicate(timeout=600)
         return self.processes.pop(task).returncode, told
 
     def made_by(self, task: str) -> int:
         """Updates of the newest run that a task computed."""
-        return sum(json.dumps(task) in line for path in self.runs("updates.jsonl") for line in path.open())
+        lines = [line for path in self.runs("updates.jsonl") for line in path.read_text().splitlines()]
+        return sum(json.dumps(task) in line for line in lines)
 
     def runs(self, name: str) -> list[Path]:
         return sorted(self.folder.glob(f"outputs/late/*/{name}"))
@@ -75,14 +76,11 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
     cluster.kill("worker:0")
     before = cluster.made_by("worker:0")
     cluster.start("worker:0")
-    cluster.start("evaluator:0")
     cluster.wait(lambda: cluster.made_by("worker:0") > before)
-    cluster.wait(lambda: any(path.read_text() for path in cluster.runs("evaluations.jsonl")))
     cluster.kill("chief:0")
     code, told = cluster.end_of("worker:0")
     assert (code, "chief:0 (127.0.0.1:" in told, "resume=auto goes on" in told) == (5, True, True)
     assert cluster.end_of("ps:0")[0] != 0
-    cluster.kill("evaluator:0")
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:
         cluster.start(task, "resume=auto", f"stop_at_step={newest + 300}")

@@ -33,7 +33,7 @@ from trainkit.run.stopping import StopFlag
 
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
 
-_NICENESS: Final = 10
+_NICENESS: Final = 5
 """How far an evaluator stands back."""
 
 Result = dict[str, Any] | None
