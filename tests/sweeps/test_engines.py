@@ -18,7 +18,7 @@ import pytest
 import hydra_plugins.trainkit_engines as plugin
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.engines.base import JobEngine
-from trainkit.sweeps.engines.described import Described, Driver, asked_file, ended_file, run_described
+from trainkit.sweeps.engines.described import Described, Driver, ended_file, run_described
 from trainkit.sweeps.engines.launching import ENGINES
 from trainkit.sweeps.engines.starting import Remote
 
@@ -98,6 +98,13 @@ def test_a_run_that_has_begun_goes_on(tmp_path):
     assert told.line == (*told.command, "resume=auto")
 
 
+def test_a_run_that_was_killed_before_it_began_has_its_folder_still(tmp_path):
+    path = described(tmp_path, "import pathlib, sys; sys.exit(pathlib.Path('run/.lock').exists())")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.lock").touch()
+    assert run_described(str(path)) == 0
+
+
 def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path):
     here = Driver.here()
     gone = Driver(host=here.host, pid=here.pid, begun="1")
@@ -119,9 +126,10 @@ def test_a_job_is_asked_to_stop_and_told_to(tmp_path):
         job.signal(signal.SIGINT)
         assert ended().code == 130
     with started(tmp_path, WAITS) as (job, ended):
+        assert job.path.stat().st_mode & 0o077 == 0  # an argument may be a secret
         job.kill()
         assert ended().code == -signal.SIGKILL
-    assert asked_file(job.path).read_text() == "SIGKILL\n"
+    assert list(job.path.parent.iterdir()) == []
 
 
 def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path):

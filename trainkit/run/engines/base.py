@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.detect import detect
@@ -21,7 +21,10 @@ from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.fields import placement
 
-__all__ = ["Connection", "Engine", "Job"]
+__all__ = ["CARRIED", "Connection", "Engine", "Job"]
+
+CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
+"""Variables of this process that processes on other hosts would not have."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainingError, TrainkitError
 from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
-from trainkit.run.engines.base import Connection, Engine, Job
+from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
 from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.run.plan import RunPlan
@@ -23,8 +23,6 @@ from trainkit.run.stopping import StopFlag
 __all__ = ["run_on"]
 
 _POLL_S: Final = 0.2
-_CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
-"""Variables of this process that workers on other hosts would not have."""
 
 
 def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[str, str]) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[st
         connection = stack.enter_context(engine.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
         store = stack.enter_context(HostedStore((connection.host, 0)))
         store.open()
-        environ = {name: os.environ[name] for name in _CARRIED if name in os.environ}
+        environ = {name: os.environ[name] for name in CARRIED if name in os.environ}
         cargo = cargo_of(
             folder,
             kind=engine.name,

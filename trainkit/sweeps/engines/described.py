@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -40,12 +41,21 @@ class Driver:
     @classmethod
     def here(cls) -> Driver:
         """The one that calls."""
-        return cls(host=socket.gethostname(), pid=os.getpid(), begun=_begun(os.getpid()))
+        return cls(host=_host(), pid=os.getpid(), begun=_begun(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
         """Whether it has ended; not known of another host."""
-        return socket.gethostname() == self.host and _begun(self.pid) != self.begun
+        return _host() == self.host and _begun(self.pid) != self.begun
+
+
+def _host() -> str:
+    """What has the same process numbers: machines, and containers on them, may share their name."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        found.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(found)
 
 
 def _begun(pid: int) -> str:
@@ -78,8 +88,10 @@ class Described:
     driver: Driver
 
     def write(self, path: Path) -> None:
-        """Describe it."""
-        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+        """Describe it, for this user alone to read: an argument may be a secret."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Described:
@@ -117,9 +129,11 @@ def run_described(path: str) -> int:
     place = Path(path)
     told = Described.read(place)
     exits: queue.SimpleQueue[Exited] = queue.SimpleQueue()
+    log = Path(told.cwd) / told.log
+    if not log.with_name(_BEGUN).is_file():  # killed before it began, its run would take the folder for another's
+        log.with_name(".lock").unlink(missing_ok=True)
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ}
-        log = Path(told.cwd) / told.log
         group.start(0, told.line, environ, log, cwd=Path(told.cwd))
         _NOW.append(group)
         try:

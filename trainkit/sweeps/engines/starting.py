@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Final
 
+from trainkit.run.engines.base import CARRIED
 from trainkit.run.group import Exited
 from trainkit.sweeps.engines.base import Handle, Submitter
 from trainkit.sweeps.engines.described import Described, Driver, asked_file, ended_file
@@ -112,11 +114,15 @@ class Remote:
         """Describe a job and hand it over."""
         if self._submitter is None:
             raise RuntimeError("there is no engine to hand the job to")
-        path = (self._folder / FOLDER / f"{number}.json").absolute()
-        for old in (asked_file(path), ended_file(path)):
-            old.unlink(missing_ok=True)
+        # not only the number: a job of a sweep that was killed may still run, on another host
+        path = (self._folder / FOLDER / f"{int(time.time())}_{number}.json").absolute()
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
         described = Described(
-            command=tuple(command), environ=environ, cwd=str(Path.cwd()), log=str(log), driver=Driver.here()
+            command=tuple(command),
+            environ={**carried, **environ},
+            cwd=str(Path.cwd()),
+            log=str(log),
+            driver=Driver.here(),
         )
         described.write(path)
         handle = self._submitter.submit(str(path), slots=self._slots_of(log.parent))
@@ -131,4 +137,6 @@ class Remote:
                 code = job.look(time.monotonic())
                 if code is not None:
                     job.over.set()
+                    for file in (job.path, asked_file(job.path), ended_file(job.path)):
+                        file.unlink(missing_ok=True)
                     job.report(Exited(attempt=job.number, rank=0, code=code, moment=time.time()))
