@@ -153,7 +153,7 @@ class LossScaleError(TrainingError):
     """The loss scale is at its floor and gradients still overflow."""
 
 
-class LinkError(TrainkitError):
+class LinkError(TrainkitError, ConnectionError):
     """A connection to another task broke, or was never made; the message names the other one."""
 
 

@@ -2,6 +2,7 @@
 
 FAKE="steps=6 save=1 pause=0.01 child=1"     steps; save every so many; seconds a step; start a child process
 FAKE_RAISE="1:DataError:gone"                a rank raises this error at step 2 of every attempt
+FAKE_ROLES="worker ps evaluator"              the tasks after rank 0, which then trains alone while they assist
 """
 
 import json
@@ -36,10 +37,24 @@ def raise_planted(rank):
 
 def wait_for_the_others(folder, identity, step, stop):
     """As a sum over ranks does: nobody goes on to the next step alone."""
-    paths = [folder.heartbeat_of(rank) for rank in range(identity.num_ranks)]
+    num_training = 1 if os.environ.get("FAKE_ROLES") else identity.num_ranks
+    paths = [folder.heartbeat_of(rank) for rank in range(num_training)]
     done = (step, failpoints.PHASES.index("end"))
     while any((pulse := read_pulse(path)) is None or pulse.progress < done for path in paths) and not stop.requested:
         time.sleep(0.002)
+
+
+def assist(folder, identity, heart):
+    """Until the training is over, and for ever where FAKE says that this role stays."""
+    role, step = identity.task.role, 0
+    while SETTINGS.get("stays") == role or not (folder.live / "over").exists():
+        for phase in ("forward", "idle"):
+            heart.beat(step, phase)
+            failpoints.reached(phase, step)
+        if step == 2 and identity.life == 0:
+            raise_planted(identity.task.rank)
+        step += 1
+        time.sleep(0.01)
 
 
 def run(resolved, identity, folder, stop):
@@ -48,12 +63,19 @@ def run(resolved, identity, folder, stop):
     if "child" in SETTINGS:
         pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
     (folder.live / f"pids_{rank}").write_text(" ".join(map(str, pids)))
-    shown = {"attempt": identity.attempt, "prefix": identity.prefix, "omp": os.environ["OMP_NUM_THREADS"]}
+    shown = {
+        "attempt": identity.attempt,
+        "life": identity.life,
+        "prefix": identity.prefix,
+        "omp": os.environ["OMP_NUM_THREADS"],
+    }
     with (folder.path / f"index_{identity.task.index}").open("a") as file:  # what became of a task, by attempt
         file.write(f"attempt {identity.attempt}: rank {rank} of {identity.num_ranks}\n")
     sys.stdout.write(f"rank {rank} says {json.dumps(shown)}\n")
     sys.stdout.flush()
     heart = Heartbeat(folder.heartbeat_of(rank))
+    if rank > 0 and os.environ.get("FAKE_ROLES"):
+        return assist(folder, identity, heart)
     found = scan(folder.checkpoints)
     for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
         if stop.requested:
@@ -72,6 +94,7 @@ def run(resolved, identity, folder, stop):
             save(folder, step + 1)
     if rank > 0:
         return None
+    (folder.live / "over").touch()
     result = {"status": stop.requested or "finished", "attempt": identity.attempt}
     folder.write_result(result)
     return result

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 from trainkit.cluster.tasks import Task
@@ -21,6 +22,25 @@ class NoStore:
 
 def run_fakes(folder, num_ranks, **settings):
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(num_ranks)]
+    return run_tasks(folder, tasks, **settings)
+
+
+def run_roles(folder, roles, **settings):
+    """A chief that trains, and tasks that assist it; workers and the evaluator are replaced alone."""
+    os.environ["FAKE_ROLES"] = roles
+    counts = Counter()
+    tasks = [Task(role="chief", index=0, rank=0)]
+    for rank, role in enumerate(roles.split(), start=1):
+        tasks.append(Task(role=role, index=counts[role], rank=rank))
+        counts[role] += 1
+    alone = [task.rank for task in tasks if task.role in ("worker", "evaluator")]
+    try:
+        return run_tasks(folder, tasks, assistants=range(1, len(tasks)), replaceable=alone, **settings)
+    finally:
+        del os.environ["FAKE_ROLES"]
+
+
+def run_tasks(folder, tasks, **settings):
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
     return supervise(folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), **settings)
 

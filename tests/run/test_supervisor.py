@@ -35,7 +35,7 @@ def test_ranks_run_to_the_end_and_the_result_comes_back(folder, fake, monkeypatc
     monkeypatch.setattr("trainkit.run.environment.num_cores", lambda: 7)
     fake("steps=4")
     assert run_fakes(folder, 3) == {"status": "finished", "attempt": 0}
-    assert said_by_rank_1(folder) == [{"attempt": 0, "prefix": "attempt/0", "omp": "2"}]
+    assert said_by_rank_1(folder) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]
 
 
 def test_rank_0_prints_through_and_the_others_into_their_logs(folder, fake, capfd):

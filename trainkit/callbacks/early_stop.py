@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from trainkit.config.values import at_least
 from trainkit.config.watched import Watched
@@ -28,6 +28,8 @@ class EarlyStop(Callback):
 
     Every rank sees the same figures, so every rank asks for the same stop. A resumed run goes on counting.
     """
+
+    decides_by_figures: ClassVar[bool] = True
 
     patience: Annotated[int, maths, at_least(1)] = 5
     """Evaluations without an improvement after which the run ends."""

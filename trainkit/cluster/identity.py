@@ -21,6 +21,7 @@ VARIABLES: Final = (
     "TRAINKIT_PREFIX",
     "TRAINKIT_ATTEMPT",
     "TRAINKIT_LIFE",
+    "TRAINKIT_HOST",
     "TRAINKIT_TOKEN",
 )
 """Every environment variable that `Identity.to_environ` writes."""
@@ -48,9 +49,10 @@ class Identity:
     """0 at the first start, then one more for every restart; above 0 the newest checkpoint is continued."""
     life: int = 0
     """Times that this task was started again alone in this attempt, while the others went on."""
+    host: str = "127.0.0.1"
+    """The name or address of this host by which the others reach it; loopback where all are on one."""
     token: str = field(default="", repr=False)
-    """What the tasks of this run know and nobody else does; empty where they have nothing to say to each other but in a
-    group."""
+    """What the tasks of this run know and nobody else does; empty where nobody made one."""
 
     @classmethod
     def solo(cls, device: str = "cpu") -> Identity:
@@ -70,6 +72,7 @@ class Identity:
             "TRAINKIT_PREFIX": self.prefix,
             "TRAINKIT_ATTEMPT": str(self.attempt),
             "TRAINKIT_LIFE": str(self.life),
+            "TRAINKIT_HOST": self.host,
             **store,
             **token,
         }
@@ -108,6 +111,7 @@ class Identity:
             prefix=environ.get("TRAINKIT_PREFIX", ""),
             attempt=attempt,
             life=life,
+            host=environ.get("TRAINKIT_HOST", "127.0.0.1"),
             token=environ.get("TRAINKIT_TOKEN", ""),
         )
 

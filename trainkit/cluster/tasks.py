@@ -25,5 +25,10 @@ class Task:
     device: str = "cpu"
     """Where its replica lives: `cpu`, `cuda:0`."""
 
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether it looks at the checkpoints of the others and nobody waits for it."""
+        return self.role == "evaluator"
+
     def __str__(self) -> str:
         return f"{self.role}:{self.index}"

@@ -11,6 +11,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.data.loader import Loader
 from trainkit.run.beginning import training_of
 from trainkit.run.building import build_model, make_optimizer, shaping_of
+from trainkit.run.folder import RunFolder
 from trainkit.run.memory import abstract_model
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.plan import RunPlan
@@ -23,6 +24,7 @@ __all__ = ["assist", "unforeseen_data"]
 def assist(
     plan: RunPlan,
     identity: Identity,
+    folder: RunFolder,  # noqa: ARG001 - what tasks share is not a folder
     *,
     requested: Callable[[], str | None],
     on_phase: Callable[[str, int], None],
@@ -32,6 +34,7 @@ def assist(
     Args:
         plan: the run.
         identity: who this process is: a task that `Strategy.trains` says no to.
+        folder: the run folder, which is not this task's to write into.
         requested: why this process was asked to stop, or None. The rank that trains was asked as well.
         on_phase: is told (phase, step) whenever this task begins something else.
     """

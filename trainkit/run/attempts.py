@@ -7,7 +7,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from secrets import token_hex
 from typing import Final
 
@@ -20,6 +20,7 @@ from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.heartbeat import read_pulse
 from trainkit.run.last_words import read_last_words
 from trainkit.run.rendezvous import Rendezvous
+from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
 from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
@@ -33,6 +34,8 @@ _GRACE_S: Final = 0.1
 """How long the others have to say their last words once one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
 """The same where the one only says that it lost another: who fails first may well be the last to end."""
+_FAREWELL_S: Final = 5.0
+"""How long tasks that assist have to end once the training has."""
 
 
 class Attempts:
@@ -46,6 +49,10 @@ class Attempts:
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hanging.
         pass_fds: descriptors that every worker inherits.
         secrets: what the workers need and no file holds.
+        assistants: ranks that assist the one that trains, and end with it.
+        replaceable: ranks that are started again alone when they die.
+        max_restarts: deaths of such a one in a row, without progress, that are put up with.
+        say: is told of such deaths.
     """
 
     def __init__(
@@ -58,6 +65,10 @@ class Attempts:
         hang_timeout_s: float,
         pass_fds: Sequence[int],
         secrets: Mapping[str, str],
+        assistants: Collection[int] = (),
+        replaceable: Collection[int] = (),
+        max_restarts: int = 0,
+        say: Callable[[str], None] = print,
     ) -> None:
         self._roster = roster
         self._folder = folder
@@ -67,9 +78,25 @@ class Attempts:
         self._pass_fds = pass_fds
         self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
         self._token = token_hex(32)
-        self._asked_to_resize = False
+        self._assistants = frozenset(assistants)
+        self._replaceable = frozenset(replaceable) if max_restarts else frozenset()
+        self._max_restarts, self._say = max_restarts, say
+        self._begin()
         self.events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()  # its put is safe in a signal handler
         self.stop = StopFlag()
+
+    def _begin(self) -> None:
+        """What an attempt knows of its tasks when none has been started."""
+        self._asked_to_resize = False
+        self._over_at: float | None = None  # when the rank that trains ended cleanly, where others assist it
+        self._told_to_wait = False
+        self._ended: set[int] = set()  # ranks ended here, whose exit is no news
+        self._replacing = Replacing(
+            [task for task in self._roster.tasks if task.rank in self._replaceable],
+            folder=self._folder,
+            max_restarts=self._max_restarts,
+            say=self._say,
+        )
 
     def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
         """Start all ranks and watch them until all have ended; returns the first failure.
@@ -80,22 +107,22 @@ class Attempts:
         """
         self._folder.begin()
         self._folder.live.mkdir(parents=True)
-        self._asked_to_resize = False
+        self._begin()
         started = time.monotonic()
-        tasks = self._roster.tasks
         with WorkerGroup(attempt, self.events.put, pass_fds=self._pass_fds) as group:
-            for task in tasks:
-                self._start(group, task, len(tasks), attempt)
+            for task in self._roster.tasks:
+                self._start(group, task, attempt)
             self._meeting.open()
             return self._watch(group, attempt, started, continues_at)
 
-    def _start(self, group: WorkerGroup, task: Task, num_ranks: int, attempt: int) -> None:
+    def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
             task=task,
-            num_ranks=num_ranks,
+            num_ranks=len(self._roster.tasks),
             store=self._meeting.address,
             prefix=f"attempt/{attempt}",
             attempt=attempt,
+            life=self._replacing.life(task.rank),
             token=self._token,
         )
         environ = worker_environ(self._environ, identity)
@@ -105,24 +132,80 @@ class Attempts:
     def _watch(self, group: WorkerGroup, attempt: int, started: float, continues_at: int | None) -> Failure | None:
         if self.stop.requested:  # between two attempts
             self._ask_to_stop(group, self.stop.requested)
-        while group.running:
+        while True:
+            for task in self._replacing.due():
+                self._start(group, task, attempt)
+            self._end_stragglers(group)
+            if not group.running and not self._replacing.pending:
+                group.join()  # what has ended has been reported then
+                if self.events.empty():
+                    return None
             event = self._next_event(min(_LOOK_S, self._hang_timeout_s / 4))
-            if event is None:
-                failure = hung(
-                    self._folder,
-                    group.running,
-                    now=time.monotonic(),
-                    started=started,
-                    timeout_s=self._hang_timeout_s,
-                )
-                if failure is not None:
-                    return self._with_stacks(group, failure)
-                self._make_room(group, continues_at)
-            elif not isinstance(event, Exited):
-                self._ask_to_stop(group, event)
-            elif event.attempt == attempt and event.code not in _CLEAN:
-                return self._diagnose(group, attempt, event)
-        return self._late_failure(group, attempt)
+            failure = self._look(group, started, continues_at) if event is None else self._take(group, attempt, event)
+            if failure is not None:
+                return failure
+
+    def _look(self, group: WorkerGroup, started: float, continues_at: int | None) -> Failure | None:
+        """Look after those that run; the failure of one that hangs, unless it is started again alone."""
+        now = time.monotonic()
+        found = hung(self._folder, group.running, now=now, started=started, timeout_s=self._hang_timeout_s)
+        if found is None:
+            self._make_room(group, continues_at)
+            return None
+        failure = self._with_stacks(group, found)
+        if not self._replacing.concerns(failure):
+            return failure
+        self._end(group, failure.rank)
+        self._replacing.mourn(failure)
+        return None
+
+    def _take(self, group: WorkerGroup, attempt: int, event: Exited | Reason) -> Failure | None:
+        """Do what an event asks for; the failure that ends the attempt, if it tells of one."""
+        if not isinstance(event, Exited):
+            self._ask_to_stop(group, event)
+            return None
+        if event.attempt != attempt or self._is_expected(event.rank):
+            return None
+        if event.code in _CLEAN:
+            self._note_end(event.rank)
+            return None
+        failure, exits = self._diagnose(group, attempt, event)
+        each = [culprit(self._folder, [one], ()) for one in exits]
+        if not all(self._replacing.concerns(one) for one in each):
+            return failure
+        for one in each:
+            self._replacing.mourn(one)
+        return None
+
+    def _is_expected(self, rank: int) -> bool:
+        if rank in self._ended:
+            self._ended.discard(rank)
+            return True
+        return self._over_at is not None and rank in self._assistants - self._evaluators
+
+    def _note_end(self, rank: int) -> None:
+        if rank == 0 and self._assistants:
+            self._over_at = time.monotonic()
+            self._replacing.dismiss()
+
+    def _end_stragglers(self, group: WorkerGroup) -> None:
+        """A while after the training has ended nobody is left but an evaluator, which finishes what it has begun."""
+        if self._over_at is None or time.monotonic() < self._over_at + _FAREWELL_S:
+            return
+        left = set(group.running)
+        for rank in left & self._assistants - self._evaluators:
+            self._end(group, rank)
+        if left & self._evaluators and not self._told_to_wait:
+            self._told_to_wait = True
+            self._say("The training has ended. Waiting for the evaluator to finish.")
+
+    @property
+    def _evaluators(self) -> frozenset[int]:
+        return frozenset(task.rank for task in self._roster.tasks if task.is_evaluator)
+
+    def _end(self, group: WorkerGroup, rank: int) -> None:
+        self._ended.add(rank)
+        group.end(rank)
 
     def has_begun(self, rank: int, continues_at: int | None) -> bool:
         """Whether a rank of the current or last attempt has done a step in it."""
@@ -142,25 +225,24 @@ class Attempts:
         except queue.Empty:
             return None
 
-    def _late_failure(self, group: WorkerGroup, attempt: int) -> Failure | None:
-        """The exit that was reported after the last look."""
-        while (event := self._next_event(0)) is not None:
-            if isinstance(event, Exited) and event.attempt == attempt and event.code not in _CLEAN:
-                return self._diagnose(group, attempt, event)
-        return None
-
     def _ask_to_stop(self, group: WorkerGroup, reason: Reason) -> None:
         group.signal(signal.SIGINT if reason == "stopped" else signal.SIGTERM)
 
-    def _diagnose(self, group: WorkerGroup, attempt: int, first: Exited) -> Failure:
+    def _diagnose(self, group: WorkerGroup, attempt: int, first: Exited) -> tuple[Failure, list[Exited]]:
+        """The failure that came first, and all that came within a moment of it."""
         words = read_last_words(self._folder.error_of(first.rank))
         grace_s = _GRACE_AFTER_LOSS_S if words is not None and words.aftermath else _GRACE_S
         exits, deadline = [first], time.monotonic() + grace_s
         while group.running and (left := deadline - time.monotonic()) > 0:
             event = self._next_event(left)
-            if isinstance(event, Exited) and event.attempt == attempt and event.code not in _CLEAN:
-                exits.append(event)
-        return culprit(self._folder, exits, group.running)
+            if event is not None and not isinstance(event, Exited):
+                self._ask_to_stop(group, event)
+            elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
+                if event.code in _CLEAN:
+                    self._note_end(event.rank)
+                else:
+                    exits.append(event)
+        return culprit(self._folder, exits, group.running), exits
 
     def _with_stacks(self, group: WorkerGroup, failure: Failure) -> Failure:
         """Ask the hanging rank what its threads are doing; one that is stopped cannot tell."""

@@ -100,6 +100,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def evaluations(self) -> Path:
+        """One JSON object a line: what an evaluator beside the training found, a checkpoint a line."""
+        return self.path / "evaluations.jsonl"
+
+    @property
     def plots(self) -> Path:
         """Pictures."""
         return self.path / "plots"

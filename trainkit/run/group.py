@@ -95,10 +95,19 @@ class WorkerGroup:
         for worker in self._workers.values():
             worker.signal(number)
 
+    def end(self, rank: int) -> None:
+        """End one worker and all its children now, and wait until they are gone."""
+        self._workers[rank].kill()
+        self._workers[rank].join()
+
     def kill(self) -> None:
         """End every worker and all its children now, and wait until they are gone."""
         for worker in self._workers.values():
             worker.kill()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until every worker has ended, and has been reported."""
         for worker in self._workers.values():
             worker.join()
 

@@ -36,7 +36,7 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w+b") as file:
+        with path.open("a+b") as file:  # never empty for a moment: the supervisor reads it, also between two lives
             file.truncate(_LAYOUT.size)
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
         self.beat(0, "start")

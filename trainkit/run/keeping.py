@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from trainkit.config.schema import RunConfig
 from trainkit.config.watched import Watched
 from trainkit.engine.checkpoint import (
     BackgroundSaver,
@@ -20,7 +21,7 @@ from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
 from trainkit.strategies.stored import chosen
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "retention_of"]
 
 
 class Keeper:
@@ -51,14 +52,9 @@ class Keeper:
         self._callbacks, self._fingerprint = callbacks, fingerprint
         self._strategy = plan.parts.strategy
         self._settings = plan.cfg.checkpoint
-        retention = Retention(
-            keep_last=self._settings.keep_last,
-            keep_best=self._settings.keep_best,
-            mode="max" if Watched.of(plan.cfg.eval).mode == "max" else "min",
-        )
         root, background = run.folder / "checkpoints", self._settings.background
         alone = not self._strategy.holds_pieces or placed.everyone.num_ranks == 1
-        kept: dict[str, Any] = {"retention": retention, "background": background, "confirm": confirm}
+        kept: dict[str, Any] = {"retention": retention_of(plan.cfg), "background": background, "confirm": confirm}
         self._saver = BackgroundSaver(root, **kept)
         self._together = None if alone else SaverOfPieces(root, placed.everyone, **kept)
         self._writer = self._together or self._saver
@@ -146,6 +142,12 @@ class Keeper:
         if self._together is not None:
             return sha256_of_pieces(self._strategy.pieces(self._placed), self._placed.everyone)
         return weights_sha256(self._strategy.state(self._placed)) if self._run.is_owner else None
+
+
+def retention_of(cfg: RunConfig) -> Retention:
+    """Which checkpoints of a run stay."""
+    settings = cfg.checkpoint
+    return Retention(keep_last=settings.keep_last, keep_best=settings.keep_best, mode=Watched.of(cfg.eval).mode)
 
 
 def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:

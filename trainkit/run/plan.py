@@ -55,6 +55,23 @@ class RunPlan:
         asked = self.cfg.stop_at_step
         return self.num_steps if asked is None else min(self.num_steps, self.parts.strategy.settles_at(asked))
 
+    @property
+    def assistants(self) -> tuple[int, ...]:
+        """Ranks that do not run the engine's loop."""
+        trains = self.parts.strategy.trains
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or not trains(task))
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether a task evaluates checkpoints beside the training."""
+        return any(task.is_evaluator for task in self.tasks)
+
+    @property
+    def replaceable(self) -> tuple[int, ...]:
+        """Ranks that are started again alone when they die."""
+        replaces = self.parts.strategy.replaces
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or replaces(task))
+
     def decided(self, build: Callable[[], nn.Module]) -> RunPlan:
         """The plan with what its strategy leaves to be decided by the model.
 
@@ -126,7 +143,8 @@ def make_plan(
         launch=launch,
     )
     problems = parts.strategy.problems(facts)
-    problems += _elastic_problems(cfg, parts, facts, engine) if not problems else []
+    if not problems:
+        problems += [*_elastic_problems(cfg, parts, facts, engine), *_evaluator_problems(cfg, parts, facts)]
     if problems:
         raise ConfigError(problems)
     replicas = parts.strategy.num_replicas(facts)
@@ -187,6 +205,22 @@ def _elastic_problems(cfg: RunConfig, parts: Parts, facts: Facts, engine: Engine
     else:
         return []
     return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
+
+
+def _evaluator_problems(cfg: RunConfig, parts: Parts, facts: Facts) -> list[Problem]:
+    if not any(task.is_evaluator for task in parts.strategy.tasks(facts)):
+        return []
+    key = "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
+    problems = []
+    if "val" not in parts.datasets:
+        problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
+    for name, node in cfg.callbacks.items():
+        if getattr(_class_of(node), "decides_by_figures", False):
+            rule = (
+                f"goes by evaluations during the training, which {key} leaves to a process of its own. Leave one out."
+            )
+            problems.append(Problem(key=f"callbacks.{name}", rule=rule))
+    return problems
 
 
 def _sizes(cfg: RunConfig, replicas: int, shards_a_replica: int) -> BatchSizes:

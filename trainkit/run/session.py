@@ -167,7 +167,7 @@ class Session:
         found = [Occasion(act=self.flush, next_after=each_steps(cfg.log_every_steps))]
         if "val" in self.parts.datasets:
             found += [
-                Occasion(act=self.evaluate, next_after=next_after)
+                Occasion(act=self.save if self.plan.has_evaluator else self.evaluate, next_after=next_after)
                 for next_after in periods(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
             ]
         found += [

@@ -2,6 +2,7 @@
 
 start all --> watch exits, heartbeats, stop signals
                 all ended cleanly           --> the result
+                one failed that is replaced alone --> name it, start it again; the others go on
                 one failed or hangs         --> name it, end the others
                     our own error           --> that error
                     no checkpoint           --> that failure
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def supervise(
     hang_timeout_s: float = 600.0,
     pass_fds: Sequence[int] = (),
     secrets: Mapping[str, str] | None = None,
+    assistants: Collection[int] = (),
+    replaceable: Collection[int] = (),
     command: Sequence[str] | None = None,
     rendezvous: Rendezvous | None = None,
     say: Callable[[str], None] | None = None,
@@ -66,6 +69,8 @@ def supervise(
         hang_timeout_s: seconds without a heartbeat after which a rank counts as hanging.
         pass_fds: descriptors every worker inherits: the lock of the folder.
         secrets: what `resolved` does not hold, by full key; from `write_resolved`.
+        assistants: ranks that assist rank 0 and end with it.
+        replaceable: ranks that are started again alone when they die, while the others go on.
         command: what to start instead of `python -m trainkit.run.worker RESOLVED`; tests use it.
         rendezvous: the store the ranks meet at; by default one on the loopback interface, for this run alone.
         say: is told of restarts and of replicas lost and tried again; by default a line on stderr.
@@ -90,6 +95,10 @@ def supervise(
             hang_timeout_s=hang_timeout_s,
             pass_fds=pass_fds,
             secrets=secrets or {},
+            assistants=assistants,
+            replaceable=replaceable,
+            max_restarts=max_restarts,
+            say=say or _say,
         )
         attempts.stop = stack.enter_context(StopFlag(attempts.events.put))
         try:

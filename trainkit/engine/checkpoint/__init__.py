@@ -9,6 +9,7 @@ loaded = newest_valid(root, report=print)                         # names a dama
 from __future__ import annotations
 
 from trainkit.engine.checkpoint.background import BackgroundSaver
+from trainkit.engine.checkpoint.judged import Judged, exclusive
 from trainkit.engine.checkpoint.loading import Loaded, load, newest_valid
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, prune, save, write_part
@@ -19,12 +20,14 @@ from trainkit.engine.manifest import Checkpoint, read_manifest, scan
 __all__ = [
     "BackgroundSaver",
     "Checkpoint",
+    "Judged",
     "Loaded",
     "Part",
     "Retention",
     "SaverOfPieces",
     "begin",
     "commit",
+    "exclusive",
     "load",
     "newest_valid",
     "prune",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainkit.engine.checkpoint.judged import Judged, exclusive
 from trainkit.engine.manifest import Checkpoint, scan, step_of, survey
 
 __all__ = ["Retention"]
@@ -18,7 +20,8 @@ __all__ = ["Retention"]
 class Retention:
     """Keeps the newest and the best checkpoints, and removes the rest.
 
-    Everything is derived from the manifests: there is no state that could disagree with the folders.
+    Everything is derived from the manifests, and from what an evaluator says of them: there is no state that could
+    disagree with the folders.
     """
 
     keep_last: int | None = None
@@ -40,21 +43,34 @@ class Retention:
             step: that of the checkpoint just written. Whatever is newer was passed over, for damage, when the training
                 went on from an older one: it would push what is whole out of the last k, and goes first.
         """
-        for folder, _ in survey(root):
-            if step_of(folder) > step:
-                _remove(folder)
-        newest = scan(root)
+        with exclusive(root) as held:
+            for folder, _ in survey(root):
+                if step_of(folder) > step:
+                    _remove(folder)
+            judged = Judged.read(root)
+            newest = [judged.of(entry) for entry in scan(root)]
+            if self.keep_last is not None and held:
+                kept = {entry.folder for entry in (*newest[: self.keep_last], *self.ranked(newest)[: self.keep_best])}
+                kept |= {entry.folder for entry in newest if entry.folder.name == judged.evaluating}
+                for entry in newest:
+                    if entry.folder not in kept:
+                        _remove(entry.folder)
+                newest = [entry for entry in newest if entry.folder in kept]
+            self._name(root, newest)
+
+    def judge(self, root: Path, judged: Judged) -> None:
+        """Take down what an evaluator has found out, and name the best anew; removes nothing."""
+        with exclusive(root):
+            judged.write(root)
+            self._name(root, [judged.of(entry) for entry in scan(root)])
+
+    def _name(self, root: Path, newest: list[Checkpoint]) -> None:
         best = self.ranked(newest)
-        if self.keep_last is not None:
-            kept = {entry.folder for entry in (*newest[: self.keep_last], *best[: self.keep_best])}
-            for entry in newest:
-                if entry.folder not in kept:
-                    _remove(entry.folder)
         names = {
             "last": newest[0].folder.name if newest else None,
             "best": best[0].folder.name if best else None,
         }
-        temporary = root / ".tmp_index.json"
+        temporary = root / f".tmp_index.json.{os.getpid()}"
         temporary.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
         temporary.replace(root / "index.json")
 
