@@ -31,8 +31,8 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
             ParameterServer(workers=3, spare_replicas=1, spare_mode="replace"),
             REPRODUCIBLE,
             (
-                "numerics.reproducible=true: with strategy.spare_mode=replace, which shards make a step depends on time. "
-                "Use duplicate, or false."
+                "numerics.reproducible=true: with strategy.spare_mode=replace, which shards make a step depends on "
+                "time. Use duplicate, or false."
             ),
         ),
         (
@@ -52,16 +52,16 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
             ParameterServer(mode="async", workers=3, spare_replicas=1),
             Facts(),
             (
-                "strategy.spare_replicas=1: has no effect with strategy.mode=async: no step waits for all its gradients "
-                "there. Leave it out."
+                "strategy.spare_replicas=1: has no effect with strategy.mode=async: no step waits for all its "
+                "gradients there. Leave it out."
             ),
         ),
         (
             ParameterServer(mode="async", spare_mode="replace"),
             Facts(),
             (
-                "strategy.spare_mode=replace: has no effect with strategy.mode=async: no step waits for all its gradients "
-                "there. Leave it out."
+                "strategy.spare_mode=replace: has no effect with strategy.mode=async: no step waits for all its "
+                "gradients there. Leave it out."
             ),
         ),
         (
@@ -89,16 +89,16 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
             ParameterServer(mode="async", staleness=Staleness(policy="lr", bound=3)),
             Facts(),
             (
-                "strategy.staleness.bound=3: has no effect with strategy.staleness.policy=lr. Use drop or bound, or leave "
-                "it out."
+                "strategy.staleness.bound=3: has no effect with strategy.staleness.policy=lr. Use drop or bound, or "
+                "leave it out."
             ),
         ),
         (
             ParameterServer(transfer="bf16"),
             REPRODUCIBLE,
             (
-                "strategy.transfer=bf16: rounds what travels, and numerics.reproducible promises the bits of one device. "
-                "Use full, or false."
+                "strategy.transfer=bf16: rounds what travels, and numerics.reproducible promises the bits of one "
+                "device. Use full, or false."
             ),
         ),
         (
