@@ -208,7 +208,7 @@ class Sweep:
     )
     """Folder of the sweep below outputs/sweeps; null takes the date and time."""
     resume: Annotated[str | None, placement] = None
-    """Folder of an earlier sweep to go on with: jobs whose result is there are not run, those that ended early go on."""
+    """Folder of an earlier sweep to go on with: jobs with a result are not run again, those that ended early go on."""
     slots: Annotated[Literal["auto"] | int, placement, at_least(1)] = "auto"
     """Jobs side by side: GPUs, or shares of the cores where there is none; auto takes all GPUs, else a core each."""
     jobs_per_device: Annotated[int, placement, at_least(1)] = 1
