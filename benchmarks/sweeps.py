@@ -1,10 +1,10 @@
 """What a sweep costs: two slots filled against one job after the other, and the start of a job against a fresh process.
 
-    python benchmarks/sweeps.py [--rounds 3]
+    python benchmarks/sweeps.py [--rounds 3] [--together]
 
 Hydra's basic launcher runs the same jobs one after the other, each in a process of its own as trainkit has it, with
-the threads of both cores. Runs of one round follow each other directly, so that a machine that others use disturbs
-both.
+the threads of both cores. CPU seconds are told beside the clock's: on a machine that others use they move less. With
+`--together` the four commands run at the same moment, so that all have the same company.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 COMMON = ("recipe=null", "eval.metric=val/accuracy", "logger=[]")
 SEEDS = ",".join(map(str, range(8)))
-FILLS = (*COMMON, "callbacks=[]", "epochs=10", "optimizer.lr=0.01", f"seed={SEEDS}")
+FILLS = (*COMMON, "callbacks=[]", "epochs=5", "optimizer.lr=0.01", f"seed={SEEDS}")
 ONE_STEP = (*COMMON, "steps=1", "callbacks=[]")
 
 
@@ -35,6 +36,9 @@ class Taken:
     """A command and what it took."""
 
     seconds: float
+    """By the clock."""
+    cpu_s: float
+    """Of processors, with all its processes: what other work on the machine hardly changes."""
     most: int
     """Most jobs that ran at the same moment."""
 
@@ -46,17 +50,23 @@ def taken(*arguments: str, environ: dict[str, str] | None = None) -> Taken:
         sampler = threading.Thread(target=_sample, args=(Path(folder), done, most))
         sampler.start()
         start = time.perf_counter()
-        command = [sys.executable, "-m", "trainkit", *arguments]
-        ended = subprocess.run(
-            command, cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})}, capture_output=True,
-            text=True, check=False,
-        )  # fmt: skip
+        with (Path(folder) / "said").open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "trainkit", *arguments],
+                cwd=folder,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(environ or {})},
+                stdout=said,
+                stderr=said,
+            )
+            _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         seconds = time.perf_counter() - start
         done.set()
         sampler.join()
-    if ended.returncode:
-        raise SystemExit(f"{command} ended with {ended.returncode}:\n{ended.stdout}{ended.stderr}")
-    return Taken(seconds=seconds, most=most[0])
+        if process.returncode:
+            raise SystemExit(f"{arguments} ended with {process.returncode}:\n{(Path(folder) / 'said').read_text()}")
+    cpu_s = used.ru_utime + used.ru_stime
+    return Taken(seconds=seconds, cpu_s=cpu_s, most=most[0])
 
 
 def _sample(folder: Path, done: threading.Event, most: list[int]) -> None:
@@ -79,38 +89,53 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=3)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--together", action="store_true", help="all at a time: on a machine that others load")
+    options = parser.parse_args()
+    rounds, together = options.rounds, options.together
     found: dict[str, list[Taken]] = {"basic": [], "slots": [], "fresh": [], "twenty": []}
     twenty = f"seed={','.join(map(str, range(20)))}"
+    commands = {
+        "fresh": (ONE_STEP, {"OMP_NUM_THREADS": "1"}),
+        "twenty": (("-m", "sweep.slots=2", *ONE_STEP, twenty), {}),
+        "slots": (("-m", "sweep.slots=2", *FILLS), {}),
+        "basic": (("-m", "hydra/launcher=basic", *FILLS), {}),
+    }
+
+    def measure(name: str) -> None:
+        command, environ = commands[name]
+        found[name].append(taken(*command, environ=environ))
+        print(name, found[name][-1], file=sys.stderr, flush=True)
+
     for _ in range(rounds):
-        found["basic"].append(taken("-m", "hydra/launcher=basic", *FILLS))
-        found["slots"].append(taken("-m", "sweep.slots=2", *FILLS))
-        found["fresh"].append(taken(*ONE_STEP, environ={"OMP_NUM_THREADS": "1"}))
-        found["twenty"].append(taken("-m", "sweep.slots=2", *ONE_STEP, twenty))
-        print({name: [round(one.seconds, 1) for one in runs] for name, runs in found.items()}, file=sys.stderr)
+        with ThreadPoolExecutor(max_workers=len(commands) if together else 1) as pool:
+            list(pool.map(measure, commands))
     seconds = {name: [one.seconds for one in runs] for name, runs in found.items()}
-    each = [value / 20 for value in seconds["twenty"]]
+    cpu_s = {name: [one.cpu_s for one in runs] for name, runs in found.items()}
+    each, each_cpu_s = ([value / 20 for value in values["twenty"]] for values in (seconds, cpu_s))
+    most = str(max(one.most for one in found["slots"]))
     fills = [
-        ["hydra/launcher=basic", f"{statistics.median(seconds['basic']):.1f}", "1.00", "1"],
-        ["hydra/launcher=slots, sweep.slots=2", f"{statistics.median(seconds['slots']):.1f}",
-         report.ratio(seconds["slots"], seconds["basic"]), str(max(one.most for one in found["slots"]))],
+        [title, f"{statistics.median(seconds[name]):.1f}", report.ratio(seconds[name], seconds["basic"]),
+         f"{statistics.median(cpu_s[name]):.1f}", report.ratio(cpu_s[name], cpu_s["basic"]), at_once]
+        for name, title, at_once in (
+            ("basic", "hydra/launcher=basic", "1"), ("slots", "hydra/launcher=slots, sweep.slots=2", most),
+        )
     ]  # fmt: skip
     starts = [
-        ["a fresh process, `trainkit steps=1`", f"{statistics.median(seconds['fresh']):.2f}", "1.00"],
-        ["a job of 20 in a sweep on 2 slots: its wall time / 20", f"{statistics.median(each):.2f}",
-         report.ratio(each, seconds["fresh"])],
-        ["the slot time of such a job, the sweep's own start and end included", f"{2 * statistics.median(each):.2f}",
-         report.ratio([2 * value for value in each], seconds["fresh"])],
+        ["a fresh process, `trainkit steps=1`", f"{statistics.median(seconds['fresh']):.2f}", "",
+         f"{statistics.median(cpu_s['fresh']):.2f}", ""],
+        ["a job of 20 in a sweep on 2 slots: the whole sweep / 20", f"{statistics.median(each):.2f}",
+         report.ratio(each, seconds["fresh"]), f"{statistics.median(each_cpu_s):.2f}",
+         report.ratio(each_cpu_s, cpu_s["fresh"])],
     ]  # fmt: skip
     load = f"The load of the machine was {os.getloadavg()[0]:.1f} at the end: others were at work on it."
     report.write(
         "sweeps",
         "Sweeps: slots filled, and what a job costs",
-        f"python benchmarks/sweeps.py --rounds {rounds}",
-        "## Eight trainings of digits (10 epochs)\n\n"
-        + report.table(["", "seconds", "ratio", "most jobs at a time (sampled)"], fills)
-        + "\n\nTarget: at most 0.60.\n\n## The start of a job of one step\n\n"
-        + report.table(["", "seconds", "ratio"], starts)
+        f"python benchmarks/sweeps.py --rounds {rounds}{' --together' * together}",
+        "## Eight trainings of digits (5 epochs)\n\n"
+        + report.table(["", "seconds", "ratio", "CPU seconds", "ratio", "most jobs at a time (sampled)"], fills)
+        + "\n\nTarget: at most 0.60 by the clock.\n\n## The start of a job of one step\n\n"
+        + report.table(["", "seconds", "ratio", "CPU seconds", "ratio"], starts)
         + f"\n\n{load}",
     )
 
