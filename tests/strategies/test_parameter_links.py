@@ -15,7 +15,7 @@ import torch
 
 from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
 from tests.support.serving import TOKEN, Farm, serving
-from trainkit.errors import LinkError
+from trainkit.errors import LinkError, TrainingError
 from trainkit.strategies.parameter_server.greeting import Listener, connect
 from trainkit.strategies.parameter_server.links import Link
 
@@ -186,4 +186,16 @@ def test_a_peer_with_the_token_that_asks_for_nonsense_is_refused_or_dropped() ->
             with suppress(LinkError):
                 assert worker.links[0].receive(5).kind == "refused", (kind, meta)
             worker.close()
+        equal(farm.chief.state(), before)
+
+
+def test_a_worker_that_dies_in_the_middle_of_a_push_leaves_nothing() -> None:
+    model = Net()
+    text = json.dumps({"keys": ["a"], "have": "1", "dtype": "float32"}).encode()
+    with serving(model, optimizer_of("sgd")) as farm:
+        before, worker = farm.chief.state(), farm.client()
+        worker.links[0]._connection.sendall(HEAD.pack(b"tkl1", b"push", len(text), 4 * 37 * 101) + text + bytes(99))
+        worker.close()
+        with pytest.raises(TrainingError, match="ps:0 refuses: no gradient a is here"):
+            farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
         equal(farm.chief.state(), before)

@@ -17,6 +17,7 @@ from trainkit.strategies.base import Facts, Numerics
 from trainkit.strategies.optimizer import Stepper, optimizer_state
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.parameter_server.clients import Servers
+from trainkit.strategies.parameter_server.held import Held
 from trainkit.strategies.parameter_server.shares import Shares, split_problems
 from trainkit.strategies.parameter_server.staging import lane_sum
 from trainkit.strategies.parameter_server.variables import Variable, tensors_of, variables_of
@@ -259,3 +260,21 @@ def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are
         "numerics.reproducible=true: 2 servers would cut odd within 16 numbers that an optimizer steps together, and "
         "round otherwise than one device. Use strategy.servers=1, or false."
     )
+
+
+def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memory() -> None:
+    model = Net()
+    pieces = Shares(variables_of(model, torch.float32), 1).pieces[0]
+    held = Held(pieces, torch.float32, optimizer_of("momentum"))
+    held.load({**state_of(model), "buffer/table": model.table}, version=3)
+    loan = held.lend([piece.variable.kind == "param" for piece in pieces], torch.float32)
+    before, memory = loan.tensors[0].clone(), loan.tensors[0].data_ptr()
+    for version in (4, 5):
+        held.update([*gradients(model, version), *[None] * 6], version=version, lr_factor=1.0)
+    assert torch.equal(loan.tensors[0], before)
+    held.give_back(loan)
+    late = held.lend([True] * len(pieces), torch.float32)
+    assert (loan.version, late.version) == (3, 5)
+    assert late.tensors[0].data_ptr() != memory
+    assert torch.equal(late.tensors[0], torch.cat([master.detach().flatten() for master in held.masters.values()]))
+    assert not torch.equal(late.tensors[0], before)
