@@ -16,6 +16,9 @@ from queue import SimpleQueue
 import pytest
 
 import hydra_plugins.trainkit_engines as plugin
+import trainkit
+from trainkit.config.compose import Composer
+from trainkit.config.compose.jobs import Loader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.engines.base import JobEngine
 from trainkit.sweeps.engines.described import Described, Driver, ended_file, run_described
@@ -183,6 +186,16 @@ def test_slurm_needs_its_commands(monkeypatch):
 def test_nothing_but_a_function_of_a_module_is_pickled():
     assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.engines.described"
     assert callable(run_described.checkpoint)
+
+
+def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains():
+    run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
+    assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
+    rule = "hands runs to the launcher submitit_slurm: `trainkit` on the command line does. To train here: "
+    assert refused(trainkit.train, run) == [f"cluster=slurm: {rule}hydra.mode=RUN."]
+    command = Loader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
+    assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", 'hydra.run.dir="job"')
+    assert not trainkit.compose(command[3:5]).is_sweep
 
 
 def sweep(*arguments):
