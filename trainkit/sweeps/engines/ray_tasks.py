@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from trainkit.config.values import above, at_least
 from trainkit.fields import placement
@@ -15,6 +15,8 @@ from trainkit.sweeps.engines.base import JobEngine
 from trainkit.sweeps.engines.described import run_described
 
 __all__ = ["RayTasks"]
+
+_MANY: Final = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,10 @@ class RayTasks(JobEngine):
     """Cores that Ray keeps free for each process of a job."""
     gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
     """GPUs for each; less than 1 shares one; auto: one where this host has GPUs."""
+
+    def width(self) -> int:
+        """On a cluster, more than it has room for: Ray queues them, and an autoscaler sees what is wanted."""
+        return _MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
 
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it keeps nothing
