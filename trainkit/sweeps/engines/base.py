@@ -50,7 +50,7 @@ class JobEngine:
     """The extra of trainkit's that installs them."""
 
     jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
-    """Jobs handed over at a time, a job of several processes counting as so many; auto: a core each, or as many as a cluster queues."""
+    """Processes whose jobs are handed over at a time; auto: a core each here, or as many as a cluster queues."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
