@@ -85,12 +85,12 @@ def test_the_winner_of_a_halving_is_the_training_that_nobody_interrupted(cwd):
 @pytest.mark.long
 def test_optuna_searches_from_the_command_line(cwd):
     pytest.importorskip("optuna")
-    space = ["optimizer.lr=tag(log,interval(0.001,0.1))", "seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(1,2))"]
-    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=3", "sweep.name=search", *space)
+    space = ["optimizer.lr=tag(log,interval(0.001,0.1))", "seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(3,4))"]
+    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=2", "sweep.name=search", *space)
     rows = json.loads((cwd / "outputs/sweeps/search/sweep.json").read_text())["jobs"]
-    assert [row["exit_code"] for row in rows] == [0, 0, 0]
+    assert [row["exit_code"] for row in rows] == [0, 0]
     assert (cwd / "outputs/sweeps/search/optuna.db").is_file()
-    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=4", "sweep.name=search", *space)  # goes on with it
+    trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=3", "sweep.name=search", *space)  # goes on with it
     again = json.loads((cwd / "outputs/sweeps/search/sweep.json").read_text())["jobs"]
-    assert [row["overrides"][:3] for row in again[:3]] == [row["overrides"][:3] for row in rows]
-    assert len(again) == 4
+    assert [row["overrides"][:3] for row in again[:2]] == [row["overrides"][:3] for row in rows]
+    assert len(again) == 3

@@ -93,6 +93,13 @@ def test_a_key_given_twice_has_its_last_value(composer):
             ("optimizer.lr=interval(1,0.1)",),
             ["optimizer.lr=interval(1,0.1): is an empty sweep: the low end, 1, is not below the high end, 0.1."],
         ),
+        (
+            ("hydra/sweeper=rndom", "seed=1,2"),
+            [
+                "hydra/sweeper=rndom: no such choice. Did you mean random? "  # noqa: ISC004
+                "There are: basic, grid, halving, optuna, random."
+            ],
+        ),
         (("sweep.name=a,b",), ["sweep.name=a,b: is about the sweep itself, and has one value in it."]),
         (
             ("hydra/sweeper=random",),

@@ -34,7 +34,7 @@ def idle_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) 
         if not multirun:
             yield f"sweep.{name}", "has no effect without -m."
         elif sweeper not in readers:
-            yield f"sweep.{name}", f"has no effect with hydra/sweeper={sweeper}: it is for {' and '.join(readers)}."
+            yield f"sweep.{name}", f"has no effect with hydra/sweeper={sweeper}: it is for {', '.join(readers)}."
     if not multirun or sweeper not in ("optuna", "halving"):
         return
     pruner = sweep.get("pruner")

@@ -11,6 +11,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.compose.space import Choices, Space
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.drawing import drawn
 from trainkit.sweeps.spaces.halving import num_rungs
@@ -107,6 +108,10 @@ def asked(composer: Composer, overrides: Sequence[str], *, sweeper: str | None =
     space = composer.space(overrides)
     common = composer.compose([line for line in space.lines.values() if line], for_others=True)
     found = Asked(sweeper=sweeper or common.sweeper, space=space, common=common)
+    if found.sweeper not in (known := composer.choices_of("hydra/sweeper")):
+        near = closest(found.sweeper, known)
+        rule = f"no such choice. {f'Did you mean {near}? ' if near else ''}There are: {', '.join(known)}."
+        raise ConfigError([Problem(key="hydra/sweeper", value=found.sweeper, rule=rule, origin=COMMAND_LINE)])
     if found.sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
         raise MissingExtraError(key="hydra/sweeper=optuna", package="optuna", extra="optuna")
     if problems := list(found.problems()):
