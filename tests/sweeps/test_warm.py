@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import time
@@ -72,6 +73,15 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
         job = start(1, (sys.executable, "-m", "trainkit", "--version"), {}, tmp_path / LOG, news.put)
         assert (news.get().code, (tmp_path / LOG).read_text()[:8]) == (0, "trainkit")
         job.kill()
+
+
+def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
+    news: queue.SimpleQueue = queue.SimpleQueue()
+    with WarmStarter({}) as start:
+        start._group.signal(signal.SIGSTOP)
+        job = start(1, (sys.executable, "-m", "trainkit", "--version"), {}, tmp_path / LOG, news.put)
+        job.kill()
+        assert news.get().code == -signal.SIGKILL
 
 
 def test_a_job_that_is_no_training_starts_afresh(tmp_path):

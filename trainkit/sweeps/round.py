@@ -157,7 +157,7 @@ class Round:
         )
         what = "starts" if not goes_on else "goes on" if tries == 1 else f"goes on, try {tries}"
         self._screen.say(f"{_named(job)} {what}", passing=True)
-        self._sweep.note()
+        self._sweep.record.write()
 
     def _readied(self, job: Job) -> tuple[tuple[str, ...], bool]:
         """Its folder made ready; the command, and whether a run goes on with it."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.sweeps.processes import JobProcess, start_fresh
@@ -22,7 +22,8 @@ from trainkit.sweeps.warm import HEADER, send
 
 __all__ = ["WarmStarter"]
 
-_ENTRY = (sys.executable, "-m", "trainkit")
+_ENTRY: Final = (sys.executable, "-m", "trainkit")
+_PATIENCE_S: Final = 1.0
 
 
 @dataclass(kw_only=True)
@@ -33,6 +34,8 @@ class _Fork:
     writer: int
     link: socket.socket
     report: Callable[[Exited], None]
+    abandon: Callable[[], None]
+    """Ends the warm process, and so all its forks."""
     gone: threading.Event = field(default_factory=threading.Event)
 
     def signal(self, number: signal.Signals) -> None:
@@ -42,7 +45,9 @@ class _Fork:
     def kill(self) -> None:
         """Let go of the lifeline: the kernel ends the job and its children."""
         self._let_go()
-        self.gone.wait()
+        if not self.gone.wait(_PATIENCE_S):  # the warm process still imports, or hangs
+            self.abandon()
+            self.gone.wait()
 
     def end(self, code: int) -> None:
         self._let_go()
@@ -107,11 +112,11 @@ class WarmStarter:
         report: Callable[[Exited], None],
     ) -> JobProcess:
         """Start a job; arguments as of `trainkit.sweeps.processes.Starter`."""
-        if self._link is None or tuple(command[: len(_ENTRY)]) != _ENTRY:
+        if self._link is None or self._group is None or tuple(command[: len(_ENTRY)]) != _ENTRY:
             return start_fresh(number, command, environ, log, report)
         log.parent.mkdir(parents=True, exist_ok=True)
         reader, writer = os.pipe()
-        fork = _Fork(number=number, writer=writer, link=self._link, report=report)
+        fork = _Fork(number=number, writer=writer, link=self._link, report=report, abandon=self._group.kill)
         order = {
             "number": number,
             "arguments": list(command[len(_ENTRY) :]),
@@ -139,7 +144,8 @@ class WarmStarter:
 
     def _listen(self, link: socket.socket) -> None:
         """Pass on the ends of forks; where the warm process has died, theirs with it."""
-        with link.dup() as own, own.makefile("rb") as file:
+        # It is a reset where the warm process leaves orders unread.
+        with contextlib.suppress(OSError), link.dup() as own, own.makefile("rb") as file:
             while len(head := file.read(HEADER.size)) == HEADER.size:
                 told = json.loads(file.read(HEADER.unpack(head)[0]))
                 self._forks.pop(told["number"]).end(told["code"])
