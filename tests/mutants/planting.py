@@ -92,7 +92,8 @@ def run_tests(copy: Path, tests: Sequence[str], *, timeout_s: float) -> tuple[in
     written: that of the copy is what `copy_sources` made of it, and a planted file is compiled each time.
     """
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line", "-m", "not engine"]
+    quick = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--numprocesses", "0", "-m", "not engine"]
+    command = [sys.executable, "-m", "pytest", *quick]
     process = subprocess.run(
         [*command, *tests], cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
