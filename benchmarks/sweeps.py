@@ -127,7 +127,8 @@ def main() -> None:
          report.ratio(each, seconds["fresh"]), f"{statistics.median(each_cpu_s):.2f}",
          report.ratio(each_cpu_s, cpu_s["fresh"])],
     ]  # fmt: skip
-    load = f"The load of the machine was {os.getloadavg()[0]:.1f} at the end: others were at work on it."
+    load = f"The load of the machine was {os.getloadavg()[0]:.1f} at the end: others were at work on it. "
+    load += "Seconds by the clock then compare only what ran at the same moment for as long; CPU seconds hold."
     report.write(
         "sweeps",
         "Sweeps: slots filled, and what a job costs",
