@@ -13,6 +13,8 @@ import os
 import queue
 import signal
 import socket
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,7 +23,7 @@ from typing import Any, Final
 from trainkit.run.folder import write_atomically
 from trainkit.run.group import Exited, WorkerGroup
 
-__all__ = ["Described", "Driver", "asked_file", "ended_file", "run_described"]
+__all__ = ["Described", "Driver", "asked_file", "end_with", "ended_file", "run_described"]
 
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"
@@ -115,6 +117,17 @@ def asked_file(path: Path) -> Path:
 def ended_file(path: Path) -> Path:
     """Where a job says how it ended."""
     return path.with_suffix(".ended")
+
+
+def end_with(driver: Driver) -> None:
+    """End this process with the one that waits for its jobs, whether it has one or not: for workers that are kept."""
+
+    def watch() -> None:
+        while not driver.is_gone:
+            time.sleep(_POLL_S)
+        os._exit(1)  # its job ends with it
+
+    threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
 
 
 def run_described(path: str) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainkit.sweeps.engines.base import JobEngine
-from trainkit.sweeps.engines.described import run_described
+from trainkit.sweeps.engines.described import Driver, end_with, run_described
 
 __all__ = ["Joblib"]
 
@@ -30,7 +30,9 @@ class Joblib(JobEngine):
         """Start as many workers as jobs run at once, each when it is needed; afterwards they end."""
         from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415 - only where it is used
 
-        executor = get_reusable_executor(max_workers=self.width(), timeout=None)
+        executor = get_reusable_executor(
+            max_workers=self.width(), timeout=None, initializer=end_with, initargs=(Driver.here(),)
+        )
         try:
             yield _Workers(executor)
         finally:
