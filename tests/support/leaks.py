@@ -89,7 +89,7 @@ def _expected(pid: int) -> bool:
 
 def _lives_on(thread: threading.Thread) -> bool:
     """Threads that libraries start once and keep: no test can end them."""
-    return thread is threading.main_thread() or thread.name.startswith(("pytest_timeout", "QueueFeederThread"))
+    return thread is threading.main_thread() or thread.name.startswith(("pytest_timeout", "QueueFeederThread", "tqdm_monitor"))
 
 
 def _process_group() -> bool:
