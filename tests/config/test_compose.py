@@ -1,10 +1,13 @@
 """Which place wins, and what is said about it."""
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """\
 # A training of the test
 defaults:
@@ -45,7 +48,8 @@ def test_every_key_knows_the_line_that_set_it(with_recipe, tmp_path):
     assert composed.origin("optimizer.lr").where == "command line"
     assert composed.origin("model.hidden").where == f"{tmp_path}/conf/recipe/mine.yaml:9"
     assert composed.origin("batch.micro_size").where == f"{tmp_path}/conf/recipe/mine.yaml:7"
-    assert composed.origin("seed").where.endswith("conf/config.yaml:17")
+    line = 1 + (ROOT / "conf/config.yaml").read_text().splitlines().index("seed: 0")
+    assert composed.origin("seed").where.endswith(f"conf/config.yaml:{line}")
     assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
 
 

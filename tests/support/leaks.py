@@ -89,7 +89,8 @@ def _expected(pid: int) -> bool:
 
 def _lives_on(thread: threading.Thread) -> bool:
     """Threads that libraries start once and keep: no test can end them."""
-    return thread is threading.main_thread() or thread.name.startswith(("pytest_timeout", "QueueFeederThread", "tqdm_monitor"))
+    kept = ("pytest_timeout", "QueueFeederThread", "tqdm_monitor")
+    return thread is threading.main_thread() or thread.name.startswith(kept)
 
 
 def _process_group() -> bool:
