@@ -172,3 +172,10 @@ def test_what_goes_by_evaluations_is_refused_beside_an_evaluator():
 def test_an_evaluator_without_a_validation_split_is_refused():
     told = "  strategy.evaluator: has no validation split to evaluate on: the data has none."
     assert refused({"train": Digits(split="train")}) == [told]
+
+
+def test_the_plan_tells_tasks_of_several_roles():
+    asked = ["strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true"]
+    plan = make_plan(trainkit.compose(["recipe=null", "epochs=1", *asked]).cfg, num_gpus=0)
+    assert plan.summary(1)["tasks"] == "1 chief, 2 worker, 2 ps, 1 evaluator"
+    assert "tasks" not in make_plan(trainkit.compose(["recipe=null", "epochs=1"]).cfg, num_gpus=0).summary(1)

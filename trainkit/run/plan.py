@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -94,6 +95,7 @@ class RunPlan:
         rows = {
             "recipe": cfg.recipe,
             "strategy": cfg.strategy["_target_"].rpartition(".")[2],
+            "tasks": _told(self.tasks),
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
             "samples": f"{batch.num_samples:,} for training",
             "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
@@ -108,6 +110,12 @@ class RunPlan:
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
+
+
+def _told(tasks: Sequence[Task]) -> str | None:
+    """How many of each role there are, where not all do the same."""
+    counts = Counter(task.role for task in tasks)
+    return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
 
 
 def make_plan(
