@@ -74,6 +74,8 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
     cluster.start("worker:0")
     cluster.wait(lambda: cluster.made_by("worker:0") > 0)
     cluster.kill("worker:0")
+    seen = cluster.made_by("chief")
+    cluster.wait(lambda: cluster.made_by("chief") > seen + 500)  # lines are written by the hundred
     before = cluster.made_by("worker:0")
     cluster.start("worker:0")
     cluster.wait(lambda: cluster.made_by("worker:0") > before)
