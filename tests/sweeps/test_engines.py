@@ -24,6 +24,7 @@ from trainkit.sweeps.engines.base import JobEngine
 from trainkit.sweeps.engines.described import Described, Driver, ended_file, run_described
 from trainkit.sweeps.engines.launching import ENGINES
 from trainkit.sweeps.engines.starting import Remote
+from trainkit.sweeps.processes import Start
 
 WAITS = "import time; time.sleep(60)"
 POLITE = """
@@ -79,7 +80,8 @@ def started(folder, code, *words, loses=False):
     ends, engine = SimpleQueue(), InThreads(loses)
     remote = Remote(folder, lambda _: 2)
     with remote.connected(engine):
-        job = remote(5, [sys.executable, "-c", code, *map(str, words)], {}, folder / "0" / "output.log", ends.put)
+        command = [sys.executable, "-c", code, *map(str, words)]
+        job = remote(Start(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put))
         yield job, lambda: ends.get(timeout=30)
     for thread in engine.threads:
         thread.join()

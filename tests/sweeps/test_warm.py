@@ -13,6 +13,7 @@ import pytest
 
 from tests.sweeps.support import run, sweep_in
 from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.processes import Start
 from trainkit.sweeps.slots import Slots
 from trainkit.sweeps.sweep import LOG
 from trainkit.sweeps.warming import WarmStarter
@@ -26,6 +27,11 @@ def training(folder, name, *overrides):
     arguments = (*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
     command = (sys.executable, "-m", "trainkit", *arguments)
     return Job(name=name, folder=folder / name, overrides=overrides, command=command)
+
+
+def order(folder, news, *arguments):
+    command = (sys.executable, *arguments)
+    return Start(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
 
 
 def result_of(folder, name):
@@ -70,7 +76,7 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start._group.kill()
-        job = start(1, (sys.executable, "-m", "trainkit", "--version"), {}, tmp_path / LOG, news.put)
+        job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         assert (news.get().code, (tmp_path / LOG).read_text()[:8]) == (0, "trainkit")
         job.kill()
 
@@ -79,7 +85,7 @@ def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start._group.signal(signal.SIGSTOP)
-        job = start(1, (sys.executable, "-m", "trainkit", "--version"), {}, tmp_path / LOG, news.put)
+        job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         job.kill()
         assert news.get().code == -signal.SIGKILL
 
@@ -87,6 +93,6 @@ def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
 def test_a_job_that_is_no_training_starts_afresh(tmp_path):
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
-        job = start(1, (sys.executable, "-c", "print(3)"), {}, tmp_path / LOG, news.put)
+        job = start(order(tmp_path, news, "-c", "print(3)"))
         assert (news.get().code, (tmp_path / LOG).read_text()) == (0, "3\n")
         job.kill()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from trainkit.run.group import Exited, WorkerGroup
 
-__all__ = ["JobProcess", "Starter", "start_fresh"]
+__all__ = ["JobProcess", "Start", "Starter", "start_fresh"]
 
 
 class JobProcess(Protocol):
@@ -23,37 +24,33 @@ class JobProcess(Protocol):
         """End it and all its children now, and wait until they are gone; nothing where it has ended."""
 
 
-class Starter(Protocol):
-    """Starts the processes of jobs."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """What it takes to start the process of a job."""
 
-    def __call__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        log: Path,
-        report: Callable[[Exited], None],
-    ) -> JobProcess:
-        """Start one.
+    number: int
+    """What `report` calls it, as its attempt."""
+    command: Sequence[str]
+    """What to start."""
+    environ: Mapping[str, str]
+    """What it finds there besides the environment of this process."""
+    log: Path
+    """Takes what it prints."""
+    report: Callable[[Exited], None]
+    """Is told of its end, from another thread."""
 
-        Args:
-            number: what `report` calls it, as its attempt.
-            command: what to start.
-            environ: what it finds there besides the environment of this process.
-            log: takes what it prints.
-            report: is told of its end, from another thread.
-        """
+    @property
+    def whole_environ(self) -> dict[str, str]:
+        """All that it finds there. A job that is killed keeps what it printed."""
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ}
 
 
-def start_fresh(
-    number: int,
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    log: Path,
-    report: Callable[[Exited], None],
-) -> JobProcess:
-    """Start an interpreter of its own for a job; arguments as of `Starter`."""
-    group = WorkerGroup(number, report)
-    # A job that is killed keeps what it printed.
-    group.start(0, command, {**os.environ, "PYTHONUNBUFFERED": "1", **environ}, log)
+Starter = Callable[[Start], JobProcess]
+"""Starts the processes of jobs."""
+
+
+def start_fresh(job: Start) -> JobProcess:
+    """Start an interpreter of its own for a job."""
+    group = WorkerGroup(job.number, job.report)
+    group.start(0, job.command, job.whole_environ, job.log)
     return group

@@ -22,7 +22,7 @@ from trainkit.report.numbers import figure
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.sweeps.jobs import Job, Source
-from trainkit.sweeps.processes import JobProcess
+from trainkit.sweeps.processes import JobProcess, Start
 from trainkit.sweeps.progress import Watch, last_line
 from trainkit.sweeps.record import is_complete
 from trainkit.sweeps.screen import Line, Screen, State, View
@@ -145,7 +145,15 @@ class Round:
         command, goes_on = self._readied(job)
         self._number += 1
         try:
-            process = self._sweep.start(self._number, command, grant.environ, job.folder / LOG, self._news.put)
+            process = self._sweep.start(
+                Start(
+                    number=self._number,
+                    command=command,
+                    environ=grant.environ,
+                    log=job.folder / LOG,
+                    report=self._news.put,
+                )
+            )
         except BaseException:
             self._sweep.slots.give_back(grant)
             raise

@@ -10,14 +10,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from trainkit.run.group import Exited, WorkerGroup
-from trainkit.sweeps.processes import JobProcess, start_fresh
+from trainkit.sweeps.processes import JobProcess, Start, start_fresh
 from trainkit.sweeps.warm import HEADER, send
 
 __all__ = ["WarmStarter"]
@@ -103,35 +103,28 @@ class WarmStarter:
             self._reader.join()
             self._link.close()
 
-    def __call__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        log: Path,
-        report: Callable[[Exited], None],
-    ) -> JobProcess:
-        """Start a job; arguments as of `trainkit.sweeps.processes.Starter`."""
-        if self._link is None or self._group is None or tuple(command[: len(_ENTRY)]) != _ENTRY:
-            return start_fresh(number, command, environ, log, report)
-        log.parent.mkdir(parents=True, exist_ok=True)
+    def __call__(self, job: Start) -> JobProcess:
+        """Start a job."""
+        if self._link is None or self._group is None or tuple(job.command[: len(_ENTRY)]) != _ENTRY:
+            return start_fresh(job)
+        job.log.parent.mkdir(parents=True, exist_ok=True)
         reader, writer = os.pipe()
-        fork = _Fork(number=number, writer=writer, link=self._link, report=report, abandon=self._group.kill)
+        fork = _Fork(number=job.number, writer=writer, link=self._link, report=job.report, abandon=self._group.kill)
         order = {
-            "number": number,
-            "arguments": list(command[len(_ENTRY) :]),
-            "environ": {**os.environ, "PYTHONUNBUFFERED": "1", **environ},
-            "log": str(log.absolute()),
+            "number": job.number,
+            "arguments": list(job.command[len(_ENTRY) :]),
+            "environ": job.whole_environ,
+            "log": str(job.log.absolute()),
         }
-        self._forks[number] = fork  # before it is asked whether anybody listens: whoever listens last ends them all
+        self._forks[job.number] = fork  # before it is asked whether anybody listens: whoever listens last ends them all
         try:
             if not self._reader.is_alive():
                 raise BrokenPipeError
             send(self._link, order, descriptor=reader)
         except OSError:  # the warm process died: without it jobs only start later
-            self._forks.pop(number)
+            self._forks.pop(job.number)
             os.close(writer)
-            return start_fresh(number, command, environ, log, report)
+            return start_fresh(job)
         finally:
             os.close(reader)
         return fork

@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from signal import SIGKILL, Signals
@@ -16,6 +16,7 @@ from trainkit.run.engines.base import CARRIED
 from trainkit.run.group import Exited
 from trainkit.sweeps.engines.base import Handle, Submitter
 from trainkit.sweeps.engines.described import Described, Driver, asked_file, ended_file
+from trainkit.sweeps.processes import Start
 
 __all__ = ["FOLDER", "Remote"]
 
@@ -77,7 +78,7 @@ class _Remote:
 
 
 class Remote:
-    """Starts jobs by an engine; `trainkit.sweeps.processes.Starter` says how it is called.
+    """Starts jobs by an engine.
 
     Args:
         folder: of the sweep.
@@ -103,32 +104,25 @@ class Remote:
             thread.join()
             self._submitter = None
 
-    def __call__(
-        self,
-        number: int,
-        command: Sequence[str],
-        environ: Mapping[str, str],
-        log: Path,
-        report: Callable[[Exited], None],
-    ) -> _Remote:
+    def __call__(self, job: Start) -> _Remote:
         """Describe a job and hand it over."""
         if self._submitter is None:
             raise RuntimeError("there is no engine to hand the job to")
         # not only the number: a job of a sweep that was killed may still run, on another host
-        path = (self._folder / FOLDER / f"{int(time.time())}_{number}.json").absolute()
+        path = (self._folder / FOLDER / f"{int(time.time())}_{job.number}.json").absolute()
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
         described = Described(
-            command=tuple(command),
-            environ={**carried, **environ},
+            command=tuple(job.command),
+            environ={**carried, **job.environ},
             cwd=str(Path.cwd()),
-            log=str(log),
+            log=str(job.log),
             driver=Driver.here(),
         )
         described.write(path)
-        handle = self._submitter.submit(str(path), slots=self._slots_of(log.parent))
-        job = _Remote(number=number, path=path, log=log, handle=handle, report=report)
-        self._jobs.append(job)
-        return job
+        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent))
+        remote = _Remote(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
+        self._jobs.append(remote)
+        return remote
 
     def _look(self, ended: threading.Event) -> None:
         """Report every job's end, once."""
