@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,18 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder, made the current one for this test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says what the fake workers of this test do (`tests/run/fake_worker.py`)."""
+
+    def set_up(settings: str, fail: str = "", raising: str = "-1::") -> None:
+        monkeypatch.setenv("FAKE", settings)
+        monkeypatch.setenv("TRAINKIT_FAIL", fail)
+        monkeypatch.setenv("FAKE_RAISE", raising)
+
+    return set_up
 
 
 @pytest.fixture(scope="session")

@@ -64,16 +64,6 @@ def folder(tmp_path):
     return made
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    def set_up(settings, fail="", raising="-1::"):
-        monkeypatch.setenv("FAKE", settings)
-        monkeypatch.setenv("TRAINKIT_FAIL", fail)
-        monkeypatch.setenv("FAKE_RAISE", raising)
-
-    return set_up
-
-
 def train(folder, *, num_ranks=2, engine=None, **supervisor):
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))

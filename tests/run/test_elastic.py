@@ -13,15 +13,6 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    def set_up(settings, fail=""):
-        monkeypatch.setenv("FAKE", settings)
-        monkeypatch.setenv("TRAINKIT_FAIL", fail)
-
-    return set_up
-
-
 def story(folder, index):
     """What a task was in each attempt that it took part in."""
     return (folder.path / f"index_{index}").read_text().splitlines()

@@ -14,16 +14,6 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    def set_up(settings, fail="", raising="-1::"):
-        monkeypatch.setenv("FAKE", settings)
-        monkeypatch.setenv("TRAINKIT_FAIL", fail)
-        monkeypatch.setenv("FAKE_RAISE", raising)
-
-    return set_up
-
-
 def lives(folder, rank):
     """(attempt, life) of each start of a rank, by its log."""
     lines = folder.log_of(rank).read_text().splitlines()

@@ -13,18 +13,6 @@ def folder(tmp_path):
     return RunFolder(tmp_path / "run")
 
 
-@pytest.fixture
-def fake(monkeypatch):
-    """Says what the fake workers do."""
-
-    def set_up(settings, fail="", raising="-1::"):
-        monkeypatch.setenv("FAKE", settings)
-        monkeypatch.setenv("TRAINKIT_FAIL", fail)
-        monkeypatch.setenv("FAKE_RAISE", raising)
-
-    return set_up
-
-
 def said_by_rank_1(folder):
     lines = folder.log_of(1).read_text().splitlines()
     return [json.loads(line.removeprefix("rank 1 says ")) for line in lines if line.startswith("rank 1 says")]
