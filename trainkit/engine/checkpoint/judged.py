@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from trainkit.engine.manifest import Checkpoint
 
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["Judged", "exclusive"]
+__all__ = ["Judged", "exclusive", "swap_in"]
 
 _NAME: Final = "evaluated.json"
 _PATIENCE_S: Final = 1.0
@@ -62,15 +62,20 @@ class Judged:
     def write(self, root: Path) -> None:
         """Write the file; a reader sees the old one or the new one."""
         metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
-        temporary = root / f".tmp_{_NAME}"
-        temporary.write_text(json.dumps({"evaluating": self.evaluating, "metrics": metrics}, indent=2) + "\n")
-        temporary.replace(root / _NAME)
+        swap_in(root / _NAME, {"evaluating": self.evaluating, "metrics": metrics})
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
         """A checkpoint with its metric, where whoever wrote it knew none."""
         if checkpoint.metric is not None:
             return checkpoint
         return replace(checkpoint, metric=self.metrics.get(checkpoint.folder.name))
+
+
+def swap_in(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is derived from others: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 @contextlib.contextmanager

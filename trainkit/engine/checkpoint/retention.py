@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainkit.engine.checkpoint.judged import Judged, exclusive
+from trainkit.engine.checkpoint.judged import Judged, exclusive, swap_in
 from trainkit.engine.manifest import Checkpoint, scan, step_of, survey
 
 __all__ = ["Retention"]
@@ -70,9 +68,7 @@ class Retention:
             "last": newest[0].folder.name if newest else None,
             "best": best[0].folder.name if best else None,
         }
-        temporary = root / f".tmp_index.json.{os.getpid()}"
-        temporary.write_text(json.dumps(names, indent=2) + "\n", encoding="utf-8")
-        temporary.replace(root / "index.json")
+        swap_in(root / "index.json", names)
 
     def ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
         """Those with a metric that is a number, best first; of equals the earlier one is better."""
