@@ -6,14 +6,24 @@ import re
 import shlex
 from typing import Final
 
-from trainkit.errors import Problem
+from trainkit.errors import ConfigError, Problem
 
-__all__ = ["COMMAND_LINE", "is_override", "quoted_form", "unreadable"]
+__all__ = ["COMMAND_LINE", "is_override", "quoted_form", "refusal", "unreadable"]
 
 COMMAND_LINE: Final = "command line"
 """The origin of every argument."""
 
 _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTALL)
+
+
+def refusal(key: str, rule: str) -> ConfigError:
+    """The error of one argument, to be raised.
+
+    Args:
+        key: the argument, as it was typed.
+        rule: what is wrong with it, and the remedy.
+    """
+    return ConfigError([Problem(key=key, rule=rule, origin=COMMAND_LINE)])
 
 
 def is_override(argument: str) -> bool:

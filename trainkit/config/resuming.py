@@ -12,7 +12,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.documents import read_document
 from trainkit.config.exclusive import settle
 from trainkit.config.origins import Layered, Level, Origin, lookup
-from trainkit.config.schema import GROUPS, Cv, RunConfig, Sweep, load_resolved
+from trainkit.config.schema import GROUPS, NO_RUN, Cv, RunConfig, Sweep, load_resolved
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["compose_anew", "compose_resumed"]
@@ -37,8 +37,7 @@ def compose_resumed(
     """
     file = run / "resolved.yaml"
     if not file.is_file():
-        rule = "is no run folder: it has no resolved.yaml."
-        raise ConfigError([Problem(key="resume", value=str(run), rule=rule, origin="command line")])
+        raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
     changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])
     # What ended the run early is what is gone on from.
     tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
@@ -66,8 +65,7 @@ def compose_anew(
     """
     found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
     if not found:
-        rule = "is no run folder: it has no resolved.yaml."
-        raise ConfigError([Problem(key=str(run), rule=rule, origin="command line")])
+        raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
     earlier = load_resolved(found[0])
     whole = replace(earlier, stop_at_step=None, resume=None, cv=Cv(), sweep=Sweep())
     changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])

@@ -19,6 +19,7 @@ from trainkit.fields import cosmetic, maths, placement, speed
 __all__ = [
     "GROUPS",
     "LIST_GROUPS",
+    "NO_RUN",
     "Batch",
     "Checkpoint",
     "Clip",
@@ -43,6 +44,9 @@ GROUPS: Final = (
 """The groups whose node is part of a run; `recipe` composes one and leaves nothing but its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
 """The groups that take any number of choices at once."""
+
+NO_RUN: Final = "is no run folder: it has no resolved.yaml."
+"""What is said of a folder that is taken for a run's."""
 
 Node = dict[str, Any]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.run.evaluating import evaluate_beside, training_has_ended
 from trainkit.run.folder import RunFolder
@@ -61,8 +61,7 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     """The plan of the run as that of one device: what it trained on need not be here."""
     key, told = str(folder.path), "command line"
     if not folder.resolved.is_file():
-        rule = "is no run folder: it has no resolved.yaml."
-        raise ConfigError([Problem(key="RUN", value=key, rule=rule, origin=told)])
+        raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=told)])
     cfg = RunConfig.from_dict(restored(load_resolved(folder.resolved).to_dict(), {}))
     alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 
 from trainkit.config.build import TARGET, build
+from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.semantics import difference, fingerprint
 from trainkit.data.evaluation import EvalBatches
@@ -76,12 +77,12 @@ def best_of(board: Leaderboard, count: int) -> list[Entry]:
     ranked = [entry for entry in board.entries if board.value(entry) is not None]
     if any(entry.spread for entry in ranked):
         rule = "its runs are folds, each scored on other samples. Train the points that you want whole, and take those."
-        raise _problem("ensemble", rule)
+        raise refusal("ensemble", rule)
     if count < 2:
-        raise _problem(f"--k {count}", "an ensemble needs 2 members or more.")
+        raise refusal(f"--k {count}", "an ensemble needs 2 members or more.")
     if len(ranked) < count:
         had = f"{len(ranked)} run{'' if len(ranked) == 1 else 's'}"
-        raise _problem(f"--k {count}", f"only {had} there {'has' if len(ranked) == 1 else 'have'} {board.goal.metric}.")
+        raise refusal(f"--k {count}", f"only {had} there {'has' if len(ranked) == 1 else 'have'} {board.goal.metric}.")
     return ranked[:count]
 
 
@@ -238,7 +239,3 @@ def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> lis
     below = folder / "averaged"
     write_model(below, combined.averaged.model, combined.nodes[0], about=about)
     return [folder, below]
-
-
-def _problem(key: str, rule: str) -> ConfigError:
-    return ConfigError([Problem(key=key, rule=rule, origin="command line")])

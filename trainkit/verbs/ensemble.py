@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.grammar import refusal
 from trainkit.verbs.call import Call, Flag
 from trainkit.verbs.top import ranked
 
@@ -58,7 +58,7 @@ def run(call: Call) -> int:
 def _checkpoint(flags: Mapping[str, str]) -> Which:
     word = flags.get("checkpoint", "last")
     if word not in ("best", "last"):
-        raise ConfigError([Problem(key=f"--checkpoint {word}", rule="must be best or last.", origin="command line")])
+        raise refusal(f"--checkpoint {word}", "must be best or last.")
     return cast("Which", word)
 
 

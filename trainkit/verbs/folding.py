@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.compose import Composer
 from trainkit.config.composition import Composition
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.grammar import refusal
+from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainkit.verbs.call import Call
@@ -29,7 +30,7 @@ def with_folds(call: Call) -> Call:
     parsed, _ = composer.parse(call.overrides)
     swept = {item.key_or_group for item in parsed if item.is_sweep_override()}
     if "cv.folds" in swept:
-        raise _problem("cv.folds", "is one number: a sweep compares points on the same folds.")
+        raise refusal("cv.folds", "is one number: a sweep compares points on the same folds.")
     single = [item.input_line or "" for item in parsed if not item.is_sweep_override()]
     composition = composer.compose(single, for_others=True)
     cv = composition.values.get("cv") or {}
@@ -41,7 +42,7 @@ def with_folds(call: Call) -> Call:
         rule = (
             f"{composition.sweeper} learns from one run after another, and a point has one a fold. Use grid or random."
         )
-        raise _problem("hydra/sweeper", rule)
+        raise refusal("hydra/sweeper", rule)
     return replace(call, overrides=(*call.overrides, f"cv.fold=range({folds})"))
 
 
@@ -55,7 +56,3 @@ def refuse_open_folds(points: Iterable[Composition]) -> None:
         if point.asks_for_folds:
             rule = "only some points of the sweep ask for it. Give it on the command line, or cv.fold too."
             raise ConfigError([point.problem("cv.folds", rule, value=point.values["cv"]["folds"])])
-
-
-def _problem(key: str, rule: str) -> ConfigError:
-    return ConfigError([Problem(key=key, rule=rule, origin="command line")])

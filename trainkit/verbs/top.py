@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
+from trainkit.config.grammar import refusal
 from trainkit.config.schema import Eval
 from trainkit.config.watched import Watched
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError
 from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def run(call: Call) -> int:
     call.only(arguments=1, overrides="then" in call.flags)
     board, count = ranked(call)
     if "then" in call.flags and count not in (None, 1):
-        raise _problem(f"--k {count}", "--then trains the best one. Use --k 1.")
+        raise refusal(f"--k {count}", "--then trains the best one. Use --k 1.")
     shown = board if count is None else board.top(count)
     sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
     sys.stdout.writelines(f"{line}\n" for line in (*shown.lines(), *_remarks(shown)))
@@ -49,13 +50,13 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     folder = Path(call.arguments[0]).expanduser()
     goal, count = _goal(call.flags), _count(call.flags)
     if not folder.is_dir():
-        raise _problem(str(folder), "is no folder. Give that of a sweep, or one with runs in it.")
+        raise refusal(str(folder), "is no folder. Give that of a sweep, or one with runs in it.")
     board = collect(folder, goal)
     if not board.entries:
-        raise _problem(str(folder), "holds no run: no result.json below it.")
+        raise refusal(str(folder), "holds no run: no result.json below it.")
     if goal is not None and all(board.value(entry) is None for entry in board.entries):
         known = sorted({name for entry in board.entries for name in entry.metrics})
-        raise _problem(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
+        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
     return board, count
 
 
@@ -78,7 +79,7 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
 
     best = board.entries[0]
     if board.value(best) is None:
-        raise _problem("--then", f"no run has {board.goal.metric}: there is no best one.")
+        raise refusal("--then", f"no run has {board.goal.metric}: there is no best one.")
     composition = compose_anew(best.folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
     problems = check_names(composition)
     if problems:
@@ -93,10 +94,10 @@ def _goal(flags: Mapping[str, str]) -> Watched | None:
     metric, mode = flags.get("metric"), flags.get("mode")
     if metric is None:
         if mode is not None:
-            raise _problem("--mode", "has no effect without --metric.")
+            raise refusal("--mode", "has no effect without --metric.")
         return None
     if mode not in (None, "min", "max"):
-        raise _problem(f"--mode {mode}", "must be min or max.")
+        raise refusal(f"--mode {mode}", "must be min or max.")
     return Watched.of(Eval(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
 
 
@@ -105,9 +106,5 @@ def _count(flags: Mapping[str, str]) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or int(text) < 1:
-        raise _problem(f"--k {text}", "must be a whole number of at least 1.")
+        raise refusal(f"--k {text}", "must be a whole number of at least 1.")
     return int(text)
-
-
-def _problem(key: str, rule: str) -> ConfigError:
-    return ConfigError([Problem(key=key, rule=rule, origin="command line")])
