@@ -10,13 +10,12 @@ import torch
 from trainkit.cluster.identity import Identity
 from trainkit.data.loader import Loader
 from trainkit.run.beginning import training_of
-from trainkit.run.building import build_model, make_optimizer, shaping_of
+from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.folder import RunFolder
 from trainkit.run.memory import abstract_model
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Bench, Data
-from trainkit.strategies.shaping import shape
 
 __all__ = ["assist", "unforeseen_data"]
 
@@ -52,8 +51,7 @@ def assist(
             opened.callback(loader.close)
             return loader
 
-        model = build_model(cfg, deferred=strategy.defers)
-        shape(model, shaping_of(cfg), compiles=strategy.compiles)
+        model = shaped_model(cfg, strategy)
         bench = Bench(
             identity=identity,
             model=model,

@@ -24,9 +24,18 @@ from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
 from trainkit.strategies.base import Numerics, Strategy, Weighing
-from trainkit.strategies.shaping import Shaping
+from trainkit.strategies.shaping import Shaping, shape
 
-__all__ = ["Parts", "build_callbacks", "build_model", "build_parts", "make_optimizer", "numerics_of", "shaping_of"]
+__all__ = [
+    "Parts",
+    "build_callbacks",
+    "build_model",
+    "build_parts",
+    "make_optimizer",
+    "numerics_of",
+    "shaped_model",
+    "shaping_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +117,13 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     if not isinstance(model, nn.Module):
         rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
+    return model
+
+
+def shaped_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
+    """The model as `Strategy.place` takes it: forward passes that are recomputed or compiled are in place."""
+    model = build_model(cfg, deferred=strategy.defers)
+    shape(model, shaping_of(cfg), compiles=strategy.compiles)
     return model
 
 

@@ -26,14 +26,13 @@ from trainkit.engine.manifest import MANIFEST
 from trainkit.engine.state import State
 from trainkit.errors import CheckpointError
 from trainkit.report.events import EventFile
-from trainkit.run.building import build_model, make_optimizer, shaping_of
+from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.folder import RunFolder
 from trainkit.run.keeping import retention_of
 from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.shaping import shape
-from trainkit.strategies.stored import chosen
+from trainkit.strategies.stored import weights_in
 
 __all__ = ["Evaluator", "evaluate_beside", "training_has_ended"]
 
@@ -95,9 +94,8 @@ class Evaluator:
         self._plan = plan.decided(lambda: abstract_model(plan))
         self._folder, self._on_phase = folder, on_phase
         cfg, parts = self._plan.cfg, self._plan.parts
-        model = build_model(cfg)
         self._strategy = OneDevice(device=device)
-        shape(model, shaping_of(cfg), compiles=self._strategy.compiles)
+        model = shaped_model(cfg, self._strategy)
         self._placed = self._strategy.place(
             model,
             identity=Identity.solo(device),
@@ -107,7 +105,7 @@ class Evaluator:
         )
         self._batches = EvalBatches(
             parts.datasets["val"],
-            batch_size=cfg.eval.batch_size or max(self._plan.batch.micro_size, 256),
+            batch_size=self._plan.eval_batch_size,
             rank=0,
             num_ranks=1,
             device=self._placed.device,
@@ -182,8 +180,7 @@ class Evaluator:
         return None
 
     def _take(self, loaded: Loaded) -> None:
-        weights = chosen(loaded.tensors, lambda name: not name.startswith("optimizer/"))
-        self._strategy.load_state(self._placed, weights)
+        self._strategy.load_state(self._placed, weights_in(loaded.tensors))
 
     def _watched_batches(self, requested: Callable[[], str | None]) -> Iterator[Any]:
         for batch in self._batches:

@@ -19,7 +19,7 @@ from trainkit.engine.checkpoint import (
 from trainkit.engine.events import Callback, Run
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
-from trainkit.strategies.stored import chosen
+from trainkit.strategies.stored import weights_in
 
 __all__ = ["Keeper", "retention_of"]
 
@@ -120,8 +120,7 @@ class Keeper:
 
     def start_from(self, loaded: Loaded) -> None:
         """Take over weights alone: a new training that begins where another ended."""
-        weights = chosen(loaded.tensors, lambda name: not name.startswith("optimizer/"))
-        self._strategy.load_state(self._placed, weights)
+        self._strategy.load_state(self._placed, weights_in(loaded.tensors))
 
     def announce(self) -> None:
         """Tell the callbacks of what was written since the last call."""

@@ -73,6 +73,11 @@ class RunPlan:
         replaces = self.parts.strategy.replaces
         return tuple(task.rank for task in self.tasks if task.is_evaluator or replaces(task))
 
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of a forward pass of evaluation."""
+        return self.cfg.eval.batch_size or max(self.batch.micro_size, 256)
+
     def decided(self, build: Callable[[], nn.Module]) -> RunPlan:
         """The plan with what its strategy leaves to be decided by the model.
 

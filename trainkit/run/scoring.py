@@ -46,7 +46,7 @@ class Scorer:
         """Score a split; collective."""
         batches = EvalBatches(
             self._plan.parts.datasets[split],
-            batch_size=self._plan.cfg.eval.batch_size or max(self._plan.batch.micro_size, 256),
+            batch_size=self._plan.eval_batch_size,
             rank=self._placed.rank,
             num_ranks=self._placed.num_ranks,
             device=self._placed.device,

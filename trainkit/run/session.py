@@ -22,7 +22,7 @@ from trainkit.errors import TrainingError
 from trainkit.numerics.deferred import initial_values
 from trainkit.run.assisting import unforeseen_data
 from trainkit.run.beginning import run_of, training_of
-from trainkit.run.building import build_model, make_optimizer, shaping_of
+from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.keeping import Keeper
 from trainkit.run.memory import abstract_model
 from trainkit.run.occasions import each_steps, periods, settling
@@ -30,7 +30,6 @@ from trainkit.run.plan import RunPlan
 from trainkit.run.scoring import Scorer
 from trainkit.run.stopping import REASONS
 from trainkit.strategies.base import Placed
-from trainkit.strategies.shaping import shape
 
 __all__ = ["Session"]
 
@@ -70,10 +69,9 @@ class Session:
         self._on_phase: Callable[[str, int], None] | None = None
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
-        model = build_model(self.cfg, deferred=strategy.defers)
+        model = shaped_model(self.cfg, strategy)
         if strategy.defers and initial_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
-        shape(model, shaping_of(self.cfg), compiles=strategy.compiles)
         self.placed: Placed = self.parts.strategy.place(
             model,
             identity=identity,

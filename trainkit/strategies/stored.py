@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Stored", "chosen", "name_in", "region_of", "shape_of"]
+__all__ = ["Stored", "chosen", "name_in", "region_of", "shape_of", "weights_in"]
 
 
 class Stored(Mapping[str, Tensor]):
@@ -62,6 +62,11 @@ def chosen(tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> Map
         ['param/w']
     """
     return _Chosen(tensors, chooses)
+
+
+def weights_in(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Those of a checkpoint that are no optimizer's, read no earlier than before."""
+    return chosen(tensors, lambda key: not key.startswith("optimizer/"))
 
 
 class _Chosen(Stored):

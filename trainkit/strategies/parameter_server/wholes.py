@@ -11,7 +11,7 @@ from torch import Tensor
 from trainkit.strategies.parameter_server.links import Frame, Link
 from trainkit.strategies.parameter_server.shares import Rows, Shares
 from trainkit.strategies.parameter_server.wire import as_dtype
-from trainkit.strategies.stored import region_of, shape_of
+from trainkit.strategies.stored import name_in, region_of, shape_of
 
 __all__ = ["Wholes", "rows_to_load"]
 
@@ -38,14 +38,14 @@ class Wholes:
 
     def _piece(self, server: int, key: str) -> Rows:
         """The piece that a name in a checkpoint is of."""
-        name = key.split("/", 2)[-1] if key.startswith("optimizer/") else key.split("/", 1)[-1]
+        name = name_in(key)
         kinds = ("buffer",) if key.startswith("buffer/") else ("param", "frozen")
         return next(p for p in self._shares.pieces[server] if p.variable.name == name and p.variable.kind in kinds)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them, the model's own in the order of the variables."""
         keys = [variable.key for variable in self._shares.variables if variable.key in self._found]
-        return {key: self._found[key] for key in [*keys, *(key for key in self._found if key not in set(keys))]}
+        return {key: self._found[key] for key in dict.fromkeys([*keys, *self._found])}
 
 
 def rows_to_load(
