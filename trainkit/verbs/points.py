@@ -48,9 +48,13 @@ def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None
 
 
 def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
-    points = [(composer.compose(line), composer.compose(line, for_others=True)) for line in lines]
-    problems = _applying_nowhere([plain for plain, _ in points])
-    compositions = [composition for _, composition in points]
+    plain = [composer.compose(line) for line in lines]
+    foreign = [foreign_keys(composition) for composition in plain]
+    problems = _applying_nowhere(plain, foreign)
+    compositions = [
+        composer.compose(line, for_others=True) if keys else composition
+        for line, keys, composition in zip(lines, foreign, plain, strict=True)
+    ]
     for phase in (lambda one: check_names(one, multirun=True), check_values):
         found = [problem for composition in compositions for problem in phase(composition)]
         problems = list({str(problem): problem for problem in [*problems, *found]}.values())
@@ -59,9 +63,8 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
     return compositions
 
 
-def _applying_nowhere(compositions: list[Composition]) -> list[Problem]:
+def _applying_nowhere(compositions: Sequence[Composition], foreign: Sequence[set[str]]) -> list[Problem]:
     """Keys of a group that none of the points' choices has."""
-    foreign = [foreign_keys(composition) for composition in compositions]
     nowhere = set.intersection(*foreign) if foreign else set()
     if not nowhere:
         return []
