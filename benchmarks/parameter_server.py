@@ -47,7 +47,7 @@ from trainkit.strategies.parameter_server.server import serve
 from trainkit.strategies.parameter_server.shares import Shares
 from trainkit.strategies.parameter_server.variables import variables_of
 
-SIZES_MB = (10, 100)
+SIZES_MB = (0.4, 10, 100)
 TENSORS = 16
 TOKEN = b"benchmark"
 TIMEOUT = timedelta(seconds=60)
@@ -327,12 +327,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--no-ray", action="store_true", help="leave Ray out; it is left out where it is not installed")
-    parser.add_argument("--quick", action="store_true", help="two rounds of the small size; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="two rounds of the small sizes; writes nothing")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     mp.get_context("forkserver").set_forkserver_preload(["torch._dynamo", "torch.distributed.rpc", serve.__module__])
-    rounds, sizes = (2, SIZES_MB[:1]) if options.quick else (options.rounds, SIZES_MB)
+    rounds, sizes = (2, SIZES_MB[:2]) if options.quick else (options.rounds, SIZES_MB)
     with ExitStack() as stack:
         ways: dict[str, Any] = {"trainkit": trainkit, "a bare socket": bare_socket, "a pair of gloo ranks": gloo_pair}
         ways["torch RPC (tensorpipe)"] = stack.enter_context(rpc_agent())

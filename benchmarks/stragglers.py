@@ -2,7 +2,7 @@
 
     python benchmarks/stragglers.py [--rounds 3] [--num-steps 24]
 
-Four workers, of which one is five times slower than the others, at four shards a step. Computing stands still for a
+Four workers, of which one is five times slower than the others, at four shards a step. A layer stands still for a
 tenth of a second a shard (half a second on the slow one), which any machine can do four times at once: what is measured
 is who waits for whom, not what this machine can compute. Each setting is a run by the public command; a run's time of a
 step is the median of its logged windows. The second table is of asynchronous updates: how stale they are with four
@@ -30,50 +30,56 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import report
 
 SHARD_S, SLOWER, SLOW_RANK = 0.1, 5, "2"
 TRAINING = (
-    "--config-dir", str(ROOT / "benchmarks" / "conf"), "--allow-package", "benchmarks", "recipe=null", "data=slow",
-    "model=mlp", "model.in_features=4", "model.out_features=2", "model.hidden=[8]", "optimizer=sgd",
-    "optimizer.lr=0.01", "batch.global_size=32", "batch.micro_size=8", "log_every_steps=2", "precision=fp32",
-    "checkpoint.keep_best=0", "strategy=parameter_server", "strategy.workers=4", "strategy.servers=1",
+    "--config-dir", str(ROOT / "benchmarks" / "conf"), "--allow-package", "benchmarks", "recipe=null", "data=points",
+    "model=slow", "optimizer=sgd", "optimizer.lr=0.01", "batch.global_size=32", "batch.micro_size=8",
+    "log_every_steps=2", "precision=fp32", "checkpoint.keep_best=0", "strategy=parameter_server", "strategy.workers=4", "strategy.servers=1",
 )  # fmt: skip
 SYNCHRONOUS = {
-    "four equal workers": ("data.slower=1",),
+    "four equal workers": ("model.slower=1",),
     "one 5 x slower": (),
     "the same, one spare, duplicate": ("strategy.spare_replicas=1",),
     "the same, one spare, replace": ("strategy.spare_replicas=1", "strategy.spare_mode=replace"),
 }
 ASYNCHRONOUS = {
-    "four equal workers": ("data.slower=1",),
+    "four equal workers": ("model.slower=1",),
     "one 5 x slower": (),
 }
 
 
-class Slow:
-    """Points whose computation takes its time: longer on one rank."""
+class Slow(nn.Linear):
+    """A layer that takes its time: longer on one rank."""
+
+    def __init__(self, *, slower: int) -> None:
+        super().__init__(4, 2)
+        self.seconds = SHARD_S * (slower if os.environ.get("TRAINKIT_RANK") == SLOW_RANK else 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """A shard."""
+        time.sleep(self.seconds)
+        return super().forward(inputs)
+
+
+class Points:
+    """Four numbers each, and a class."""
 
     splits: ClassVar[tuple[str, ...]] = ("train",)
 
-    def __init__(self, *, num_samples: int, slower: int = SLOWER, split: str = "train") -> None:
+    def __init__(self, *, num_samples: int, split: str = "train") -> None:
         del split
         self.inputs = torch.sin(torch.arange(num_samples * 4.0)).reshape(num_samples, 4)
         self.targets = (self.inputs[:, 0] > 0).long()
-        self.seconds = SHARD_S * (slower if os.environ.get("TRAINKIT_RANK") == SLOW_RANK else 1)
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         return self.inputs[index], self.targets[index]
-
-    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """A shard, or a step."""
-        time.sleep(self.seconds * max(len(indices) // 8, 1))
-        return self.inputs[indices], self.targets[indices]
 
 
 def train(overrides: tuple[str, ...], num_steps: int) -> tuple[float, dict[str, Any]]:

@@ -45,28 +45,34 @@ def served(case: Case, workers: int, servers: int, **settings: object) -> Case:
     return replace(case, strategy="parameter_server", settings=chosen)
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 1), (2, 1), (4, 1), (1, 3), (2, 3), (4, 3)])
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices"),
+    [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 3, 1), (4, 3, 1), (1, 1, 4), (2, 1, 2), (2, 3, 3)],
+)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_ten_steps_are_those_of_the_reference(
-    base: Case, optimizer: str, workers: int, servers: int, store: tuple[str, int]
+    base: Case, optimizer: str, workers: int, servers: int, devices: int, store: tuple[str, int]
 ) -> None:
-    case = served(replace(base, optimizer=optimizer, max_norm=0.05), workers, servers)
+    chosen = replace(base, optimizer=optimizer, max_norm=0.05)
+    case = served(chosen, workers, servers, devices_per_worker=devices)
     expected = oracle(case)
     (chief,) = train_in_threads(store, case)
     assert reference.differences(chief.weights, expected) == []
     assert chief.losses == pytest.approx(expected.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize(("workers", "servers"), [(1, 3), (2, 1), (4, 3)])
+@pytest.mark.parametrize(
+    ("workers", "servers", "devices"), [(1, 3, 1), (2, 1, 1), (4, 3, 1), (1, 1, 3), (2, 1, 2), (3, 2, 2)]
+)
 @pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
 def test_reproducible_runs_have_the_bits_of_one_device(
-    base: Case, workers: int, servers: int, store: tuple[str, int]
+    base: Case, workers: int, servers: int, devices: int, store: tuple[str, int]
 ) -> None:
     model = {"norm": True} if base is CLASSES else {}
     lanes = replace(base, precision="fp32", optimizer="adamw", reproducible=True, max_norm=0.5, model=model)
     expected = run_rank(None, lanes)
-    (found,) = train_in_threads(store, served(lanes, workers, servers))
+    (found,) = train_in_threads(store, served(lanes, workers, servers, devices_per_worker=devices))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
@@ -83,6 +89,24 @@ def test_async_with_one_worker_is_one_device_to_the_bit(base: Case, store: tuple
     case = base if base.precision == "bf16" else replace(base, precision="fp32")
     expected = run_rank(None, case)
     (found,) = train_in_threads(store, served(case, 1, 2, mode="async"))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.parametrize("base", [CLASSES, TOKENS], ids=["classes", "tokens"])
+def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Case, store: tuple[str, int]) -> None:
+    model = {"norm": True} if base is CLASSES else {}
+    case = replace(base, max_norm=0.05, model=model)
+    expected = run_rank(None, case)
+    (found,) = train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3))
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+def test_a_slow_worker_of_several_devices_and_spares_change_no_bit(store: tuple[str, int]) -> None:
+    base = replace(CLASSES, precision="fp32", reproducible=True, model={"norm": True})
+    expected = run_rank(None, base)
+    spared = served(base, 3, 1, spare_replicas=1, devices_per_worker=2)
+    (found,) = train_in_threads(store, replace(spared, slowed={1: 0.1}))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
@@ -149,18 +173,19 @@ def test_with_slow_workers_and_spares_every_sample_is_used_once_an_epoch(
         assert [key for key, one in undisturbed.state.items() if not torch.equal(one, chief.state[key])] == []
 
 
-def test_masks_and_statistics_are_those_of_one_device_in_processes_too(pool: Pool) -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+def test_masks_and_statistics_are_those_of_one_device_in_processes_too(devices: int, pool: Pool) -> None:
     base = replace(
         CLASSES, precision="fp32", optimizer="adamw", reproducible=True, model={"norm": True, "dropout": 0.3}
     )
-    (expected,), (found,) = train(pool, base), train(pool, served(base, 2, 1))
+    (expected,), (found,) = train(pool, base), train(pool, served(base, 2, 1, devices_per_worker=devices))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
 
 
-@pytest.mark.parametrize(("mode", "workers"), [("sync", 2), ("async", 1)])
+@pytest.mark.parametrize(("mode", "workers", "devices"), [("sync", 2, 1), ("async", 1, 1), ("sync", 2, 2)])
 @pytest.mark.parametrize("optimizer", ["plain_sgd", "adagrad"])
 def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_of_one_device(
-    mode: str, workers: int, optimizer: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+    mode: str, workers: int, devices: int, optimizer: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = Words(optimizer=optimizer, micro_size=2, max_norm=0.05)
     pulled: list[list[bool]] = []
@@ -172,7 +197,7 @@ def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_o
 
     monkeypatch.setattr(Servers, "pull", noted)
     expected = run_rank(None, case)
-    (found,) = train_in_threads(store, served(case, workers, 2, mode=mode))
+    (found,) = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
     assert {tuple(one) for one in pulled} == {(True, False, False)}

@@ -173,6 +173,16 @@ def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_
     assert [one.worker for one in desk.thrown_away()] == ["w0"]
 
 
+def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
+    desk = staffed(SyncDesk(plan=PLAN, width=3), 2)
+    first, second = taken(desk, "w0"), taken(desk, "w1")
+    assert (first.ticket, second.ticket) == (Ticket(0, (0, 1, 2)), Ticket(0, (3,)))
+    assert applied(desk, second, 0) is None
+    merge = applied(desk, first, 0)
+    assert merge is not None
+    assert merge.errands == (first, second)
+
+
 def test_an_overflowed_step_is_handed_out_again() -> None:
     desk = synchronous(4)
     for index in range(4):
@@ -238,6 +248,8 @@ DESKS: dict[str, Callable[[], Desk]] = {
     "bound": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),
     "sync": lambda: SyncDesk(plan=PLAN, until=20),
     "duplicate": lambda: SyncDesk(plan=PLAN, spares=2, until=20),
+    "wide": lambda: SyncDesk(plan=PLAN, width=3, until=20),
+    "wide duplicate": lambda: SyncDesk(plan=PLAN, width=2, spares=2, until=20),
     "replace-1": lambda: SyncDesk(plan=PLAN, spares=1, replaces=True, until=20),
     "replace-2": lambda: SyncDesk(plan=PLAN, spares=2, replaces=True, until=20),
 }

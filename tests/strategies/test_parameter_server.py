@@ -102,6 +102,19 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
             ),
         ),
         (
+            ParameterServer(devices_per_worker=3),
+            Facts(num_gpus=2),
+            "strategy.devices_per_worker=3: and this host has 2 GPUs. Use that many, or fewer.",
+        ),
+        (
+            ParameterServer(workers=3, devices_per_worker=2, spare_replicas=1, spare_mode="replace"),
+            Facts(),
+            (
+                "strategy.devices_per_worker=2: with strategy.spare_mode=replace, an update is made of single shards. "
+                "Use duplicate, or 1."
+            ),
+        ),
+        (
             ParameterServer(replay="nowhere"),
             Facts(),
             "strategy.replay=nowhere: holds no updates.jsonl. Give the folder of a run with strategy=parameter_server.",
@@ -150,6 +163,13 @@ def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:
     assert [task.role for task in tasks if strategy.trains(task)] == ["chief"]
     assert [task.role for task in tasks if strategy.replaces(task)] == ["worker"]
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cpu", "cpu"]
+
+
+def test_workers_of_several_devices_take_the_gpus_in_turn() -> None:
+    strategy = ParameterServer(workers=3, devices_per_worker=2)
+    assert [task.device for task in strategy.tasks(Facts(num_gpus=4))] == ["cuda:0", "cuda:2", "cuda:0", "cpu"]
+    assert (strategy.num_replicas(Facts()), replace(strategy, mode="async").num_replicas(Facts())) == (6, 2)
+    assert [strategy.num_slots(num_gpus) for num_gpus in (0, 4, 8)] == [7, 4, 6]
 
 
 def test_it_says_when_it_is_another_training() -> None:

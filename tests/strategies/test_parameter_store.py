@@ -173,7 +173,7 @@ def test_servers_between_two_updates_are_read_again() -> None:
         farm.chief.links[0].send("apply", meta)
         farm.chief.answer(0, "applied")
         pulled.join()
-        assert (worker.version, worker.mixed) == (1, 0)
+        assert (worker.version, worker.mixed) == (1, False)
         state = farm.chief.state()
         worker.close()
     assert all(torch.equal(state[f"param/{name}"], param) for name, param in worked.named_parameters())

@@ -23,11 +23,15 @@ from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.sparse import find_sparse
 
-__all__ = ["Divisor", "StepWork"]
+__all__ = ["Divisor", "StepWork", "own_memory"]
 
 
-def _own_memory(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+def own_memory(batch: Any) -> Any:
+    """A batch in memory of its own.
+
+    One that is a view begins at another alignment on another rank, and then vector code sums it in another order.
+    """
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +93,7 @@ class StepWork:
             yield 0, self._lane(list(numbered))
         else:
             for lane, shards in groupby(numbered, key=lambda item: item[0] % lanes):
-                # A shard that is a view begins at another alignment on another rank, and then vector code sums it in
-                # another order: each gets memory of its own.
-                yield lane, self._lane([(shard, tree_map(_own_memory, batch)) for shard, batch in shards])
+                yield lane, self._lane([(shard, own_memory(batch)) for shard, batch in shards])
 
     def _lane(self, shards: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
         weight: Tensor | float = 0.0

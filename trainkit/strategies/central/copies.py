@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from threading import RLock
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainkit.numerics.randomness import BlockKeys
+from trainkit.numerics.randomness import BlockKeys, draws_nothing
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Placed
 from trainkit.strategies.buffers import StepBuffers
@@ -20,7 +20,7 @@ from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.shaping.recomputing import Recomputed
 
-__all__ = ["Central", "ThreadWork", "computing_copy"]
+__all__ = ["Central", "ThreadWork", "computing_copy", "draws_from_one_generator", "refresh", "settle_like"]
 
 
 @dataclass(kw_only=True)
@@ -40,11 +40,9 @@ class Central(Placed):
     had_threads: int = field(default_factory=torch.get_num_threads)
     """Torch's threads before this strategy divided them."""
 
-    def refresh(self, *copies: Replica) -> None:
-        """Bring copies up to date, all where none is named: parameters with memory of their own, and buffers."""
-        for one in copies or self.copies:
-            _copy(list(one.params.values()), list(self.variables.params.values()))
-            _copy(list(one.model.buffers()), list(self.variables.model.buffers()))
+    def refresh(self, *copies: Replica, frozen: bool = False) -> None:
+        """Bring copies up to date, all where none is named."""
+        refresh(copies or self.copies, self.variables, frozen=frozen)
 
     def scale_from_here(self) -> None:
         """Give everybody the current loss scale."""
@@ -53,16 +51,33 @@ class Central(Placed):
 
     def settle(self, first: Replica) -> None:
         """Let everybody know of the gradients and buffers what one copy has discovered."""
-        for one in (self.variables, *(other for other in self.copies if other is not first)):
-            one.used, one.some_unused, one.sparse, one.exchanged = (
-                first.used,
-                first.some_unused,
-                first.sparse,
-                first.exchanged,
-            )
-            one.buffers.settle_like(first.buffers)
-            assert first.packing is not None
-            one.packing = first.packing.on(one.device)
+        settle_like(first, (self.variables, *(other for other in self.copies if other is not first)))
+
+
+def refresh(copies: Iterable[Replica], source: Replica, *, frozen: bool = False) -> None:
+    """Bring copies up to date: buffers, and parameters with memory of their own; those not trained only if asked."""
+    for one in copies:
+        _copy(_params(one, frozen=frozen), _params(source, frozen=frozen))
+        _copy(list(one.model.buffers()), list(source.model.buffers()))
+
+
+def _params(replica: Replica, *, frozen: bool) -> list[nn.Parameter]:
+    return list(replica.model.parameters()) if frozen else replica.trained
+
+
+def settle_like(first: Replica, others: Iterable[Replica]) -> None:
+    """Let others know of the gradients and buffers what one copy has discovered."""
+    assert first.packing is not None
+    for one in others:
+        one.used, one.some_unused = first.used, first.some_unused
+        one.sparse, one.exchanged = first.sparse, first.exchanged
+        one.buffers.settle_like(first.buffers)
+        one.packing = first.packing.on(one.device)
+
+
+def draws_from_one_generator(model: nn.Module, devices: Sequence[torch.device]) -> bool:
+    """Whether threads that compute on these devices must take turns while the model draws random numbers."""
+    return sum(device.type == "cpu" for device in devices) > 1 and not draws_nothing(model)
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from trainkit.strategies.central.copies import Central, ThreadWork
 from trainkit.strategies.exchanged import in_all_places
 from trainkit.strategies.update import apply_update
 
-__all__ = ["central_step"]
+__all__ = ["central_step", "total_of"]
 
 _Sums = Sequence[Tensor | None]
 
@@ -80,7 +80,7 @@ def _partials(central: Central, works: Sequence[ThreadWork], num_shards: int) ->
     wait(running)  # also where one fails: nobody computes with what is being torn down
     found = [{lane: _moved(sums, central.variables.device) for lane, sums in one.result()} for one in running]
     if central.lanes is None:
-        yield 0, _total([own[0] for own in found if own])
+        yield 0, total_of([own[0] for own in found if own])
         return
     for lane in lane_order(central.lanes):
         if lane < num_shards:
@@ -98,8 +98,8 @@ def _moved(sums: _Sums, device: torch.device) -> _Sums:
     return [None if one is None else one.to(device) for one in sums]
 
 
-def _total(parts: Sequence[_Sums]) -> _Sums:
-    """The sums over threads, the first thread's first."""
+def total_of(parts: Sequence[_Sums]) -> _Sums:
+    """The sums over threads, the first thread's first; None where no thread has any."""
     return [_added([one for one in column if one is not None]) for column in zip(*parts, strict=True)]
 
 

@@ -17,7 +17,6 @@ from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import draws_nothing
 from trainkit.strategies.alone import Alone
 from trainkit.strategies.base import Facts, Numerics, Outcome, Placed, Position, Ticket, Training
 from trainkit.strategies.central.asynchronous import (
@@ -28,7 +27,7 @@ from trainkit.strategies.central.asynchronous import (
     restore_flight,
     tickets_to_hand_out,
 )
-from trainkit.strategies.central.copies import Central, computing_copy
+from trainkit.strategies.central.copies import Central, computing_copy, draws_from_one_generator
 from trainkit.strategies.central.step import central_step
 from trainkit.strategies.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.optimizer import Stepper
@@ -152,7 +151,7 @@ class CentralStorage(Alone):
             variables=variables,
             copies=copies,
             threads=ThreadPoolExecutor(len(devices), thread_name_prefix="compute"),
-            lock=RLock() if on_cpu > 1 and not draws_nothing(variables.model) else None,
+            lock=RLock() if draws_from_one_generator(variables.model, devices) else None,
             flight=self._flight(variables, len(devices), make_optimizer) if is_async else None,
         )
         torch.set_num_threads(max(central.had_threads // max(on_cpu, 1), 1))
@@ -187,7 +186,7 @@ class CentralStorage(Alone):
             restore_replica(placed.variables, tensors)
         else:
             restore_flight(placed, placed.flight, tensors)
-        placed.refresh()
+        placed.refresh(frozen=True)
 
     def remember(self, placed: Any) -> dict[str, Any]:
         """The steps that are handed out and not applied."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,8 +16,8 @@ from trainkit.errors import LinkError, TrainingError
 from trainkit.strategies.base import Outcome, Placed, Status, Training
 from trainkit.strategies.forward_backward import Divisor
 from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.desk import Desk, Merge
-from trainkit.strategies.parameter_server.errands import Order, Report, key_of
+from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
+from trainkit.strategies.parameter_server.errands import Order, Report, keys_of
 from trainkit.strategies.parameter_server.record import Record
 from trainkit.strategies.parameter_server.staff import OWN, Event, Seat, Staff
 from trainkit.strategies.parameter_server.staging import lane_sum
@@ -51,6 +51,8 @@ class Chief:
     """How long a worker may be at one errand."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Updates by their staleness."""
+    mixed: int = 0
+    """Gradients that were computed from variables of several versions."""
     _seats: dict[str, Seat] = field(default_factory=dict)
     _reports: dict[int, Report] = field(default_factory=dict)
 
@@ -111,7 +113,7 @@ class Chief:
         elif event.kind == "pulled":
             self.desk.pulled(int(event.meta["number"]))
         elif event.kind == "report":
-            self._hear_report(seat, Report(**event.meta))
+            self._hear_report(seat, Report.of(event.meta))
         elif event.error is not None and seat.name == OWN:
             raise event.error
         else:
@@ -128,7 +130,7 @@ class Chief:
         if seat is not None:
             seat.cut()
             lost = self.desk.leave(name)
-            self.servers.drop([key_of(errand.number) for errand in lost])
+            self._drop(lost)
 
     def _give_up_on_silent(self) -> None:
         late = time.monotonic() - self.timeout_s
@@ -143,9 +145,15 @@ class Chief:
         """Throw away the gradients that nobody needs."""
         thrown = self.desk.thrown_away()
         if thrown:
-            self.servers.drop([key_of(errand.number) for errand in thrown])
+            self._drop(thrown)
             for errand in thrown:
                 self._reports.pop(errand.number, None)
+
+    def _drop(self, errands: Iterable[Errand]) -> None:
+        """Have the servers forget what was staged of errands."""
+        each = self.lanes is not None
+        counts = [(errand.number, len(errand.ticket.shards) if each else 1) for errand in errands]
+        self.servers.drop([key for number, count in counts for key in keys_of(number, count)])
 
     def _make(self, merge: Merge, training: Training) -> Outcome:
         if self.placed.on_phase is not None:
@@ -154,17 +162,19 @@ class Chief:
         make = self._apply_one if self.mode == "async" else self._apply_sum
         status, norm = make(merge, reports, training)
         losses = sum(report.loss_sum for report in reports)
-        outcome = Outcome(merge.version, status, self._number(losses), sum(one.weight for one in reports), norm)
+        weight = sum(weight for report in reports for weight in report.weights)
+        outcome = Outcome(merge.version, status, self._number(losses), weight, norm)
         if status is Status.retry:
             self.desk.again(merge)
             return outcome
         self.desk.merged(merge)
         if self.record is not None:
             self.record.note(merge)
-        self._figure(merge)
+        self._figure(merge, reports)
         return outcome
 
-    def _figure(self, merge: Merge) -> None:
+    def _figure(self, merge: Merge, reports: Sequence[Report]) -> None:
+        self.mixed += sum(report.mixed for report in reports)
         if self.mode == "async":
             self.staleness[merge.staleness] += 1
             self.placed.figures["staleness"] = float(merge.staleness)
@@ -181,16 +191,17 @@ class Chief:
             version=merge.version + 1,
             lr_factor=update.lr_factor / merge.lr_divisor,
             factor=merge.factor,
-            keys=[key_of(report.number)],
+            keys=keys_of(report.number, 1),
         )
         return Status.applied, None if report.norm is None else self._number(report.norm)
 
     def _apply_sum(self, merge: Merge, reports: list[Report], training: Training) -> tuple[Status, Tensor | None]:
         """An update of the sum of shards' gradients: what `apply_update` does, where the sums are."""
         scale, update = self.placed.loss_scale, training.rule(merge.version)
-        weight_factor, buffer_factor = self._factors(merge, reports, training)
+        staged = _staged(merge, reports)
+        weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)
         norms = self.servers.sum(
-            [key_of(report.number) for report in reports],
+            [key for key, _ in staged],
             lanes=self.lanes,
             weight_factor=weight_factor,
             unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
@@ -212,15 +223,15 @@ class Chief:
         self.placed.loss_scale = scale.after(overflow=False)
         return Status.applied, norm
 
-    def _factors(self, merge: Merge, reports: list[Report], training: Training) -> tuple[float | None, float]:
+    def _factors(self, merge: Merge, weights: list[float], training: Training) -> tuple[float | None, float]:
         """What gradients and buffers are to be multiplied by, beyond what workers knew; None: by nothing."""
         plan, weighing = training.plan, training.weighing
-        samples = sum(plan.shard_size(one.ticket.step, one.ticket.shards[0]) for one in merge.errands)
+        tickets = [errand.ticket for errand in merge.errands]
+        samples = sum(plan.shard_size(ticket.step, shard) for ticket in tickets for shard in ticket.shards)
         size = plan.global_size if self.mixes else samples
         divisor = Divisor.of(weighing, size)
         if divisor.counted:
-            weights = [[torch.tensor([report.weight], dtype=self._dtype)] for report in reports]
-            (total,) = lane_sum(weights, self.lanes)
+            (total,) = lane_sum([[torch.tensor([weight], dtype=self._dtype)] for weight in weights], self.lanes)
             assert total is not None
             return float(torch.where(total > 0, divisor.value / total, 0.0)), size / samples
         return (None if size == samples else size / samples), size / samples
@@ -231,6 +242,16 @@ class Chief:
 
     def _number(self, value: float) -> Tensor:
         return torch.tensor(value, dtype=self._dtype, device=self.placed.device)
+
+
+def _staged(merge: Merge, reports: Sequence[Report]) -> list[tuple[str, float]]:
+    """The gradients that an update is made of, with what they weigh, in the order of their steps and shards."""
+    found = []
+    for errand, report in zip(merge.errands, reports, strict=True):
+        ticket, keys = errand.ticket, keys_of(report.number, len(report.weights))
+        gradients = zip(ticket.shards, keys, report.weights, strict=False)  # one a shard, or one of all
+        found += [((ticket.step, shard), key, weight) for shard, key, weight in gradients]
+    return [(key, weight) for _, key, weight in sorted(found)]
 
 
 def _try(send: Callable[[Any], None], order: Any) -> None:

@@ -33,9 +33,10 @@ class Servers(Reached):
         super().__init__(*args, **kwargs)
         self.version = -1
         """Of the variables that were pulled last."""
-        self.mixed = 0
-        """Pulls that got variables of several versions, after all tries."""
-        self._loads: int | None = None
+        self.mixed = False
+        """Whether those are of several versions: no try found all servers at one."""
+        self.loads: int | None = None
+        """How often the servers had been given their numbers when they were pulled last."""
         self._landings: dict[int, tuple[tuple[Any, ...], Landing]] = {}
 
     def pull(self, into: Sequence[Tensor | None]) -> int:
@@ -45,20 +46,19 @@ class Servers(Reached):
             into: a tensor a variable, which changes; None: leave it out (its rows are pulled by `pull_rows`).
 
         Returns:
-            The version: how many updates they have seen. Of several, where no try found all servers at one (`mixed`
-            counts these), the oldest.
+            The version: how many updates they have seen. Of several (`mixed`), the oldest.
 
         Raises:
             LinkError: a server is gone.
         """
         while True:
-            whole = self._loads is None
+            whole = self.loads is None
             found = self._pulled_alike(into, whole=whole)
             loads = {load for _, load in found}
-            if loads == {self._loads} or (whole and len(loads) == 1):
+            if loads == {self.loads} or (whole and len(loads) == 1):
                 break
-            self._loads = None
-        [self._loads] = loads
+            self.loads = None
+        [self.loads] = loads
         self.version = min(version for version, _ in found)
         return self.version
 
@@ -67,14 +67,14 @@ class Servers(Reached):
 
         All again, not those alone that were behind: what counts is when requests arrive, and that is then at once.
         """
-        newest = 0
+        self.mixed, newest = False, 0
         for _ in range(_PULLS):
             at_least = newest
             found = self.each(lambda server: self._pulled(server, into, whole=whole, version=at_least))  # noqa: B023
             newest = max(version for version, _ in found)
             if all(version == newest for version, _ in found):
                 return found
-        self.mixed += 1
+        self.mixed = True
         return found
 
     def _pulled(self, server: int, into: Sequence[Tensor | None], *, whole: bool, version: int = 0) -> tuple[int, int]:

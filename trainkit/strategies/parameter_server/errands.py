@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, Self
 
@@ -11,7 +11,7 @@ from trainkit.errors import LinkError
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.parameter_server.links import Frame, Link
 
-__all__ = ["Errands", "LocalErrands", "Order", "RemoteErrands", "Report"]
+__all__ = ["Errands", "LocalErrands", "Order", "RemoteErrands", "Report", "keys_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,11 +32,6 @@ class Order:
         """What to compute."""
         return Ticket(self.step, self.shards)
 
-    @property
-    def key(self) -> str:
-        """The name of its gradient at the servers."""
-        return key_of(self.number)
-
     @classmethod
     def of(cls, frame: Frame) -> Self:
         """As it came over a link."""
@@ -51,16 +46,29 @@ class Report:
     read: int
     """Updates that the variables had seen when it was computed from them."""
     loss_sum: float
-    weight: float
+    weights: tuple[float, ...]
+    """What the shards of each staged gradient weigh: there is one, or one a shard."""
     norm: float | None = None
     """The global norm of the gradient before clipping, where the worker clips."""
     is_finite: bool = True
     """False: the worker leaves it out, by policy, and has staged nothing."""
+    mixed: bool = False
+    """Whether it was computed from variables of several versions: no try found all servers at one."""
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> Self:
+        """As it was said."""
+        return cls(**{**meta, "weights": tuple(meta["weights"])})
 
 
-def key_of(number: int) -> str:
-    """The name of a gradient at the servers."""
-    return str(number)
+def keys_of(number: int, count: int) -> list[str]:
+    """The names of an errand's gradients at the servers.
+
+    Example:
+        >>> keys_of(7, 2)
+        ['7.0', '7.1']
+    """
+    return [f"{number}.{place}" for place in range(count)]
 
 
 class Errands(Protocol):

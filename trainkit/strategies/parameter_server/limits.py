@@ -22,7 +22,8 @@ def limits(strategy: ParameterServer, facts: Facts) -> list[Problem]:
     if found:
         return found
     of_mode = _of_async(strategy, facts) if strategy.mode == "async" else _of_sync(strategy, facts)
-    return [*of_mode, *strategy.staleness.problems(), *_of_transfer(strategy, facts), *_of_replay(strategy)]
+    rest = (*_of_devices(strategy, facts), *_of_transfer(strategy, facts), *_of_replay(strategy))
+    return [*of_mode, *strategy.staleness.problems(), *rest]
 
 
 def _of_launch(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
@@ -76,6 +77,17 @@ def _of_async(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
     if facts.precision == "fp16_mixed":
         rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
         yield Problem(key="precision", value="fp16_mixed", rule=rule)
+
+
+def _of_devices(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
+    """Devices of a worker, of which it has no two."""
+    count = strategy.devices_per_worker
+    if facts.num_gpus and count > facts.num_gpus:
+        rule = f"and this host has {facts.num_gpus} GPUs. Use that many, or fewer."
+        yield Problem(key="strategy.devices_per_worker", value=count, rule=rule)
+    if count > 1 and strategy.spare_mode == "replace" and strategy.spare_replicas:
+        rule = "with strategy.spare_mode=replace, an update is made of single shards. Use duplicate, or 1."
+        yield Problem(key="strategy.devices_per_worker", value=count, rule=rule)
 
 
 def _of_transfer(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:

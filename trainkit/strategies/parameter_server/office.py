@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -139,6 +139,8 @@ class Office(Placed):
             found["staleness"] = told_staleness(self.chief.staleness)
         if self.chief.desk.late:
             found["late_gradients"] = dict(sorted(self.chief.desk.late.items()))
+        if self.chief.mixed:
+            found["mixed_reads"] = self.chief.mixed
         return found
 
     def close(self) -> None:
@@ -180,7 +182,5 @@ class Office(Placed):
         assert self.open_data is not None
         self.computing.on_phase = self.on_phase
         servers = self.setting.servers(self.meeting, self.shares, "worker:chief")
-        try:
-            self.setting.worker(self.computing, servers, self.open_data(self.device), training).run(errands)
-        finally:
-            servers.close()
+        with closing(servers), closing(self.setting.team(self.computing)) as team:
+            self.setting.worker(team, servers, self.open_data(self.device), training).run(errands)

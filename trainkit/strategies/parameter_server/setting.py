@@ -24,6 +24,7 @@ from trainkit.strategies.parameter_server.replaying import ReplayDesk
 from trainkit.strategies.parameter_server.server import serve
 from trainkit.strategies.parameter_server.shares import Shares
 from trainkit.strategies.parameter_server.synchronous import SyncDesk
+from trainkit.strategies.parameter_server.team import Team
 from trainkit.strategies.parameter_server.variables import variables_of
 from trainkit.strategies.parameter_server.worker import Mode, Worker
 from trainkit.strategies.replica import Replica
@@ -37,6 +38,8 @@ class Setting:
 
     num_servers: int
     mode: Mode
+    num_devices: int
+    """Of a worker."""
     spares: int
     replaces: bool
     """Whether an update may take shards of several steps."""
@@ -62,9 +65,17 @@ class Setting:
             addresses, shares, token=meeting.token, name=name, timeout_s=self.timeout_s, transfer=self.transfer
         )
 
-    def worker(self, replica: Replica, servers: Servers, data: Data, training: Training) -> Worker:
-        """What computes."""
-        return Worker(replica, servers, data, training, mode=self.mode, mixes=self.replaces)
+    def team(self, replica: Replica) -> Team:
+        """What computes: a replica, and copies of it on the devices after its own."""
+        first = replica.device
+        numbers = [(first.index or 0) + place for place in range(self.num_devices)]
+        if first.type == "cpu":
+            return Team(replica, [first] * self.num_devices)
+        return Team(replica, [torch.device(first.type, number % torch.cuda.device_count()) for number in numbers])
+
+    def worker(self, team: Team, servers: Servers, data: Data, training: Training) -> Worker:
+        """What carries out errands."""
+        return Worker(team, servers, data, training, mode=self.mode, mixes=self.replaces)
 
     def desk(self, plan: BatchPlan, until: int | None) -> Desk:
         """Who gets what to compute, and what makes an update."""
@@ -73,7 +84,7 @@ class Setting:
             return ReplayDesk(script=script, staleness=self.staleness, until=until)
         if self.mode == "async":
             return AsyncDesk(plan=plan, staleness=self.staleness, warmup_steps=self.warmup_steps, until=until)
-        return SyncDesk(plan=plan, spares=self.spares, replaces=self.replaces, until=until)
+        return SyncDesk(plan=plan, spares=self.spares, width=self.num_devices, replaces=self.replaces, until=until)
 
 
 def hold_a_share(setting: Setting, bench: Bench) -> None:
@@ -118,8 +129,8 @@ def work(setting: Setting, bench: Bench, replica: Replica) -> None:
         link = connect(
             meeting.find("chief"), token=meeting.token, name=str(task), peer="chief", timeout_s=setting.timeout_s
         )
-        with closing(servers), closing(link):
-            worker = setting.worker(replica, servers, data, bench.training)
+        with closing(servers), closing(link), closing(setting.team(replica)) as team:
+            worker = setting.worker(team, servers, data, bench.training)
             worker.run(RemoteErrands(link), lambda step: bench.on_phase("idle", step))
     except LinkError:
         if not meeting.is_over:

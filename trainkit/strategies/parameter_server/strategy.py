@@ -58,6 +58,8 @@ class ParameterServer(Synchronous):
 
     workers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or those that a cluster names."""
+    devices_per_worker: Annotated[int, at_least(1), placement] = 1
+    """Devices that a worker computes with: GPUs, or threads on the CPU; what they add up to is pushed once."""
     servers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
     """Processes that hold variables; auto: 1, or those that a cluster names."""
     evaluator: Annotated[bool, placement] = False
@@ -129,14 +131,15 @@ class ParameterServer(Synchronous):
         return default if said == "auto" else said
 
     def num_replicas(self, facts: Facts) -> int:
-        """The workers that a step needs; in `async` each takes whole ones."""
-        return 1 if self.mode == "async" else max(self.num_workers(facts) - self.spare_replicas, 1)
+        """The devices of the workers that a step needs; in `async` each worker takes whole ones."""
+        workers = 1 if self.mode == "async" else max(self.num_workers(facts) - self.spare_replicas, 1)
+        return workers * self.devices_per_worker
 
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """The chief, the other workers, the servers, the evaluator; workers share the GPUs of a host."""
         if facts.launch is not None:
             place = facts.launch.local_rank
-            return tuple(_on_device(task, facts.num_gpus, place) for task in facts.launch.tasks)
+            return tuple(self._on_device(task, facts.num_gpus, place) for task in facts.launch.tasks)
         counts = {
             "chief": 1,
             "worker": self.num_workers(facts) - 1,
@@ -145,7 +148,14 @@ class ParameterServer(Synchronous):
         }
         roles = [(role, index) for role, count in counts.items() for index in range(count)]
         tasks = (Task(role=role, index=index, rank=rank) for rank, (role, index) in enumerate(roles))
-        return tuple(_on_device(task, facts.num_gpus, task.rank) for task in tasks)
+        return tuple(self._on_device(task, facts.num_gpus, task.rank) for task in tasks)
+
+    def num_slots(self, num_gpus: int) -> int:
+        """The GPUs of all workers; without any, a core a process and a thread that computes."""
+        computing = self.num_workers(Facts()) * self.devices_per_worker
+        if num_gpus:
+            return min(computing, num_gpus)
+        return len(self.tasks(Facts())) + computing - self.num_workers(Facts())
 
     def trains(self, task: Task) -> bool:
         """The chief alone."""
@@ -156,8 +166,8 @@ class ParameterServer(Synchronous):
         return task.role == "worker"
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002 - the servers hold them
-        """The chief's second model; gradients wait at the servers."""
-        return 1
+        """The chief's second model; gradients wait at the servers. Threads on a CPU have their own."""
+        return self.devices_per_worker
 
     def connect(self, identity: Identity) -> Collective:  # noqa: ARG002 - what looks at the model is the chief alone
         """Nobody: the chief evaluates and logs by itself."""
@@ -252,6 +262,7 @@ class ParameterServer(Synchronous):
     def _setting(self) -> Setting:
         return Setting(
             num_servers=self.num_servers(Facts()),
+            num_devices=self.devices_per_worker,
             mode=self.mode,
             spares=self.spare_replicas,
             replaces=self.spare_mode == "replace" and self.spare_replicas > 0,
@@ -262,9 +273,8 @@ class ParameterServer(Synchronous):
             timeout_s=self.timeout_s,
         )
 
-
-def _on_device(task: Task, num_gpus: int, place: int) -> Task:
-    """Servers and the evaluator compute on the CPU; workers each on a GPU, shared where there are more of them."""
-    computes = task.role in ("chief", "worker") and num_gpus > 0
-    device = f"cuda:{place % num_gpus}" if computes else "cpu"
-    return Task(role=task.role, index=task.index, rank=task.rank, device=device)
+    def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
+        """Servers and the evaluator compute on the CPU; workers on the GPUs in turn, shared where there are more."""
+        computes = task.role in ("chief", "worker") and num_gpus > 0
+        device = f"cuda:{place * self.devices_per_worker % num_gpus}" if computes else "cpu"
+        return Task(role=task.role, index=task.index, rank=task.rank, device=device)

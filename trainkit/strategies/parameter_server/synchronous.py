@@ -32,6 +32,8 @@ class SyncDesk(Desk):
     plan: BatchPlan
     spares: int = 0
     """Shards that may be under way beyond those an update is made of."""
+    width: int = 1
+    """Shards that a worker takes at a time; more than 1 only where an update is made of its own step's."""
     replaces: bool = False
     """Whether the first results that come make the update, instead of those of its own step."""
     until: int | None = None
@@ -43,9 +45,9 @@ class SyncDesk(Desk):
 
     def ready(self) -> Merge | None:
         """The update, once there are as many results as its step has shards."""
-        if len(self._results) < self.plan.num_shards(self.version) or self._is_over:
+        if len(_places(*self._results)) < self.plan.num_shards(self.version) or self._is_over:
             return None
-        found = [self._results[ticket] for ticket in sorted(self._results, key=_place)]
+        found = [self._results[ticket] for ticket in sorted(self._results, key=lambda ticket: _places(ticket)[0])]
         errands, reads = zip(*found, strict=True)
         return Merge(version=self.version, errands=errands, reads=reads)
 
@@ -60,14 +62,14 @@ class SyncDesk(Desk):
     def again(self, merge: Merge) -> None:
         """All that was handed out at the old loss scale is handed out again."""
         self._results.clear()
-        self._return(*(_place(errand.ticket) for errand in merge.errands))
+        self._return(*_places(*(errand.ticket for errand in merge.errands)))
         self._give_up()
 
     def remember(self) -> dict[str, Any]:
         """Where shards of several steps make an update: those that are not used yet, before the first untouched one."""
         if not self.replaces:
             return {}
-        held = {_place(errand.ticket) for errand in self._outstanding()} | {_place(one) for one in self._results}
+        held = _places(*{errand.ticket for errand in self._outstanding()}, *self._results)
         return {"returned": sorted([*self._returned, *held]), "fresh": list(self._fresh)}
 
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
@@ -85,12 +87,12 @@ class SyncDesk(Desk):
         if self._is_over:
             return None
         out = self._outstanding()
-        under_way = len({errand.ticket for errand in out}) + len(self._results)
+        under_way = len(_places(*{errand.ticket for errand in out}, *self._results))
         wanted = self.plan.num_shards(self.version) + (self.spares if self.replaces else 0)
         place = self._next_place()
         if place is None:
             return self._repeated(out)
-        return self._pop(place) if under_way < wanted else None
+        return self._pop() if under_way < wanted else None
 
     def _next_place(self) -> tuple[int, int] | None:
         """The next shard to hand out: of the step, or of the epoch where shards of several steps make an update."""
@@ -103,13 +105,18 @@ class SyncDesk(Desk):
         end = (self.version // per_epoch + 1) * per_epoch if self.replaces else self.version + 1
         return (step, shard) if step < end else None
 
-    def _pop(self, place: tuple[int, int]) -> Ticket:
-        step, shard = place
-        if self._returned:
-            self._returned.pop(0)
-        else:
-            self._fresh = (step, shard + 1)
-        return Ticket(step, (shard,))
+    def _pop(self) -> Ticket:
+        """The next shards, all of one step."""
+        taken: list[tuple[int, int]] = []
+        while len(taken) < self.width and (place := self._next_place()) is not None:
+            if taken and place[0] != taken[0][0]:
+                break
+            taken.append(place)
+            if self._returned:
+                self._returned.pop(0)
+            else:
+                self._fresh = (place[0], place[1] + 1)
+        return Ticket(taken[0][0], tuple(shard for _, shard in taken))
 
     def _repeated(self, out: list[Errand]) -> Ticket | None:
         """The outstanding shard with the fewest workers at it, the first of them."""
@@ -132,18 +139,19 @@ class SyncDesk(Desk):
     def _give_up(self) -> None:
         """Wait no longer for what is under way; it is handed out again where it was not a repetition."""
         out = self._outstanding()
-        self._return(*{_place(errand.ticket) for errand in out})
+        self._return(*_places(*{errand.ticket for errand in out}))
         self._given_up.update(errand.number for errand in out)
 
     def _give_back(self, errand: Errand) -> None:
         if errand.number in self._given_up:
             self._given_up.discard(errand.number)
         elif all(other.ticket != errand.ticket for other in self._outstanding()):
-            self._return(_place(errand.ticket))
+            self._return(*_places(errand.ticket))
 
     def _return(self, *places: tuple[int, int]) -> None:
         self._returned = sorted([*self._returned, *places])
 
 
-def _place(ticket: Ticket) -> tuple[int, int]:
-    return ticket.step, ticket.shards[0]
+def _places(*tickets: Ticket) -> list[tuple[int, int]]:
+    """(step, shard) of every shard."""
+    return [(ticket.step, shard) for ticket in tickets for shard in ticket.shards]
