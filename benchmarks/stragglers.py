@@ -38,7 +38,8 @@ SHARD_S, SLOWER, SLOW_RANK = 0.1, 5, "2"
 TRAINING = (
     "--config-dir", str(ROOT / "benchmarks" / "conf"), "--allow-package", "benchmarks", "recipe=null", "data=points",
     "model=slow", "optimizer=sgd", "optimizer.lr=0.01", "batch.global_size=32", "batch.micro_size=8",
-    "log_every_steps=2", "precision=fp32", "checkpoint.keep_best=0", "strategy=parameter_server", "strategy.workers=4", "strategy.servers=1",
+    "log_every_steps=2", "precision=fp32", "checkpoint.keep_best=0", "strategy=parameter_server",
+    "strategy.workers=4", "strategy.servers=1",
 )  # fmt: skip
 SYNCHRONOUS = {
     "four equal workers": ("model.slower=1",),

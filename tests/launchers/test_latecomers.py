@@ -15,7 +15,7 @@ from tests.launchers.joining import free_port
 
 ROLES = ("chief:0", "worker:0", "ps:0", "evaluator:0")
 RUN = [
-    "recipe=null", "strategy=parameter_server", "strategy.mode=async", "cluster=spec", "steps=100000",
+    "recipe=null", "strategy=parameter_server", "strategy.mode=async", "steps=100000",
     "schedule=constant", "checkpoint.every_steps=50", "eval.every_epochs=null", "callbacks=[]", "logger=[]",
     "quiet=true", "name=late",
 ]  # fmt: skip
@@ -27,11 +27,22 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder, self.processes = folder, {}
         ports = dict(zip(ROLES, (free_port() for _ in ROLES), strict=True))
-        self.spec = [f"cluster.{role.partition(':')[0]}=[127.0.0.1:{port}]" for role, port in ports.items()]
+        self.members = {role.partition(":")[0]: [f"127.0.0.1:{port}"] for role, port in ports.items()}
 
     def start(self, task: str, *more: str) -> None:
-        command = [sys.executable, "-m", "trainkit", *RUN, *self.spec, f"cluster.task={task}", *more]
-        self.processes[task] = subprocess.Popen(command, cwd=self.folder, stderr=subprocess.PIPE, text=True)
+        spec = [f"cluster.{role}=[{address}]" for role, (address,) in self.members.items()]
+        self._start(task, ["cluster=spec", *spec, f"cluster.task={task}", *more], {})
+
+    def start_by_tf_config(self, task: str, *more: str) -> None:
+        role, index = task.split(":")
+        said = {"cluster": self.members, "task": {"type": role, "index": int(index)}}
+        self._start(task, more, {"TF_CONFIG": json.dumps(said)})
+
+    def _start(self, task: str, overrides, environ) -> None:
+        self.processes[task] = subprocess.Popen(
+            [sys.executable, "-m", "trainkit", *RUN, *overrides],
+            cwd=self.folder, env=os.environ | environ, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
 
     def wait(self, condition) -> None:
         deadline = time.monotonic() + 600
@@ -85,7 +96,7 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
     assert cluster.end_of("ps:0")[0] != 0
     newest = max(int(path.name[5:]) for path in cluster.runs("checkpoints/step_*"))
     for task in ROLES:
-        cluster.start(task, "resume=auto", f"stop_at_step={newest + 300}")
+        cluster.start_by_tf_config(task, "resume=auto", f"stop_at_step={newest + 300}")
     assert [cluster.end_of(task)[0] for task in ROLES] == [0, 0, 0, 0]
     (result,) = cluster.runs("result.json")
     assert json.loads(result.read_text())["steps"] == newest + 300
