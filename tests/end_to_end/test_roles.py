@@ -23,6 +23,7 @@ UNDISTURBED = 0.9639
 """The accuracy of this run where nothing happens, in either mode."""
 NOISE = 0.01
 """One standard deviation of the accuracy of 360 samples."""
+ROLES = ("chief", "worker", "ps", "evaluator")
 MOMENTS = random.Random(5)
 
 
@@ -31,14 +32,11 @@ def tasks(folder: Path) -> dict[str, int]:
     found = {}
     for process in Path("/proc").iterdir():
         try:
-            environ = dict(
-                pair.partition(b"=")[::2] for pair in (process / "environ").read_bytes().split(b"\0") if pair
-            )
-            ours = str(folder) in (process / "cmdline").read_text()
+            name, ours = (process / "comm").read_text().strip(), str(folder) in (process / "cmdline").read_text()
         except OSError:
             continue
-        if ours and b"TRAINKIT_ROLE" in environ:
-            found[f"{environ[b'TRAINKIT_ROLE'].decode()}:{environ[b'TRAINKIT_INDEX'].decode()}"] = int(process.name)
+        if ours and name.partition(":")[0] in ROLES:
+            found[name] = int(process.name)
     return found
 
 

@@ -75,7 +75,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path):
 def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
-        start._group.kill()
+        start.group.kill()
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         assert (news.get().code, (tmp_path / LOG).read_text()[:8]) == (0, "trainkit")
         job.kill()
@@ -84,7 +84,7 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
 def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
-        start._group.signal(signal.SIGSTOP)
+        start.group.signal(signal.SIGSTOP)
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
         job.kill()
         assert news.get().code == -signal.SIGKILL

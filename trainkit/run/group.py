@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Protocol, Self
 
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
-__all__ = ["Exited", "WorkerGroup"]
+__all__ = ["Exited", "WorkerGroup", "Workers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,32 @@ class Exited:
     """Its exit code; -9 where signal 9 ended it."""
     moment: float
     """Seconds since the epoch."""
+
+
+class Workers(Protocol):
+    """The workers of one attempt, however they are started; leaving the block ends them."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], log: Path | None) -> None:
+        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every worker that runs, not to its children."""
+
+    def end(self, rank: int) -> None:
+        """End one worker and all its children now, and wait until they are gone."""
+
+    def join(self) -> None:
+        """Wait until every worker has ended, and has been reported."""
 
 
 class WorkerGroup:

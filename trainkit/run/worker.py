@@ -61,6 +61,7 @@ def main(arguments: list[str]) -> int:
         try:
             identity = Identity.from_environ(os.environ)
             rank = identity.task.rank
+            _name_process(str(identity.task))
             failpoints.reached("start", 0)
             with _stacks_on_demand(folder, rank), _store_of_hand_started(identity, supervised=supervised):
                 result = _run(resolved, identity, folder, stop)
@@ -87,6 +88,12 @@ def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) 
     cfg, launch = RunConfig.from_dict(values), launch_from(os.environ)
     plan = None if launch is None else make_plan(cfg, launch=launch)
     return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm)
+
+
+def _name_process(name: str) -> None:
+    """What `top` and `ps -eo pid,comm` call it, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,97 @@
+"""Ranks that are forks of one process are what processes of their own are, and end with whoever started them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.contract.running import run
+from trainkit.run import supervisor
+from trainkit.run.forking import ForkServer
+
+pytestmark = pytest.mark.skipif(not ForkServer.is_possible(), reason="ranks are forks on Linux alone")
+
+TRAIN = ["strategy=mirrored", "strategy.replicas=2", "data=points", "model=net", "batch.micro_size=4", "seed=5"]
+LONG = [
+    sys.executable, "-m", "trainkit", "recipe=null", "strategy=mirrored", "strategy.replicas=2", "callbacks=[]",
+    "logger=[]", "quiet=true", "eval.every_epochs=null", "checkpoint.every_steps=20",
+]  # fmt: skip
+
+
+def below(pid: int) -> dict[int, str]:
+    """The processes that a process has started, and those that these have, by what they are called."""
+    children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
+    named = {child: Path(f"/proc/{child}/comm").read_text().strip() for child in children}
+    return named | {pid: name for child in children for pid, name in below(child).items()}
+
+
+@pytest.fixture
+def training(tmp_path):
+    """A long run that has written a checkpoint, its nursery's number and its ranks'."""
+    folder = tmp_path / "run"
+    with subprocess.Popen(
+        [*LONG, f"steps={LAST}", f"hydra.run.dir={folder}"], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as process:
+        while not list(folder.glob("checkpoints/step_*")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        found = below(process.pid)
+        ranks = {name: pid for pid, name in found.items() if name.startswith("worker:")}
+        (nursery,) = (pid for pid in found if ranks.keys() & set(below(pid).values()))
+        yield process, folder, nursery, ranks
+        process.kill()
+
+
+LAST = 400
+
+
+def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(tmp_path, monkeypatch):
+    forks = run(tmp_path / "forks", *TRAIN)
+    monkeypatch.setattr(supervisor, "may_fork", lambda _: False)
+    fresh = run(tmp_path / "fresh", *TRAIN)
+    assert forks["weights_sha256"] == fresh["weights_sha256"]
+    assert forks["metrics"] == fresh["metrics"]
+
+
+def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
+    process, folder, nursery, ranks = training
+    os.kill(ranks["worker:1"], signal.SIGKILL)
+    while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(ranks.values()):
+        assert process.poll() is None
+        time.sleep(0.01)
+    _, told = process.communicate(timeout=120)
+    assert "rank 1 was ended by SIGKILL" in told
+    assert json.loads((folder / "result.json").read_text())["steps"] == LAST
+
+
+def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training):
+    process, folder, nursery, ranks = training
+    os.kill(nursery, signal.SIGKILL)
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "Restarting from the checkpoint of step" in told
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert json.loads((folder / "result.json").read_text())["steps"] == LAST
+
+
+def test_all_end_with_the_supervisor(training):
+    process, _, nursery, ranks = training
+    process.kill()
+    process.wait()
+    gone = time.monotonic() + 5
+    while time.monotonic() < gone and any(_runs(pid) for pid in (nursery, *ranks.values())):
+        time.sleep(0.01)
+    assert not [pid for pid in (nursery, *ranks.values()) if _runs(pid)]
+
+
+def _runs(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return " Z " not in status.read_text()
+    except OSError:
+        return False
