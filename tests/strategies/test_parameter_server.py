@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.tasks import Task
@@ -183,3 +184,14 @@ def test_it_says_when_it_is_another_training() -> None:
 
 def test_the_staleness_of_a_run_is_told_by_mean_and_95th_percentile() -> None:
     assert told_staleness({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
+
+
+def test_rows_that_are_looked_up_when_they_are_needed_cannot_be_replayed() -> None:
+    model = nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2))
+    strategy = ParameterServer(mode="async", replay="run")
+    (problem,) = strategy.problems_with(model, Facts())
+    assert str(problem) == (
+        "strategy.replay=run: cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave "
+        "it out."
+    )
+    assert replace(strategy, mode="sync").problems_with(model, Facts()) == []
