@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 import torch
@@ -137,6 +137,24 @@ class Case:
         """The strategy of its YAML."""
         made: Strategy = build(node_of(self.strategy) | self.settings)
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen(Case):
+    """The first layer is not trained, and is another one than that of the model at step 0."""
+
+    def make_model(self) -> nn.Module:
+        """The model as it is built."""
+        made = super().make_model()
+        for param in next(made.children()).parameters():
+            param.requires_grad_(requires_grad=False)
+        return made
+
+    def from_a_checkpoint(self) -> Self:
+        """Started with other numbers."""
+        return replace(
+            self, start={f"param/{name}": 0.5 * param for name, param in self.make_model().state_dict().items()}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

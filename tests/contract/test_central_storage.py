@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, oracle, train
+from tests.contract.stepping import Case, Frozen, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.engine.checkpoint import load
@@ -80,14 +80,34 @@ def test_precision_randomness_and_resume_are_those_of_one_device(base: Case, poo
         torch.testing.assert_close(found.weights[name], tensor, rtol=rtol, atol=rtol * float(tensor.abs().max()))
 
 
+def own_memory(param: nn.Parameter, _device: torch.device, *, shares: bool) -> nn.Parameter:
+    """As on another device."""
+    del shares
+    return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+
 def test_copies_elsewhere_are_brought_up_to_date_after_every_update(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = replace(CLASSES, micro_size=3, model={"norm": True}, resume_at=4)
     (expected,) = train(pool, central(case, 2))
-    monkeypatch.setattr(copies, "_on", lambda param, _, shares: nn.Parameter(param.detach().clone()))
+    monkeypatch.setattr(copies, "_on", own_memory)
     (found,) = train(pool, central(case, 2))
     assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, found.state[key])] == []
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_copies_elsewhere_get_what_is_not_trained_from_a_checkpoint(
+    mode: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Frozen(task="classes").from_a_checkpoint()
+    (expected,) = train(pool, case)
+    monkeypatch.setattr(copies, "_on", own_memory)
+    threads = ["cpu"] * (2 if mode == "sync" else 1)
+    settings = {"compute_devices": threads, "mode": mode}
+    (found,) = train(pool, replace(case, micro_size=3, strategy="central_storage", settings=settings))
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.gpu

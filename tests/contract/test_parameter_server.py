@@ -14,7 +14,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.contract import stepping
 from tests.contract.running import run, weights
-from tests.contract.stepping import Case, oracle, run_rank, train, train_in_threads
+from tests.contract.stepping import Case, Frozen, oracle, run_rank, train, train_in_threads
+from tests.contract.test_central_storage import own_memory
 from tests.contract.test_sparse import Words
 from tests.support import reference, zoo
 from tests.support.pool import Pool
@@ -22,6 +23,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
+from trainkit.strategies.central import copies
 from trainkit.strategies.parameter_server.clients import Servers
 from trainkit.strategies.parameter_server.policies import BOUNDED, Policy, Staleness
 from trainkit.strategies.parameter_server.record import read_record
@@ -98,6 +100,18 @@ def test_the_devices_of_an_asynchronous_worker_make_one_update_together(base: Ca
     case = replace(base, max_norm=0.05, model=model)
     expected = run_rank(None, case)
     (found,) = train_in_threads(store, served(case, 1, 1, mode="async", devices_per_worker=3))
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_devices_of_a_worker_have_what_it_has_read(
+    mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Frozen(task="classes", micro_size=3).from_a_checkpoint()
+    expected = run_rank(None, case)
+    monkeypatch.setattr(copies, "_on", own_memory)
+    (found,) = train_in_threads(store, served(case, 2 if mode == "sync" else 1, 1, mode=mode, devices_per_worker=2))
     for name, tensor in expected.weights.items():
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-12, atol=1e-14)
 
