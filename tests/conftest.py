@@ -13,6 +13,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 
+from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
 
@@ -58,6 +59,11 @@ def pool() -> Iterator[Pool]:
     """Processes shared by the whole session; a task names a function and gets one rank in each."""
     with Pool() as shared:
         yield shared
+
+
+def pytest_sessionfinish() -> None:
+    """End what lived for the session."""
+    quick.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

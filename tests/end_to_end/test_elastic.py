@@ -2,10 +2,11 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import quick
 
 OVERRIDES = [
     "recipe=digits",
@@ -23,7 +24,7 @@ OVERRIDES = [
 
 
 def command(*more: str) -> list[str]:
-    return [sys.executable, "-m", "trainkit", *OVERRIDES, *more]
+    return quick.command(*OVERRIDES, *more)
 
 
 def result(folder: str) -> dict[str, object]:

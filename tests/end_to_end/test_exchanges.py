@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from tests.support import quick
 from trainkit.strategies.reducing import Reduce
 
 ROOT = str(Path(__file__).parents[2])
@@ -16,8 +16,9 @@ FIXED = ["recipe=null", "data=digits", "model.in_features=64", "batch.global_siz
 
 
 def trainkit(*more: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "trainkit", *more]
-    return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        quick.command(*more), env={**os.environ, **environ}, capture_output=True, text=True, check=False
+    )
 
 
 @pytest.mark.parametrize(

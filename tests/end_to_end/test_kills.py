@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.recording import LOG, samples_by_step
+from tests.support import quick
 
 ROOT = Path(__file__).parents[2]
 STEPS = 120
@@ -48,7 +49,7 @@ def conf(cwd: Path) -> Path:
 
 
 def command(conf: Path, *more: str) -> list[str]:
-    return [sys.executable, "-m", "trainkit", "--config-dir", str(conf), *OVERRIDES, *more]
+    return quick.command("--config-dir", str(conf), *OVERRIDES, *more)
 
 
 def environ(log: Path, **more: str) -> dict[str, str]:
@@ -110,7 +111,8 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     log = conf.parent / "reads.log"
     subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(log), check=True, stdout=subprocess.DEVNULL)
     log.unlink()
-    process = subprocess.Popen(command(conf), env=environ(log), stdout=subprocess.PIPE, text=True)
+    itself = [sys.executable, "-m", "trainkit", *command(conf)[1:]]
+    process = subprocess.Popen(itself, env=environ(log), stdout=subprocess.PIPE, text=True)
     while not log.exists() or log.read_text().count("read") < 60:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
@@ -118,6 +120,6 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     assert process.returncode == 130
     assert finished(Path("run"))["status"] == "stopped"
     assert "resume" in out.splitlines()[-1]
-    resume = [sys.executable, "-m", "trainkit", "resume", "run", "--allow-package=tests"]
+    resume = quick.command("resume", "run", "--allow-package=tests")
     subprocess.run(resume, env=environ(log), check=True, stdout=subprocess.DEVNULL)
     assert finished(Path("run"))["weights_sha256"] == finished(Path("whole"))["weights_sha256"]

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import quick
+
 pytestmark = [pytest.mark.long, pytest.mark.skipif(sys.platform != "linux", reason="finds tasks in /proc")]
 
 RUN = [
@@ -52,7 +54,7 @@ def tasks(folder: Path) -> dict[str, int]:
 )
 def test_a_task_killed_at_a_random_moment_costs_no_more_than_promised(tmp_path, task, mode, outcome):
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "trainkit", *RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}"]
+    command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     while not list(folder.glob("checkpoints/step_*")):
         assert process.poll() is None

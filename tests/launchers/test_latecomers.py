@@ -5,13 +5,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.launchers.joining import free_port
+from tests.support import quick
 
 ROLES = ("chief:0", "worker:0", "ps:0", "evaluator:0")
 RUN = [
@@ -40,7 +40,7 @@ class Cluster:
 
     def _start(self, task: str, overrides, environ) -> None:
         self.processes[task] = subprocess.Popen(
-            [sys.executable, "-m", "trainkit", *RUN, *overrides],
+            quick.command(*RUN, *overrides),
             cwd=self.folder, env=os.environ | environ, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 

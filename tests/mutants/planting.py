@@ -10,7 +10,6 @@ import compileall
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,8 @@ from pathlib import Path
 from py_compile import PycInvalidationMode
 
 import yaml
+
+from tests.support import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("trainkit", "conf", "recipes", "hydra_plugins", "tests", "pyproject.toml", "README.md", "docs")
@@ -85,16 +86,16 @@ def plant(mutant: Mutant, copy: Path) -> Iterator[None]:
         path.write_text(source)
 
 
-def run_tests(copy: Path, tests: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
+def run_tests(copy: Path, tests: Sequence[str], *, timeout_s: float, **more: str) -> tuple[int, str]:
     """Run pytest on a copy, to the first failure; (exit code, output).
 
     Every process it starts imports the copy: it stands first on PYTHONPATH, before an editable install. No bytecode is
     written: that of the copy is what `copy_sources` made of it, and a planted file is compiled each time.
     """
-    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    quick = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--numprocesses", "0", "-m", "not engine"]
-    command = [sys.executable, "-m", "pytest", *quick]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"} | more
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--tb=line", "--numprocesses", "0", "-m", "not engine"]
+    command = quick.command(*options, *tests, module="pytest")
     process = subprocess.run(
-        [*command, *tests], cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        command, cwd=copy, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
     )
     return process.returncode, process.stdout + process.stderr

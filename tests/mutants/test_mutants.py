@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.planting import FAILED, ROOT, Mutant, copy_sources, mutants, plant, run_tests
+from tests.support.pool import PATIENCE
 
 ALL = mutants()
 
@@ -35,5 +36,5 @@ def test_the_killers_pass_where_no_bug_is_planted(copy: Path) -> None:
 @pytest.mark.parametrize("mutant", ALL, ids=lambda mutant: mutant.name)
 def test_the_recorded_killers_kill(mutant: Mutant, copy: Path) -> None:
     with plant(mutant, copy):
-        code, output = run_tests(copy, mutant.killers, timeout_s=240)
+        code, output = run_tests(copy, mutant.killers, timeout_s=240, **{PATIENCE: "30"})
     assert code == FAILED, f"{mutant.name} survived: {mutant.bug}\n{output}"

@@ -3,13 +3,13 @@
 import os
 import re
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.packaging.conftest import ROOT
+from tests.support import quick
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
@@ -46,10 +46,9 @@ def parameters() -> list:
 
 @pytest.mark.parametrize("block", parameters())
 def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
-        cwd=cwd, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=150, check=False,
+        cwd=cwd, env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == block.code, done.stdout + done.stderr
     if block.answer is not None:

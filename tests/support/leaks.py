@@ -79,12 +79,12 @@ def child_pids() -> set[int]:
 
 
 def _expected(pid: int) -> bool:
-    """True for what lives for the session: a worker of the pool, Python's resource tracker."""
+    """True for what lives for the session: a worker of the pool, the quick command, Python's resource tracker."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return True
-    return b"tests.support.pool_worker" in command or b"resource_tracker" in command
+    return any(name in command for name in (b"tests.support.pool_worker", b"tests.support.quick", b"resource_tracker"))
 
 
 def _lives_on(thread: threading.Thread) -> bool:

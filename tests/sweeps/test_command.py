@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import csv
 import subprocess
-import sys
+
+from tests.support import quick
 
 
 def test_a_sweep_from_the_command_line(cwd):
     done = subprocess.run(
-        [sys.executable, "-m", "trainkit", "-m", "recipe=null", "steps=12", "callbacks=[]", "logger=[]",
-         "sweep.name=rates", "eval.metric=val/accuracy", "optimizer.lr=1e30,0.01"],
+        quick.command("-m", "recipe=null", "steps=12", "callbacks=[]", "logger=[]",
+            "sweep.name=rates", "eval.metric=val/accuracy", "optimizer.lr=1e30,0.01"),
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     folder = cwd / "outputs/sweeps/rates"

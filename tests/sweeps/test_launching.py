@@ -6,17 +6,18 @@ import csv
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.support import quick
+
 SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
 
 
 def command(*arguments):
-    return [sys.executable, "-m", "trainkit", "-m", *SHORT, *arguments]
+    return quick.command("-m", *SHORT, *arguments)
 
 
 def swept(*arguments, code=0):

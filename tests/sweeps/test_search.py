@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.support import quick
 from tests.sweeps.support import sweep_in
 from trainkit.config.compose import Composer
 from trainkit.config.schema import Sweep as Settings
@@ -58,9 +59,7 @@ def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(tmp_path, 
 
 def trained(cwd, *arguments):
     common = ["recipe=null", "callbacks=[]", "logger=[]", "eval.metric=val/accuracy"]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainkit", *arguments, *common], capture_output=True, text=True, check=False, cwd=cwd
-    )
+    done = subprocess.run(quick.command(*arguments, *common), capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
