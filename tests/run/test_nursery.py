@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.running import run
-from trainkit.run import supervisor
+from trainkit.run import ranks
 from trainkit.run.forking import ForkServer
 
 pytestmark = pytest.mark.skipif(not ForkServer.is_possible(), reason="ranks are forks on Linux alone")
@@ -21,6 +21,7 @@ LONG = [
     sys.executable, "-m", "trainkit", "recipe=null", "strategy=mirrored", "strategy.replicas=2", "callbacks=[]",
     "logger=[]", "quiet=true", "eval.every_epochs=null", "checkpoint.every_steps=20",
 ]  # fmt: skip
+LAST = 400
 
 
 def below(pid: int) -> dict[int, str]:
@@ -41,27 +42,24 @@ def training(tmp_path):
             assert process.poll() is None
             time.sleep(0.02)
         found = below(process.pid)
-        ranks = {name: pid for pid, name in found.items() if name.startswith("worker:")}
-        (nursery,) = (pid for pid in found if ranks.keys() & set(below(pid).values()))
-        yield process, folder, nursery, ranks
+        pids = {name: pid for pid, name in found.items() if name.startswith("worker:")}
+        (nursery,) = (pid for pid in found if pids.keys() & set(below(pid).values()))
+        yield process, folder, nursery, pids
         process.kill()
-
-
-LAST = 400
 
 
 def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(tmp_path, monkeypatch):
     forks = run(tmp_path / "forks", *TRAIN)
-    monkeypatch.setattr(supervisor, "may_fork", lambda _: False)
+    monkeypatch.setattr(ranks, "may_fork", lambda _: False)
     fresh = run(tmp_path / "fresh", *TRAIN)
     assert forks["weights_sha256"] == fresh["weights_sha256"]
     assert forks["metrics"] == fresh["metrics"]
 
 
 def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
-    process, folder, nursery, ranks = training
-    os.kill(ranks["worker:1"], signal.SIGKILL)
-    while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(ranks.values()):
+    process, folder, nursery, pids = training
+    os.kill(pids["worker:1"], signal.SIGKILL)
+    while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(pids.values()):
         assert process.poll() is None
         time.sleep(0.01)
     _, told = process.communicate(timeout=120)
@@ -70,23 +68,23 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
 
 
 def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training):
-    process, folder, nursery, ranks = training
+    process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
     _, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
     assert "Restarting from the checkpoint of step" in told
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
 def test_all_end_with_the_supervisor(training):
-    process, _, nursery, ranks = training
+    process, _, nursery, pids = training
     process.kill()
     process.wait()
     gone = time.monotonic() + 5
-    while time.monotonic() < gone and any(_runs(pid) for pid in (nursery, *ranks.values())):
+    while time.monotonic() < gone and any(_runs(pid) for pid in (nursery, *pids.values())):
         time.sleep(0.01)
-    assert not [pid for pid in (nursery, *ranks.values()) if _runs(pid)]
+    assert not [pid for pid in (nursery, *pids.values()) if _runs(pid)]
 
 
 def _runs(pid: int) -> bool:

@@ -18,7 +18,6 @@ the supervisor's death, so a supervisor killed there leaves its workers.
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,8 +31,8 @@ from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, Train
 from trainkit.run.attempts import Attempts
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
-from trainkit.run.group import WorkerGroup, Workers
-from trainkit.run.nursery import ENTRY, Nursery, may_fork
+from trainkit.run.group import WorkerGroup
+from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
 from trainkit.run.stopping import REASONS, Reason, StopFlag
@@ -91,10 +90,11 @@ def supervise(
     with ExitStack() as stack:
         meeting = rendezvous or stack.enter_context(HostedStore())
         roster = Roster(tasks, min_replicas=min_replicas, retry_s=retry_s)
-        groups: Callable[..., Workers] = partial(WorkerGroup, pass_fds=pass_fds)
-        if command is None and len(tasks) > 1 and may_fork(tasks):
-            nursery = Nursery(resolved, os.environ, num_ranks=len(tasks), pass_fds=pass_fds)
-            groups = stack.enter_context(nursery).group
+        groups = (
+            stack.enter_context(rank_groups(resolved, tasks, pass_fds=pass_fds))
+            if command is None
+            else partial(WorkerGroup, pass_fds=pass_fds)
+        )
         attempts = Attempts(
             roster,
             folder=folder,
