@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -60,6 +61,7 @@ def slurm() -> Iterator[dict[str, str]]:
 
 def started(folder: Path, stack: contextlib.ExitStack) -> dict[str, str]:
     host = socket.gethostname().partition(".")[0]
+    stack.callback(end_steps, folder)
     conf = folder / "slurm.conf"
     ports = {"control_port": free_port(), "node_port": free_port()}
     conf.write_text(CONF.format(host=host, folder=folder, user="root", **ports))
@@ -85,6 +87,15 @@ def daemon(stack: contextlib.ExitStack, folder: Path, name: str, *arguments: str
         process = subprocess.Popen([str(program(name)), *arguments], stdout=out, stderr=out, start_new_session=True)
     stack.callback(process.wait)
     stack.callback(process.terminate)
+
+
+def end_steps(folder: Path) -> None:
+    """End what still keeps a step, which no daemon ends with itself; it writes into slurmd's log."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            files = [str(file.readlink()) for file in (process / "fd").iterdir()]
+            if (process / "comm").read_text().startswith("slurmstepd") and any(str(folder) in file for file in files):
+                os.kill(int(process.name), signal.SIGKILL)
 
 
 def wait_for(condition, folder: Path, within_s: float = 30.0) -> None:
