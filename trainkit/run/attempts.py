@@ -16,7 +16,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.run.environment import worker_environ
 from trainkit.run.failure import Failure, culprit, hung
 from trainkit.run.folder import RunFolder
-from trainkit.run.group import Exited, Workers
+from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.heartbeat import read_pulse
 from trainkit.run.last_words import read_last_words
 from trainkit.run.rendezvous import Rendezvous
@@ -61,7 +61,7 @@ class Attempts:
         *,
         folder: RunFolder,
         command: Sequence[str],
-        groups: Callable[[int, Callable[[Exited], None]], Workers],
+        groups: Callable[[int, Callable[[Exited], None]], WorkerGroup],
         meeting: Rendezvous,
         hang_timeout_s: float,
         secrets: Mapping[str, str],
@@ -115,7 +115,7 @@ class Attempts:
             self._meeting.open()
             return self._watch(group, attempt, started, continues_at)
 
-    def _start(self, group: Workers, task: Task, attempt: int) -> None:
+    def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
             task=task,
             num_ranks=len(self._roster.tasks),
@@ -129,7 +129,7 @@ class Attempts:
         log = self._folder.log_of(task.rank) if task.rank > 0 else None
         group.start(task.rank, self._command, environ, log)
 
-    def _watch(self, group: Workers, attempt: int, started: float, continues_at: int | None) -> Failure | None:
+    def _watch(self, group: WorkerGroup, attempt: int, started: float, continues_at: int | None) -> Failure | None:
         if self.stop.requested:  # between two attempts
             self._ask_to_stop(group, self.stop.requested)
         while True:
@@ -145,7 +145,7 @@ class Attempts:
             if failure is not None:
                 return failure
 
-    def _look(self, group: Workers, started: float, continues_at: int | None) -> Failure | None:
+    def _look(self, group: WorkerGroup, started: float, continues_at: int | None) -> Failure | None:
         """Look after those that run; the failure of one that hangs, unless it is started again alone."""
         now = time.monotonic()
         found = hung(self._folder, group.running, now=now, started=started, timeout_s=self._hang_timeout_s)
@@ -159,7 +159,7 @@ class Attempts:
         self._replacing.mourn(failure)
         return None
 
-    def _take(self, group: Workers, attempt: int, event: Exited | Reason) -> Failure | None:
+    def _take(self, group: WorkerGroup, attempt: int, event: Exited | Reason) -> Failure | None:
         """Do what an event asks for; the failure that ends the attempt, if it tells of one."""
         if not isinstance(event, Exited):
             self._ask_to_stop(group, event)
@@ -188,7 +188,7 @@ class Attempts:
             self._over_at = time.monotonic()
             self._replacing.dismiss()
 
-    def _end_stragglers(self, group: Workers) -> None:
+    def _end_stragglers(self, group: WorkerGroup) -> None:
         """A while after the training has ended nobody is left but an evaluator, which finishes what it has begun."""
         if self._over_at is None or time.monotonic() < self._over_at + _FAREWELL_S:
             return
@@ -203,7 +203,7 @@ class Attempts:
     def _evaluators(self) -> frozenset[int]:
         return frozenset(task.rank for task in self._roster.tasks if task.is_evaluator)
 
-    def _end(self, group: Workers, rank: int) -> None:
+    def _end(self, group: WorkerGroup, rank: int) -> None:
         self._ended.add(rank)
         group.end(rank)
 
@@ -212,7 +212,7 @@ class Attempts:
         pulse = read_pulse(self._folder.heartbeat_of(rank))
         return pulse is not None and pulse.step > (continues_at or 0)
 
-    def _make_room(self, group: Workers, continues_at: int | None) -> None:
+    def _make_room(self, group: WorkerGroup, continues_at: int | None) -> None:
         """Ask a group that trains to save and end, once, where a lost replica is due: the next is started with it."""
         if self._roster.is_due and not self._asked_to_resize and self.has_begun(0, continues_at):
             self._asked_to_resize = True
@@ -225,10 +225,10 @@ class Attempts:
         except queue.Empty:
             return None
 
-    def _ask_to_stop(self, group: Workers, reason: Reason) -> None:
+    def _ask_to_stop(self, group: WorkerGroup, reason: Reason) -> None:
         group.signal(signal.SIGINT if reason == "stopped" else signal.SIGTERM)
 
-    def _diagnose(self, group: Workers, attempt: int, first: Exited) -> tuple[Failure, list[Exited]]:
+    def _diagnose(self, group: WorkerGroup, attempt: int, first: Exited) -> tuple[Failure, list[Exited]]:
         """The failure that came first, and all that came within a moment of it."""
         words = read_last_words(self._folder.error_of(first.rank))
         grace_s = _GRACE_AFTER_LOSS_S if words is not None and words.aftermath else _GRACE_S
@@ -244,7 +244,7 @@ class Attempts:
                     exits.append(event)
         return culprit(self._folder, exits, group.running), exits
 
-    def _with_stacks(self, group: Workers, failure: Failure) -> Failure:
+    def _with_stacks(self, group: WorkerGroup, failure: Failure) -> Failure:
         """Ask the hanging rank what its threads are doing; one that is stopped cannot tell."""
         if not hasattr(signal, "SIGUSR2"):
             return failure

@@ -17,9 +17,9 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from trainkit.run.forks import HEADER, send
-from trainkit.run.group import WorkerGroup
+from trainkit.run.group import Exited, WorkerGroup
 
-__all__ = ["Fork", "ForkServer"]
+__all__ = ["Fork", "ForkServer", "ForkedGroup"]
 
 _PATIENCE_S: Final = 1.0
 
@@ -40,29 +40,28 @@ class Fork:
     """Set once it has ended and been reported."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and its children none."""
+        """Send it a signal, and its children none; nothing where it has ended."""
         with contextlib.suppress(OSError):  # the other end is gone, and its forks with it
             send(self.link, {"number": self.number, "signal": int(number)})
 
     def kill(self) -> None:
-        """End it and all its children now, and wait until they are gone; nothing where it has ended."""
-        self.let_go()
-        if not self.gone.wait(_PATIENCE_S):  # what it is a fork of still imports, or hangs
-            self.abandon()
-            self.gone.wait()
-
-    def ended(self, code: int) -> None:
-        """It has ended."""
-        self.let_go()
-        self.running = False
-        self.report(code)
-        self.gone.set()
-
-    def let_go(self) -> None:
         """Drop the lifeline: the kernel ends it and its children."""
         writer, self.writer = self.writer, -1
         if writer >= 0:
             os.close(writer)
+
+    def join(self) -> None:
+        """Wait until it has ended, and has been reported; not long where it was killed."""
+        if self.writer < 0 and not self.gone.wait(_PATIENCE_S):  # what it is a fork of still imports, or hangs
+            self.abandon()
+        self.gone.wait()
+
+    def ended(self, code: int) -> None:
+        """It has ended."""
+        self.kill()
+        self.running = False
+        self.report(code)
+        self.gone.set()
 
 
 class ForkServer:
@@ -110,8 +109,11 @@ class ForkServer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for fork in list(self._forks.values()):
+        forks = list(self._forks.values())
+        for fork in forks:
             fork.kill()
+        for fork in forks:
+            fork.join()
         self.group.kill()
         self._reader.join()
         self._link.close()
@@ -154,7 +156,7 @@ class ForkServer:
             send(self._link, order, descriptor=reader)
         except OSError:
             self._forks.pop(fork.number, None)
-            fork.let_go()
+            fork.kill()
             raise
         finally:
             os.close(reader)
@@ -174,3 +176,46 @@ class ForkServer:
                 self._forks.pop(told["number"]).ended(told["code"])
         for number in list(self._forks):
             self._forks.pop(number).ended(-signal.SIGKILL)
+
+
+class ForkedGroup(WorkerGroup):
+    """Workers that are forks where they can be; where the server has died, or for other commands, processes afresh.
+
+    Args:
+        server: is forked.
+        entry: what begins a command whose arguments a fork takes.
+        attempt: as `WorkerGroup` has it.
+        report: as `WorkerGroup` has it.
+        pass_fds: descriptors that processes started afresh inherit; forks have those of the server.
+    """
+
+    def __init__(
+        self,
+        server: ForkServer,
+        entry: Sequence[str],
+        attempt: int,
+        report: Callable[[Exited], None],
+        *,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(attempt, report, pass_fds=pass_fds)
+        self._server, self._entry = server, tuple(entry)
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path | None,
+        *,
+        cwd: Path | None = None,
+    ) -> None:
+        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+        length = len(self._entry)
+        if cwd is None and tuple(command[:length]) == self._entry:
+            with contextlib.suppress(OSError):  # the server has died: without it workers only start later
+                self._workers[rank] = self._server.fork(
+                    command[length:], environ, log, lambda code: self._tell(rank, code)
+                )
+                return
+        super().start(rank, command, environ, log, cwd=cwd)

@@ -19,7 +19,7 @@ from typing import IO, Protocol, Self
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
-__all__ = ["Exited", "WorkerGroup", "Workers"]
+__all__ = ["Exited", "Process", "WorkerGroup"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,30 +34,21 @@ class Exited:
     """Seconds since the epoch."""
 
 
-class Workers(Protocol):
-    """The workers of one attempt, however they are started; leaving the block ends them."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def start(self, rank: int, command: Sequence[str], environ: Mapping[str, str], log: Path | None) -> None:
-        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+class Process(Protocol):
+    """A worker that was started, however."""
 
     @property
-    def running(self) -> list[int]:
-        """The ranks that have not ended."""
+    def running(self) -> bool:
+        """Whether it has not ended."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker that runs, not to its children."""
+        """Send it a signal, and its children none; nothing where it has ended."""
 
-    def end(self, rank: int) -> None:
-        """End one worker and all its children now, and wait until they are gone."""
+    def kill(self) -> None:
+        """End it and all its children now."""
 
     def join(self) -> None:
-        """Wait until every worker has ended, and has been reported."""
+        """Wait until it has ended, and has been reported."""
 
 
 class WorkerGroup:
@@ -70,7 +61,7 @@ class WorkerGroup:
         self._attempt = attempt
         self._report = report
         self._pass_fds = tuple(pass_fds)
-        self._workers: dict[int, _Worker] = {}
+        self._workers: dict[int, Process] = {}
 
     def start(
         self,
@@ -100,16 +91,16 @@ class WorkerGroup:
                     start_new_session=True,
                 )
                 lifeline.arm(reader, process.pid)
-                self._workers[rank] = _Worker(process, writer)
+                worker = self._workers[rank] = _Worker(process, writer)
         except BaseException:
             os.close(writer)
             raise
         finally:
             os.close(reader)
-        self._workers[rank].watch(lambda code: self._report(self._exited(rank, code)))
+        worker.watch(lambda code: self._tell(rank, code))
 
-    def _exited(self, rank: int, code: int) -> Exited:
-        return Exited(attempt=self._attempt, rank=rank, code=code, moment=time.time())
+    def _tell(self, rank: int, code: int) -> None:
+        self._report(Exited(attempt=self._attempt, rank=rank, code=code, moment=time.time()))
 
     @property
     def running(self) -> list[int]:

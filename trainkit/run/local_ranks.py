@@ -23,7 +23,7 @@ from trainkit.run import fence
 from trainkit.run.environment import num_cores, worker_environ
 from trainkit.run.failure import culprit
 from trainkit.run.folder import RunFolder
-from trainkit.run.group import Exited, Workers
+from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
@@ -64,7 +64,7 @@ class LocalRanks:
         command = [*ENTRY, str(folder.resolved)]
         folder.live.mkdir(parents=True, exist_ok=True)
         with (
-            rank_groups(folder.resolved, self.tasks) as groups,
+            rank_groups(command, self.tasks) as groups,
             StopFlag(events.put) as stop,
             groups(self.launch.attempt, events.put) as group,
         ):
@@ -79,7 +79,7 @@ class LocalRanks:
                 raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
         return folder.read_result()
 
-    def _watch(self, group: Workers, events: queue.SimpleQueue[Exited | Reason]) -> list[Exited]:
+    def _watch(self, group: WorkerGroup, events: queue.SimpleQueue[Exited | Reason]) -> list[Exited]:
         """Wait for all to end; the failures, as soon as there is one and the others have had a moment."""
         failed: list[Exited] = []
         deadline = None

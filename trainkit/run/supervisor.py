@@ -21,7 +21,6 @@ import itertools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, Train
 from trainkit.run.attempts import Attempts
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
-from trainkit.run.group import WorkerGroup
 from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
@@ -90,16 +88,12 @@ def supervise(
     with ExitStack() as stack:
         meeting = rendezvous or stack.enter_context(HostedStore())
         roster = Roster(tasks, min_replicas=min_replicas, retry_s=retry_s)
-        groups = (
-            stack.enter_context(rank_groups(resolved, tasks, pass_fds=pass_fds))
-            if command is None
-            else partial(WorkerGroup, pass_fds=pass_fds)
-        )
+        command = command or [*ENTRY, str(resolved)]
         attempts = Attempts(
             roster,
             folder=folder,
-            command=command or [*ENTRY, str(resolved)],
-            groups=groups,
+            command=command,
+            groups=stack.enter_context(rank_groups(command, tasks, pass_fds=pass_fds)),
             meeting=meeting,
             hang_timeout_s=hang_timeout_s,
             secrets=secrets or {},

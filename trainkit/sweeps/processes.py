@@ -11,7 +11,7 @@ from typing import Protocol
 
 from trainkit.run.group import Exited, WorkerGroup
 
-__all__ = ["JobProcess", "Start", "Starter", "start_fresh"]
+__all__ = ["JobProcess", "Start", "Starter", "start_fresh", "started_in"]
 
 
 class JobProcess(Protocol):
@@ -51,6 +51,10 @@ Starter = Callable[[Start], JobProcess]
 
 def start_fresh(job: Start) -> JobProcess:
     """Start an interpreter of its own for a job."""
-    group = WorkerGroup(job.number, job.report)
+    return started_in(WorkerGroup(job.number, job.report), job)
+
+
+def started_in(group: WorkerGroup, job: Start) -> JobProcess:
+    """Start the process of a job as the only one of a group."""
     group.start(0, job.command, job.whole_environ, job.log)
     return group

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.run.forking import ForkServer
-from trainkit.run.group import Exited
-from trainkit.sweeps.processes import JobProcess, Start, start_fresh
+from trainkit.run.forking import ForkedGroup, ForkServer
+from trainkit.sweeps.processes import JobProcess, Start, started_in
 
 __all__ = ["WarmStarter"]
 
@@ -33,16 +31,7 @@ class WarmStarter(ForkServer):
 
     def __call__(self, job: Start) -> JobProcess:
         """Start a job."""
-        if tuple(job.command[: len(_ENTRY)]) != _ENTRY:
-            return start_fresh(job)
-
-        def report(code: int) -> None:
-            job.report(Exited(attempt=job.number, rank=0, code=code, moment=time.time()))
-
-        try:
-            return self.fork(job.command[len(_ENTRY) :], job.whole_environ, job.log, report)
-        except OSError:  # the warm process died: without it jobs only start later
-            return start_fresh(job)
+        return started_in(ForkedGroup(self, _ENTRY, job.number, job.report), job)
 
     def keep(self, data: Mapping[str, Any]) -> None:
         """Let all jobs that come share a dataset, where it is one that can be shared; else each reads its own."""
