@@ -64,11 +64,26 @@ _divisor_of = lru_cache(maxsize=8)(Divisor.of)  # full batches and the short one
 
 
 class StepWork:
-    """One try at a step on one rank: its shards, and what they add up to."""
+    """One try at a step on one rank: its shards, and what they add up to.
 
-    def __init__(self, replica: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> None:
+    Args:
+        replica: computes.
+        ticket: shards of a step.
+        batches: one a shard, on the replica's device.
+        training: plan, objective and update rule.
+        batch_size: samples of the update that these shards are for; None: of their step.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        ticket: Ticket,
+        batches: Sequence[Any],
+        training: Training,
+        batch_size: int | None = None,
+    ) -> None:
         self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
-        self.batch_size = training.plan.batch_size(ticket.step)
+        self.batch_size = training.plan.batch_size(ticket.step) if batch_size is None else batch_size
         self.divisor = _divisor_of(training.weighing, self.batch_size)
         self.loss_sum: Tensor | None = None
         self.weight: Tensor | float = 0.0

@@ -14,6 +14,7 @@ from trainkit.data.collate import to_device
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.base import Outcome, Position, Status, Training
 from trainkit.strategies.central.copies import Central, ThreadWork
+from trainkit.strategies.central.step import computed, moved
 from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_optimizer_state
 from trainkit.strategies.replica import replica_state, restore_replica
 from trainkit.strategies.update import apply_update
@@ -139,9 +140,7 @@ def _computed(central: Central, flight: Flight, work: ThreadWork) -> _Gradient:
     with flight.lock:
         central.refresh(work.replica)
         version = flight.version
-    if work.replica.buffers.names:
-        work.replica.buffers.begin_step()
-    ((_, sums),) = work.partials()
+    ((_, sums),) = computed(work)
     return _Gradient(work=work, sums=sums, version=version)
 
 
@@ -154,7 +153,7 @@ def _apply(central: Central, flight: Flight, errand: _Errand, found: _Gradient) 
         variables.stepper = flight.steppers[errand.copy]
         variables.sparse = work.replica.sparse
         variables.buffers.begin_step()
-        sums = [None if one is None else one.to(variables.device) for one in found.sums]
+        sums = moved(found.sums, variables.device)
         status, norm = apply_update(variables, sums, work.divisor, errand.training.rule(flight.version))
         central.figures["staleness"] = float(flight.version - found.version)
         version, flight.version = flight.version, flight.version + 1

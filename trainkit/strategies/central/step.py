@@ -16,7 +16,7 @@ from trainkit.strategies.central.copies import Central, ThreadWork
 from trainkit.strategies.exchanged import in_all_places
 from trainkit.strategies.update import apply_update
 
-__all__ = ["central_step", "total_of"]
+__all__ = ["central_step", "computed", "moved", "total_of"]
 
 _Sums = Sequence[Tensor | None]
 
@@ -76,9 +76,9 @@ def _works(central: Central, ticket: Ticket, batches: Sequence[Any], training: T
 
 def _partials(central: Central, works: Sequence[ThreadWork], num_shards: int) -> Iterator[tuple[int, _Sums]]:
     """(lane, its sums) on the variables' device, in an order that no thread's speed decides."""
-    running = [central.threads.submit(_computed, work) for work in works]
+    running = [central.threads.submit(computed, work) for work in works]
     wait(running)  # also where one fails: nobody computes with what is being torn down
-    found = [{lane: _moved(sums, central.variables.device) for lane, sums in one.result()} for one in running]
+    found = [{lane: moved(sums, central.variables.device) for lane, sums in one.result()} for one in running]
     if central.lanes is None:
         yield 0, total_of([own[0] for own in found if own])
         return
@@ -87,14 +87,15 @@ def _partials(central: Central, works: Sequence[ThreadWork], num_shards: int) ->
             yield lane, found[lane % len(works)][lane]
 
 
-def _computed(work: ThreadWork) -> list[tuple[int, _Sums]]:
+def computed(work: ThreadWork) -> list[tuple[int, _Sums]]:
     """What a thread computes: its lanes, or its one sum; nothing where it has no shard."""
     if work.replica.buffers.names:
         work.replica.buffers.begin_step()
     return list(work.partials())
 
 
-def _moved(sums: _Sums, device: torch.device) -> _Sums:
+def moved(sums: _Sums, device: torch.device) -> _Sums:
+    """The sums on a device."""
     return [None if one is None else one.to(device) for one in sums]
 
 

@@ -23,7 +23,7 @@ from trainkit.strategies.central.copies import (
     refresh,
     settle_like,
 )
-from trainkit.strategies.central.step import total_of
+from trainkit.strategies.central.step import computed, moved, total_of
 from trainkit.strategies.forward_backward import Divisor, own_memory
 from trainkit.strategies.replica import Replica
 
@@ -105,11 +105,9 @@ class Team:
             loss_scale: gradients are multiplied by it.
             batch_size: samples of the update that these shards are for.
         """
-        divisor = Divisor.of(training.weighing, batch_size)
-        parts = self._parts(ticket, batches, training)
-        for part in parts:
-            part.work.replica.loss_scale = loss_scale
-            part.work.batch_size, part.work.divisor = batch_size, divisor
+        for replica in self.replicas:
+            replica.loss_scale = loss_scale
+        parts = self._parts(ticket, batches, training, batch_size)
         if self.first.packing is None:
             parts[0].work.discover()
             settle_like(self.first, self.replicas[1:])
@@ -120,19 +118,19 @@ class Team:
         if not self._apart:
             weights, sums = [sum(weights)], [total_of(sums)]
         loss_sum = sum(float(part.work.loss_sum) for part in parts if part.work.loss_sum is not None)
-        return Computed(sums=sums, weights=weights, divisor=divisor, loss_sum=loss_sum)
+        return Computed(sums=sums, weights=weights, divisor=parts[0].work.divisor, loss_sum=loss_sum)
 
-    def _parts(self, ticket: Ticket, batches: Sequence[Any], training: Training) -> list[_Part]:
+    def _parts(self, ticket: Ticket, batches: Sequence[Any], training: Training, batch_size: int) -> list[_Part]:
         """Shards in turn for the replicas, the first one's first; each by itself where the order is that of lanes."""
         parts = []
         for rank, replica in enumerate(self.replicas):
             own = shards_of_rank(len(batches), rank=rank, num_ranks=len(self.replicas), lanes=None)
             for places in [own] if own and not self._apart else [(place,) for place in own]:
                 given = Ticket(ticket.step, tuple(ticket.shards[place] for place in places))
-                moved = [to_device(batches[place], replica.device) for place in places]
+                own_batches = [to_device(batches[place], replica.device) for place in places]
                 if self._apart:
-                    moved = [own_memory(batch) for batch in moved]
-                work = ThreadWork(replica, given, moved, training, lock=self._lock)
+                    own_batches = [own_memory(batch) for batch in own_batches]
+                work = ThreadWork(replica, given, own_batches, training, batch_size, lock=self._lock)
                 parts.append(_Part(place=places[0], rank=rank, work=work))
         return parts
 
@@ -146,12 +144,10 @@ class Team:
         for one in running:
             one.result()
         for part in parts:
-            part.sums = [None if one is None else one.to(self.first.device) for one in part.sums]
+            part.sums = moved(part.sums, self.first.device)
 
 
 def _compute(parts: Sequence[_Part]) -> None:
     """What one thread does."""
     for part in parts:
-        if part.work.replica.buffers.names:
-            part.work.replica.buffers.begin_step()
-        ((_, part.sums),) = part.work.partials()
+        ((_, part.sums),) = computed(part.work)
