@@ -48,8 +48,12 @@ def conf(cwd: Path) -> Path:
     return cwd / "conf"
 
 
+def arguments(conf: Path, *more: str) -> list[str]:
+    return ["--config-dir", str(conf), *OVERRIDES, *more]
+
+
 def command(conf: Path, *more: str) -> list[str]:
-    return quick.command("--config-dir", str(conf), *OVERRIDES, *more)
+    return quick.command(*arguments(conf, *more))
 
 
 def environ(log: Path, **more: str) -> dict[str, str]:
@@ -111,7 +115,7 @@ def test_ctrl_c_saves_and_stops_and_the_rest_is_the_same(conf: Path) -> None:
     log = conf.parent / "reads.log"
     subprocess.run(command(conf, "hydra.run.dir=whole"), env=environ(log), check=True, stdout=subprocess.DEVNULL)
     log.unlink()
-    itself = [sys.executable, "-m", "trainkit", *command(conf)[1:]]
+    itself = [sys.executable, "-m", "trainkit", *arguments(conf)]
     process = subprocess.Popen(itself, env=environ(log), stdout=subprocess.PIPE, text=True)
     while not log.exists() or log.read_text().count("read") < 60:
         time.sleep(0.01)
