@@ -31,10 +31,10 @@ def run(call: Call) -> int:
     from trainkit.run.proof import prove  # noqa: PLC0415 - imports torch
 
     candidates = [(_label(point), point.cfg) for point in points]
-    precision, proofs = prove(candidates, steps=steps, say=_say)
-    lines = [line for proof in proofs for line in _report(proof, precision, every="all" in call.flags)]
+    proofs = prove(candidates, steps=steps, say=_say)
+    lines = [line for proof in proofs for line in _report(proof, every="all" in call.flags)]
     sys.stdout.write("\n".join(lines) + "\n")
-    return int(any(proof.verdict == "different" for proof in proofs))
+    return int(any(proof.numbers.verdict == "different" for proof in proofs))
 
 
 def _steps(text: str) -> int:
@@ -54,24 +54,25 @@ def _say(message: str) -> None:
     sys.stderr.flush()
 
 
-def _report(proof: Proof, precision: str, *, every: bool) -> Iterator[str]:
+def _report(proof: Proof, *, every: bool) -> Iterator[str]:
+    numbers = proof.numbers
     replicas = f"{proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
-    worst = max(proof.comparisons, key=lambda one: one.error)
-    yield f"{proof.label}, {replicas}, {max(proof.steps)} steps in {precision}: {_WORDS[proof.verdict]}"
+    worst = max(numbers.comparisons, key=lambda one: one.error)
+    steps = numbers.steps
+    yield f"{proof.label}, {replicas}, {max(steps)} steps in {numbers.precision}: {_WORDS[numbers.verdict]}"
     if proof.changes_maths:
-        where = "" if len(proof.steps) == max(proof.steps) else f", compared after steps {_listed(proof.steps)}"
+        where = "" if len(steps) == max(steps) else f", compared after steps {_listed(steps)}"
         yield f"  this strategy is another training than that of one device, and says so{where}"
-    if proof.verdict == "different":
-        first = proof.first
-        assert first is not None
+    if (first := numbers.first) is not None:
         yield f"  first after step {first.first_step}: {first.name}, relative error {first.error:.2g}"
-    elif proof.verdict == "rounding":
+    elif numbers.verdict == "rounding":
         yield f"  largest relative error {worst.error:.2g}, {worst.name}"
-    yield from _counts(proof.comparisons)
-    without = [one.name for one in proof.comparisons if one.no_gradient]
+    yield from (f"  {line}" for line in numbers.explanation)
+    yield from _counts(numbers.comparisons)
+    without = [one.name for one in numbers.comparisons if one.no_gradient]
     if without:
         yield f"  no gradient but rounding, held to 1e-8 of the summed learning rates: {', '.join(without)}"
-    shown = [one for one in proof.comparisons if every or one.verdict == "different"]
+    shown = [one for one in numbers.comparisons if every or one.verdict == "different"]
     width = max((len(one.name) for one in shown), default=0)
     for one in shown:
         since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"

@@ -1,0 +1,98 @@
+"""Compare the weights of two trainings by name, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+__all__ = ["Comparison", "Verdict", "compare", "worst"]
+
+Verdict = Literal["equal", "rounding", "different"]
+
+_ULPS: Final = 4096.0
+"""Units in the last place that ten steps of sums in another order may cost: 9e-13 in float64, 5e-4 in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """One parameter or buffer against the reference, over all steps."""
+
+    name: str
+    """`param/...` or `buffer/...`."""
+    verdict: Verdict
+    error: float
+    """The largest relative error of any step, |a - b| / |b| in the 2-norm."""
+    first_step: int | None
+    """The first step after which it is not equal in every bit; for `different`, beyond rounding."""
+    no_gradient: bool = False
+    """Its true gradient is zero: held to 1e-8 of the sum of the learning rates instead."""
+
+
+def worst(comparisons: Iterable[Comparison]) -> Verdict:
+    """Return the worst verdict of some comparisons."""
+    found = {one.verdict for one in comparisons}
+    if "different" in found:
+        return "different"
+    return "rounding" if "rounding" in found else "equal"
+
+
+def compare(
+    expected: Mapping[int, Mapping[str, Tensor]],
+    found: Mapping[int, Mapping[str, Tensor]],
+    *,
+    no_gradient: frozenset[str] = frozenset(),
+    allowed: float = 0.0,
+) -> Iterator[Comparison]:
+    """Compare tensors by name after every step that the candidate has.
+
+    Args:
+        expected: the reference: updates -> name -> tensor.
+        found: the same of the candidate.
+        no_gradient: names whose true gradient is zero.
+        allowed: the absolute difference those, and the buffers of a model that has some, may have.
+
+    Example:
+        >>> one, other = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
+        >>> [(item.verdict, item.first_step) for item in compare({1: one, 2: one}, {1: one, 2: other})]
+        [('different', 2)]
+    """
+    # Batch statistics behind a parameter without gradient follow its rounding.
+    loose = bool(no_gradient)
+    for name in next(iter(expected.values())):
+        error, unequal, beyond = 0.0, None, None
+        for number, right in found.items():
+            one, other = expected[number][name], right[name]
+            if torch.equal(one, other):
+                continue
+            unequal = unequal or number
+            error = max(error, _relative(one, other))
+            if not _close(
+                one, other, allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
+            ):
+                beyond = beyond or number
+        verdict: Verdict = "different" if beyond else "rounding" if unequal else "equal"
+        yield Comparison(
+            name=name,
+            verdict=verdict,
+            error=error,
+            first_step=beyond or unequal,
+            no_gradient=name in no_gradient,
+        )
+
+
+def _relative(expected: Tensor, found: Tensor) -> float:
+    one, other = expected.double(), found.double()
+    scale = float(one.norm())
+    return float((one - other).norm()) / scale if scale else float((one - other).norm())
+
+
+def _close(expected: Tensor, found: Tensor, allowed: float) -> bool:
+    if not expected.is_floating_point() or not torch.isfinite(found).all():
+        return False
+    if float((expected - found).abs().max()) <= allowed:
+        return True
+    return _relative(expected, found) <= _ULPS * torch.finfo(expected.dtype).eps
