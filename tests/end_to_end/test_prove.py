@@ -20,7 +20,8 @@ def test_mirrored_is_the_training_of_one_device(cwd: Path, capfd: pytest.Capture
     assert prove("strategy=one_device,mirrored", "strategy.replicas=2") == 0
     out = capfd.readouterr().out.splitlines()
     assert out[0] == "strategy=one_device, 1 replica, 4 steps in fp64: equal, every bit"
-    assert out[2].startswith("strategy=mirrored strategy.replicas=2, 2 replicas, 4 steps in fp64: equal")
+    assert out[2] == "  4 gradients against a plain loop's: equal to rounding"
+    assert out[4].startswith("strategy=mirrored strategy.replicas=2, 2 replicas, 4 steps in fp64: equal")
     assert list(cwd.iterdir()) == []
 
 
@@ -34,6 +35,8 @@ def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     out = capfd.readouterr().out.splitlines()
     assert out[0] == "strategy=mean_of_means, 1 replica, 4 steps in fp64: DIFFERENT"
     assert out[1].startswith("  first after step 1: param/layers.0.weight, relative error ")
+    assert out[2].startswith("  explained by: rule 3 (gradient): the mean of the shards' means; gradient/layers.")
+    assert out[2].endswith("(docs/numbers.md#3-gradient)")
 
 
 def test_local_sgd_is_said_to_be_another_training_unless_every_step_is_averaged(

@@ -5,8 +5,16 @@ import pkgutil
 import pytest
 
 import trainkit.run
+import trainkit.run.diagnosis
+import trainkit.run.proof
 
-MODULES = [info.name for info in pkgutil.iter_modules(trainkit.run.__path__, "trainkit.run.") if not info.ispkg]
+PACKAGES = [trainkit.run, trainkit.run.diagnosis, trainkit.run.proof]
+MODULES = [
+    info.name
+    for package in PACKAGES
+    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    if not info.ispkg
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

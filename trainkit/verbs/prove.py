@@ -11,7 +11,7 @@ from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
-    from trainkit.run.proof import Comparison, Proof
+    from trainkit.run.proof import Comparison, Numbers, Proof
 
 __all__ = ["FLAGS", "USAGE", "run"]
 
@@ -68,11 +68,12 @@ def _report(proof: Proof, *, every: bool) -> Iterator[str]:
     elif numbers.verdict == "rounding":
         yield f"  largest relative error {worst.error:.2g}, {worst.name}"
     yield from (f"  {line}" for line in numbers.explanation)
-    yield from _counts(numbers.comparisons)
+    yield from _counts(numbers.comparisons, "parameters and buffers")
+    yield from _gradients(numbers)
     without = [one.name for one in numbers.comparisons if one.no_gradient]
     if without:
         yield f"  no gradient but rounding, held to 1e-8 of the summed learning rates: {', '.join(without)}"
-    shown = [one for one in numbers.comparisons if every or one.verdict == "different"]
+    shown = [one for one in (*numbers.comparisons, *numbers.gradients) if every or one.verdict == "different"]
     width = max((len(one.name) for one in shown), default=0)
     for one in shown:
         since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"
@@ -83,7 +84,18 @@ def _listed(steps: Sequence[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _counts(comparisons: Sequence[Comparison]) -> Iterator[str]:
+def _gradients(numbers: Numbers) -> Iterator[str]:
+    if not numbers.gradients:
+        yield "  gradients are not compared: the strategy is another training"
+        return
+    worst = max(numbers.gradients, key=lambda one: one.error)
+    wrong = sum(one.verdict == "different" for one in numbers.gradients)
+    found = f"{wrong} DIFFERENT" if wrong else "equal to rounding"
+    yield f"  {len(numbers.gradients)} gradients against a plain loop's: {found}"
+    yield f"    largest relative error {worst.error:.2g}, {worst.name}"
+
+
+def _counts(comparisons: Sequence[Comparison], words: str) -> Iterator[str]:
     counts = {verdict: sum(one.verdict == verdict for one in comparisons) for verdict in _WORDS}
     found = ", ".join(f"{count} {_WORDS[verdict]}" for verdict, count in counts.items() if count)
-    yield f"  {len(comparisons)} parameters and buffers: {found}"
+    yield f"  {len(comparisons)} {words}: {found}"

@@ -1,6 +1,7 @@
 """Compare the training of a strategy with that of one device.
 
 comparing.py   compare tensors by name, step by step
+diagnosing.py  compare gradients, and name the rule that a difference breaks
 running.py     train a few steps at one common cut, and read the weights after each
 proving.py     the proof of every candidate
 """
@@ -8,6 +9,7 @@ proving.py     the proof of every candidate
 from __future__ import annotations
 
 from trainkit.run.proof.comparing import Comparison, Verdict, compare
-from trainkit.run.proof.proving import Case, Numbers, Proof, prove
+from trainkit.run.proof.diagnosing import Case
+from trainkit.run.proof.proving import Numbers, Proof, prove
 
 __all__ = ["Case", "Comparison", "Numbers", "Proof", "Verdict", "compare", "prove"]

@@ -9,7 +9,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "Verdict", "compare", "worst"]
+__all__ = ["Comparison", "Verdict", "compare", "is_rounding", "worst"]
 
 Verdict = Literal["equal", "rounding", "different"]
 
@@ -40,12 +40,24 @@ def worst(comparisons: Iterable[Comparison]) -> Verdict:
     return "rounding" if "rounding" in found else "equal"
 
 
+def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int, Mapping[str, Tensor]]) -> bool:
+    """Return whether all that differs in two trainings is rounding.
+
+    Args:
+        expected: the reference: updates -> name -> tensor.
+        found: the same of the candidate.
+    """
+    pairs = ((expected[number][name], one) for number, right in found.items() for name, one in right.items())
+    return all(torch.equal(one, other) or _close(one, other, 0.0) for one, other in pairs)
+
+
 def compare(
     expected: Mapping[int, Mapping[str, Tensor]],
     found: Mapping[int, Mapping[str, Tensor]],
     *,
     no_gradient: frozenset[str] = frozenset(),
     allowed: float = 0.0,
+    exact: bool = False,
 ) -> Iterator[Comparison]:
     """Compare tensors by name after every step that the candidate has.
 
@@ -54,6 +66,7 @@ def compare(
         found: the same of the candidate.
         no_gradient: names whose true gradient is zero.
         allowed: the absolute difference those, and the buffers of a model that has some, may have.
+        exact: whether equal bits are promised, so that rounding is a difference.
 
     Example:
         >>> one, other = {"param/w": torch.ones(2)}, {"param/w": torch.ones(2) * 2}
@@ -70,7 +83,7 @@ def compare(
                 continue
             unequal = unequal or number
             error = max(error, _relative(one, other))
-            if not _close(
+            if exact or not _close(
                 one, other, allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
             ):
                 beyond = beyond or number

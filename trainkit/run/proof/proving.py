@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.schema import RunConfig
+from trainkit.run.diagnosis import Examiner
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
-from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.plan import make_plan
 from trainkit.run.proof.comparing import Comparison, Verdict, compare, worst
+from trainkit.run.proof.diagnosing import Case, Diagnosis, diagnose
 from trainkit.run.proof.running import (
-    Weights,
     bare,
-    names_without_gradient,
     reference_weights,
     weights_by_step,
     with_precision,
 )
 
-__all__ = ["Case", "Numbers", "Proof", "prove"]
+__all__ = ["Numbers", "Proof", "prove"]
 
 _ONE_DEVICE: Final = "trainkit.strategies.one_device.OneDevice"
 
@@ -38,13 +38,15 @@ class Numbers:
     steps: tuple[int, ...]
     """The updates after which both were compared: those after which the candidate's replicas are alike."""
     comparisons: tuple[Comparison, ...]
+    gradients: tuple[Comparison, ...] = ()
+    """The gradients of a probe against a plain loop's; empty where the strategy is another training."""
     explanation: tuple[str, ...] = ()
-    """Lines that name the rule which the candidate breaks; empty where it breaks none, or where none was found."""
+    """Lines that name the rule which the candidate breaks; empty where it breaks none."""
 
     @property
     def verdict(self) -> Verdict:
-        """The worst of the comparisons."""
-        return worst(self.comparisons)
+        """The worst of the comparisons; gradients that differ make the numbers differ."""
+        return worst([*self.comparisons, *(one for one in self.gradients if one.verdict == "different")])
 
     @property
     def first(self) -> Comparison | None:
@@ -63,24 +65,6 @@ class Proof:
     numbers: Numbers
     changes_maths: bool = False
     """Whether the strategy says of itself that it is another training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A candidate that was trained beside the reference: all that an explanation of a difference may use."""
-
-    label: str
-    reference: RunConfig
-    """The config of the reference: one_device at the common cut, in the precision that was used."""
-    plan: RunPlan
-    """The plan of the candidate, as it would be started."""
-    candidate: RunConfig
-    """The config of the candidate at the common cut, in the same precision."""
-    expected: Weights
-    """The weights of the reference after every step."""
-    found: Weights
-    """The weights of the candidate after every step that it saved."""
-    comparisons: tuple[Comparison, ...]
 
 
 def prove(
@@ -115,7 +99,8 @@ def prove(
     with tempfile.TemporaryDirectory(prefix="trainkit-prove-") as folder:
         precision, expected = reference_weights(reference, Path(folder), say)
         reference = with_precision(reference, precision)
-        without = names_without_gradient(make_plan(reference))
+        examiner = Examiner(reference)
+        without = frozenset(f"param/{name}" for name in examiner.without_gradient)
         proofs = []
         for place, (label, plan) in enumerate(plans):
             say(f"{label} on {plan.num_replicas} replica{'' if plan.num_replicas == 1 else 's'}")
@@ -129,20 +114,33 @@ def prove(
                 candidate=cfg,
                 expected=expected,
                 found=found,
-                comparisons=tuple(compare(expected, found, no_gradient=without, allowed=allowed)),
+                comparisons=tuple(
+                    compare(
+                        expected,
+                        found,
+                        no_gradient=without,
+                        allowed=allowed,
+                        exact=cfg.numerics.reproducible,
+                    )
+                ),
             )
-            proofs.append(_proof(case, precision))
+            proofs.append(_proof(case, precision, diagnose(case, examiner, Path(folder) / str(place))))
     return proofs
 
 
-def _proof(case: Case, precision: str) -> Proof:
+def _proof(case: Case, precision: str, diagnosis: Diagnosis) -> Proof:
     micro_size = case.candidate.batch.micro_size
     assert micro_size is not None
     return Proof(
         label=case.label,
         replicas=case.plan.num_replicas,
         numbers=Numbers(
-            precision=precision, micro_size=micro_size, steps=tuple(case.found), comparisons=case.comparisons
+            precision=precision,
+            micro_size=micro_size,
+            steps=tuple(case.found),
+            comparisons=case.comparisons,
+            gradients=diagnosis.gradients,
+            explanation=diagnosis.lines,
         ),
         changes_maths=case.plan.parts.strategy.is_another_training,
     )

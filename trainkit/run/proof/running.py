@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
-from trainkit.cluster.identity import Identity
 from trainkit.config.schema import RunConfig
-from trainkit.data.loader import Loader
 from trainkit.engine.checkpoint import load, scan
 from trainkit.errors import ConfigError, DataError
-from trainkit.run.building import build_model, make_optimizer
-from trainkit.run.plan import RunPlan
 from trainkit.run.runner import train
-from trainkit.strategies.base import Ticket, Training, Update
-from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.one_device import OneDevice
 
-__all__ = ["Weights", "bare", "names_without_gradient", "reference_weights", "weights_by_step", "with_precision"]
+__all__ = ["Weights", "bare", "reference_weights", "weights_by_step", "with_precision"]
 
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""
 
 _PRECISION: Final = "trainkit.numerics.precision.Precision"
-_NO_GRADIENT: Final = 1e-12
-"""A gradient below this share of the model's is zero but for rounding; AdamW turns such rounding into full steps."""
 
 
 def bare(cfg: RunConfig, steps: int) -> RunConfig:
@@ -80,44 +71,3 @@ def weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]
 
 def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in tensors.items() if not name.startswith("optimizer/")}
-
-
-def names_without_gradient(plan: RunPlan) -> frozenset[str]:
-    """Return the parameters whose gradient in the first step is zero but for rounding."""
-    model = build_model(plan.cfg)
-    device = plan.tasks[0].device
-    placed = OneDevice().place(
-        model,
-        identity=Identity.solo(device),
-        precision=plan.parts.precision,
-        numerics=plan.parts.numerics,
-        make_optimizer=make_optimizer(plan.cfg, model),
-    )
-    shards = tuple(range(plan.batch.num_shards(0)))
-    loader = Loader(
-        plan.parts.datasets["train"],
-        plan=plan.batch,
-        shards_at=lambda _: shards,
-        device=placed.device,
-        settings=plan.cfg.loader,
-        seed=plan.cfg.seed,
-        num_steps=1,
-    )
-    training = Training(
-        plan=plan.batch,
-        objective=plan.parts.objective,
-        weighing=plan.parts.weighing,
-        rule=lambda _: Update(1.0, None),
-    )
-    try:
-        ticket = Ticket(0, OneDevice().assign(plan.batch, 0, placed))
-        sums: Sequence[Any] = StepWork(placed, ticket, loader.fetch(ticket), training).run()
-    finally:
-        loader.close()
-    norms = {f"param/{name}": _norm(grad) for name, grad in zip(placed.params, sums, strict=False)}
-    whole = sum(norm**2 for norm in norms.values()) ** 0.5
-    return frozenset(name for name, norm in norms.items() if norm < _NO_GRADIENT * whole)
-
-
-def _norm(grad: Tensor | None) -> float:
-    return 0.0 if grad is None else float(grad.norm())

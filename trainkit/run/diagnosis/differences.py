@@ -1,0 +1,126 @@
+"""Differences: what in one step of a candidate is not what the plain loop gives, beyond rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainkit.run.diagnosis.evidence import Expected, Tensors
+
+__all__ = ["ULPS", "Difference", "differing_buffers", "differing_gradients", "differing_parameters", "distance", "norm"]
+
+ULPS: Final = 4096.0
+"""Units in the last place that a sum in another order may cost: 9e-13 in float64, 5e-4 in float32."""
+_COPIES: Final = 8.0
+"""Units in the last place of a parameter that its update may cost besides: it is rounded a few times."""
+_NO_GRADIENT: Final = 1e-12
+"""A gradient below this share of the model's is zero but for rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """What differs in one step beyond rounding."""
+
+    step: int
+    found: Tensors
+    """The tensors of the candidate that differ."""
+    expected: Tensors
+    """The same of the plain loop."""
+    allowed: Mapping[str, float]
+    """The norm of a difference that is rounding, by name."""
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the norm of a difference, in float64 on the host; NaN or infinite where a tensor is not finite."""
+    return float((one.detach().cpu().double() - other.detach().cpu().double()).norm())
+
+
+def norm(tensor: Tensor | None) -> float:
+    """Return the norm of a tensor, 0 for None."""
+    return 0.0 if tensor is None else float(tensor.detach().double().norm())
+
+
+def _epsilon(tensor: Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps
+
+
+def differing_gradients(
+    step: int, expected: Expected, found: Tensors, *, errors: dict[str, float], read_from: Tensors | None, rate: float
+) -> Difference | None:
+    """Compare the gradients of a step; None where all are equal to rounding.
+
+    Args:
+        step: the step.
+        expected: what the plain loop gives.
+        found: the gradients of the candidate.
+        errors: receives the relative error of each.
+        read_from: the parameters that a gradient was computed from, as a difference of two; None: it was kept itself.
+        rate: the learning rate that this difference was divided by.
+    """
+    whole = sum(scale**2 for scale in expected.scale.values()) ** 0.5
+    allowed: dict[str, float] = {}
+    wrong: list[str] = []
+    full = {name: expected.gradient.get(name, torch.zeros_like(grad)) for name, grad in found.items()}
+    for name, grad in found.items():
+        scale = expected.scale.get(name, 0.0)
+        epsilon = _epsilon(grad)
+        allowed[name] = max(ULPS * epsilon * scale, _NO_GRADIENT * whole)
+        if read_from is not None:
+            allowed[name] += 4 * epsilon * norm(read_from[f"param/{name}"]) / rate
+        off = distance(full[name], grad)
+        errors[name] = off / (scale if scale > _NO_GRADIENT * whole else whole) if off else 0.0
+        if not off <= allowed[name]:
+            wrong.append(name)
+    return _difference(step, wrong, found, full, allowed)
+
+
+def differing_buffers(step: int, expected: Tensors, found: Tensors) -> Difference | None:
+    """Compare the buffers after a step; None where all are equal to rounding."""
+    allowed = {
+        name: ULPS * _epsilon(tensor) * norm(tensor) if tensor.is_floating_point() else 0.0
+        for name, tensor in expected.items()
+    }
+    wrong = [name for name, tensor in expected.items() if not distance(tensor, found[name]) <= allowed[name]]
+    return _difference(step, wrong, found, expected, allowed)
+
+
+def differing_parameters(
+    step: int, expected: Tensors, *, before: Tensors, found: Tensors, skipped: Iterable[str]
+) -> Difference | None:
+    """Compare the parameters after one update from the same checkpoint; None where all are equal to rounding.
+
+    Args:
+        step: the step.
+        expected: the parameters after the update, by the rules.
+        before: the parameters before it.
+        found: the candidate's after it.
+        skipped: parameters without a gradient, whose update is rounding.
+    """
+    left_out = frozenset(skipped)
+    allowed = {
+        name: _epsilon(tensor) * (_COPIES * norm(tensor) + ULPS * distance(tensor, before[name]))
+        for name, tensor in expected.items()
+    }
+    wrong = [
+        name
+        for name, tensor in expected.items()
+        if name not in left_out and not distance(tensor, found[name]) <= allowed[name]
+    ]
+    return _difference(step, wrong, found, expected, allowed)
+
+
+def _difference(
+    step: int, wrong: list[str], found: Tensors, expected: Tensors, allowed: Mapping[str, float]
+) -> Difference | None:
+    if not wrong:
+        return None
+    return Difference(
+        step=step,
+        found={name: found[name] for name in wrong},
+        expected={name: expected[name] for name in wrong},
+        allowed={name: allowed[name] for name in wrong},
+    )

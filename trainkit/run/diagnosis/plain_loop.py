@@ -1,0 +1,179 @@
+"""The plain loop: forward and backward of each shard of a step, alone, in this process.
+
+It uses the model, the objective, the data and the keys of randomness, and no part of an executor: no accumulation, no
+packing, no reducer, no division of the loss, no clipping, no fused kernel. What it adds up are the definitions of
+docs/numbers.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.data.loader import Loader
+from trainkit.engine.checkpoint import load, newest_valid
+from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
+from trainkit.run.plan import RunPlan
+from trainkit.strategies.base import Ticket
+from trainkit.strategies.one_device import OneDevice
+
+__all__ = ["PlainLoop"]
+
+
+class PlainLoop:
+    """A model on one device, and the shards of any step of its training.
+
+    Args:
+        plan: the plan of the reference: one device, and the cut that is compared.
+    """
+
+    def __init__(self, plan: RunPlan) -> None:
+        self.plan = plan
+        model = build_model(plan.cfg)
+        self._placed = OneDevice().place(
+            model,
+            identity=Identity.solo(plan.tasks[0].device),
+            precision=plan.parts.precision,
+            numerics=plan.parts.numerics,
+            make_optimizer=make_optimizer(plan.cfg, model),
+        )
+        self.params = self._placed.params
+        saved = self._placed.model.state_dict()
+        self._buffers = {name: buffer for name, buffer in self._placed.model.named_buffers() if name in saved}
+        self._loader: Loader | None = None
+        self.sparse = False
+        """Whether a shard that was computed gave a sparse gradient."""
+        self._begin()
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+        return self._placed.model
+
+    def _begin(self) -> None:
+        """Take over the weights that the training starts from."""
+        cfg = self.plan.cfg
+        if cfg.init_from is not None:
+            path = Path(cfg.init_from).expanduser()
+            root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+            found = load(path) if (path / "manifest.json").is_file() else newest_valid(root, report=lambda _: None)
+            assert found is not None  # the run that this loop is compared with has read it
+            self.load(found.tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return copies of the parameters and buffers, named as a checkpoint names them."""
+        params = {f"param/{name}": param.detach().clone() for name, param in self.params.items()}
+        return params | {f"buffer/{name}": buffer.clone() for name, buffer in self._buffers.items()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that a checkpoint holds, by canonical name."""
+        return {name: buffer.clone() for name, buffer in self._buffers.items()}
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the parameters and buffers of a checkpoint."""
+        for name, param in self.params.items():
+            param.copy_(tensors[f"param/{name}"])
+        for name, buffer in self._buffers.items():
+            buffer.copy_(tensors[f"buffer/{name}"])
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Open the data for steps that are asked for in ascending order."""
+        plan = self.plan
+        self._loader = Loader(
+            plan.parts.datasets["train"],
+            plan=plan.batch,
+            shards_at=lambda step: tuple(range(plan.batch.num_shards(step))),
+            device=self._placed.device,
+            settings=plan.cfg.loader,
+            seed=plan.cfg.seed,
+            num_steps=plan.num_steps,
+        )
+        try:
+            yield
+        finally:
+            self._loader.close()
+            self._loader = None
+
+    def shards(
+        self, step: int, *, num_replicas: int = 1, shard_of_keys: int | None = None, only: Sequence[int] | None = None
+    ) -> Iterator[Shard]:
+        """Yield what each shard of a step gives, from the parameters and buffers that were loaded.
+
+        Args:
+            step: the step.
+            num_replicas: replicas of the candidate, which share the shards.
+            shard_of_keys: the shard whose random numbers all shards draw; None: each its own.
+            only: the shards to compute; None: all.
+        """
+        assert self._loader is not None
+        plan = self.plan.batch
+        batches = self._loader.fetch(Ticket(step, tuple(range(plan.num_shards(step)))))
+        before = self.buffers()
+        numerics = self.plan.parts.numerics
+        for shard, batch in enumerate(batches):
+            if only is not None and shard not in only:
+                continue
+            self._restore(before)
+            gradient, weight, after = self._shard(step, shard if shard_of_keys is None else shard_of_keys, batch)
+            lane = shard % numerics.lanes if numerics.reproducible else shard
+            yield Shard(
+                gradient=gradient,
+                weight=weight,
+                size=plan.shard_size(step, shard),
+                replica=lane % num_replicas,
+                buffers=after,
+            )
+        self._restore(before)
+
+    def evidence(self, step: int, *, num_replicas: int) -> StepEvidence:
+        """Return the evidence of a step, at the parameters and buffers that were loaded."""
+        shards = tuple(self.shards(step, num_replicas=num_replicas))
+        return StepEvidence(
+            step=step,
+            shards=shards,
+            num_replicas=num_replicas,
+            buffers=self.buffers(),
+            strides={name: param.stride() for name, param in self.params.items()},
+            drawn_alike=lambda: tuple(self.shards(step, num_replicas=num_replicas, shard_of_keys=0)),
+            in_sequence=lambda chosen: self._in_sequence(step, chosen),
+        )
+
+    def _shard(self, step: int, keyed_as: int, batch: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+        placed, objective = self._placed, self.plan.parts.objective
+        placed.keys.enter(step=step, shard=keyed_as)
+        loss = objective.loss(placed.model, batch)
+        after = self.buffers()
+        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        grads = torch.autograd.grad(total, list(self.params.values()), allow_unused=True)
+        self.sparse = self.sparse or any(grad is not None and grad.is_sparse for grad in grads)
+        found = {
+            name: grad.to_dense() if grad.is_sparse else grad
+            for name, grad in zip(self.params, grads, strict=True)
+            if grad is not None
+        }
+        return found, float(loss.weight), after
+
+    def _in_sequence(self, step: int, chosen: Sequence[int]) -> Tensors:
+        """Return the buffers after the forward passes of some shards, one after the other."""
+        before = self.buffers()
+        after: Mapping[str, Tensor] = before
+        for shard in chosen:
+            self._restore(after)
+            for found in self.shards(step, only=(shard,)):
+                after = found.buffers
+        self._restore(before)
+        return after
+
+    @torch.no_grad()
+    def _restore(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in self._buffers.items():
+            buffer.data.copy_(buffers[name])

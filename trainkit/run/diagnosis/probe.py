@@ -1,0 +1,112 @@
+"""The probe: a short training under plain SGD, whose checkpoints give the gradient of every step by name.
+
+SGD with momentum m keeps `b' = m b + g` for each parameter, and every strategy saves what its optimizer keeps under
+the canonical name of the parameter. So `g = b' - m b` is the gradient that the optimizer was handed, under every
+strategy, without any recording in a step. Where no momentum is kept, `g = (p - p') / lr`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainkit.config.schema import RunConfig
+from trainkit.engine.checkpoint import load, scan
+from trainkit.run.diagnosis.evidence import Expected, Tensors
+
+__all__ = ["MOMENTUM", "gradient_between", "probe_config", "probe_rate", "transitions"]
+
+MOMENTUM: Final = 2.0**-10
+"""Small, so that what is subtracted is small; a power of two, so that the product is exact."""
+_MOVE: Final = 0.01
+"""The share of the parameters' norm that the first step of a probe moves them by."""
+
+
+def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
+    """Return the probe's learning rate: a power of two that moves the parameters by a hundredth in the first step.
+
+    Args:
+        expected: the first step.
+        params: the initial parameters.
+    """
+    gradient = math.hypot(*(float(grad.norm()) for grad in expected.gradient.values()))
+    size = math.hypot(*(float(param.detach().norm()) for param in params))
+    if not (gradient > 0 and size > 0 and math.isfinite(gradient)):
+        return 1.0
+    return float(2.0 ** math.floor(math.log2(_MOVE * size / gradient)))
+
+
+def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> RunConfig:
+    """Return the config with plain SGD at a constant rate: no decay, clipping, warmup or schedule.
+
+    Args:
+        cfg: the candidate, at the common cut.
+        rate: the learning rate.
+        momentum: the optimizer's momentum; 0 for sparse gradients.
+    """
+    fused = {"fused": True} if cfg.optimizer.get("fused") else {}
+    optimizer = {"_target_": "torch.optim.SGD", "lr": rate, "momentum": momentum, **fused}
+    return replace(
+        cfg,
+        optimizer=optimizer,
+        schedule={"_target_": "trainkit.numerics.schedules.Constant"},
+        clip=replace(cfg.clip, max_norm=None),
+        warmup=replace(cfg.warmup, steps=None, epochs=None),
+        lr_scaling=replace(cfg.lr_scaling, reference_batch=None),
+    )
+
+
+def transitions(
+    folder: Path, initial: Mapping[str, Tensor]
+) -> Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
+    """Yield (step, tensors before it, tensors after it) of every step between two checkpoints of a run.
+
+    Args:
+        folder: the run folder.
+        initial: the tensors before step 0.
+    """
+    before, updates = initial, 0
+    for checkpoint in sorted(scan(folder / "checkpoints"), key=lambda one: one.step):
+        after = load(checkpoint.folder).tensors
+        if checkpoint.step == updates + 1:
+            yield updates, before, after
+        before, updates = after, checkpoint.step
+
+
+def gradient_between(
+    before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str], *, rate: float
+) -> Tensors:
+    """Return the gradient that the optimizer of a probe was handed between two checkpoints.
+
+    Args:
+        before: the tensors before the step.
+        after: the tensors after the step.
+        names: the trained parameters.
+        rate: the probe's learning rate.
+
+    Example:
+        >>> one = {"param/w": torch.tensor([1.0])}
+        >>> other = {"param/w": torch.tensor([0.5]), "optimizer/momentum_buffer/w": torch.tensor([2.0])}
+        >>> gradient_between(one, other, ["w"], rate=0.25)["w"].tolist()
+        [2.0]
+        >>> gradient_between(one, {"param/w": torch.tensor([0.5])}, ["w"], rate=0.25)["w"].tolist()
+        [2.0]
+    """
+    keeps = any(key.startswith("optimizer/momentum_buffer/") for key in after)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        slot = f"optimizer/momentum_buffer/{name}"
+        if slot in after:
+            now = after[slot]
+            found[name] = now - MOMENTUM * before[slot] if slot in before else now
+        elif keeps:  # a parameter without a gradient has no slot
+            found[name] = torch.zeros_like(after[f"param/{name}"])
+        else:
+            found[name] = (before[f"param/{name}"] - after[f"param/{name}"]) / rate
+    return found

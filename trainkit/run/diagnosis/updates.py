@@ -1,0 +1,136 @@
+"""Hypotheses about updates: what each wrong rule would make of the true gradient of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.config.schema import RunConfig
+from trainkit.run.building import make_optimizer
+from trainkit.run.diagnosis import causes
+from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors, combine
+from trainkit.run.diagnosis.gradients import read_as_contiguous
+from trainkit.run.diagnosis.matching import Hypothesis
+from trainkit.strategies.optimizer import restore_optimizer_state
+
+__all__ = ["Replay", "clipped", "update_hypotheses"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replay:
+    """One step of the user's optimizer, from a checkpoint, as often as a hypothesis asks for it.
+
+    The optimizer is torch's own loop over parameters: neither a fused kernel nor a sharded state.
+    """
+
+    cfg: RunConfig
+    model: nn.Module
+    """Names the modules that own the parameters, for groups of the optimizer."""
+    params: Mapping[str, nn.Parameter]
+    """The parameters before the step; copies are updated."""
+    state: Mapping[str, Tensor]
+    """The tensors of the checkpoint, of which `optimizer/...` is used."""
+    factor: float
+    """The learning rate of the step over the base rate."""
+    max_norm: float | None
+
+    def step(
+        self, gradient: Tensors, *, rate: float = 1.0, decay: float = 1.0, times: int = 1, forgets: bool = False
+    ) -> Tensors:
+        """Return the parameters after a step.
+
+        Args:
+            gradient: what the optimizer is handed.
+            rate: multiplies the learning rate.
+            decay: multiplies the weight decay.
+            times: decoupled decays of the parameters besides the optimizer's own, plus one.
+            forgets: begin with an empty state.
+        """
+        params = {name: nn.Parameter(param.detach().clone()) for name, param in self.params.items()}
+        optimizer = make_optimizer(self._unfused(), self.model)(params)
+        if not forgets:
+            restore_optimizer_state(optimizer, params, self.state)
+        for group in optimizer.param_groups:
+            group["lr"] = float(group["lr"]) * self.factor * rate
+            if "weight_decay" in group:
+                group["weight_decay"] *= decay
+                with torch.no_grad():
+                    for param in group["params"]:
+                        param.mul_((1.0 - group["lr"] * group["weight_decay"]) ** (times - 1))
+        for name, param in params.items():
+            if name in gradient:
+                param.grad = _like(gradient[name], param)
+        optimizer.step()
+        return {name: param.detach() for name, param in params.items()}
+
+    def _unfused(self) -> RunConfig:
+
+        plain: dict[str, Any] = {key: False for key in ("fused", "foreach") if key in self.cfg.optimizer}
+        return replace(self.cfg, optimizer={**self.cfg.optimizer, **plain})
+
+
+def _like(gradient: Tensor, param: Tensor) -> Tensor:
+    """A gradient with the parameter's own strides."""
+    return torch.empty_like(param).copy_(gradient)
+
+
+def clipped(gradient: Tensors, max_norm: float | None) -> Tensors:
+    """Return gradients scaled down to a global norm, as torch does it.
+
+    Example:
+        >>> clipped({"w": torch.tensor([3.0, 4.0])}, 1.0)["w"]
+        tensor([0.6000, 0.8000])
+    """
+    if max_norm is None:
+        return gradient
+    norm = torch.stack([grad.norm() for grad in gradient.values()]).norm()
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return {name: grad * factor for name, grad in gradient.items()}
+
+
+def update_hypotheses(step: StepEvidence, replay: Replay) -> Iterator[Hypothesis]:
+    """Yield (cause, its form, the parameters after the step that it predicts)."""
+    gradient = clipped(step.gradient, replay.max_norm)
+    if replay.max_norm is not None:
+        yield causes.NOT_CLIPPED, "", replay.step(step.gradient)
+        for words, early in _clipped_apart(step, replay.max_norm):
+            yield causes.CLIPPED_APART, words, replay.step(early)
+            yield causes.CLIPPED_APART, words, replay.step(clipped(early, replay.max_norm))
+    own = len(step.of_replica(0))
+    for count in sorted({step.num_replicas, len(step.shards), own} - {0, 1}):
+        yield causes.RATE, f"times {count}", replay.step(gradient, rate=float(count))
+        yield causes.RATE, f"over {count}", replay.step(gradient, rate=1.0 / count)
+        yield causes.DECAY_PER_SHARD, f"{count} times", replay.step(gradient, decay=float(count))
+        yield causes.DECAY_PER_SHARD, f"{count} times", replay.step(gradient, times=count)
+    yield causes.NOT_DECAYED, "", replay.step(gradient, decay=0.0)
+    yield causes.STATE_LOST, "", replay.step(gradient, forgets=True)
+    misread = {name: read_as_contiguous(grad, step.strides[name]) for name, grad in gradient.items()}
+    yield causes.LAYOUT, "", replay.step(misread)
+
+
+def _clipped_apart(step: StepEvidence, max_norm: float) -> Iterator[tuple[str, Tensors]]:
+    """Yield the sums of gradients that were clipped by shard and by replica, as shares of the sum and as means."""
+    by_shard = [[shard] for shard in step.shards]
+    by_replica = [own for own in map(step.of_replica, range(step.num_replicas)) if own]
+    for words, parts in (("by shard", by_shard), ("by replica", by_replica)):
+        if len(parts) < 2:
+            continue
+        weights = [sum(shard.weight for shard in part) for part in parts]
+        for norms_of_means in (False, True):
+            yield words, _sum_of_clipped(parts, weights, step.weight, max_norm, norms_of_means=norms_of_means)
+
+
+def _sum_of_clipped(
+    parts: Sequence[Sequence[Shard]], weights: Sequence[float], weight: float, max_norm: float, *, norms_of_means: bool
+) -> Tensors:
+    total: dict[str, Tensor] = {}
+    for part, own in zip(parts, weights, strict=True):
+        divisor = own if norms_of_means and own else weight
+        share = divisor / weight
+        for name, grad in clipped(combine(part, [1.0 / divisor] * len(part)), max_norm).items():
+            total[name] = total[name] + grad * share if name in total else grad * share
+    return total
