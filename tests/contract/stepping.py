@@ -85,6 +85,9 @@ TASKS = {
     "classes": Trial(zoo.Net, zoo.Points, zoo.classes_sum, Classification),
     "tokens": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
     "gpt": Trial(zoo.small_gpt, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
+    "channels_last": Trial(zoo.channels_last, zoo.Pictures, zoo.classes_sum, Classification),
+    "transposed": Trial(zoo.transposed, zoo.Points, zoo.classes_sum, Classification),
+    "transposed_tied": Trial(zoo.transposed_tied, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
     "resnet": Trial(zoo.small_resnet, zoo.Pictures, zoo.classes_sum, Classification),
 }
 
@@ -301,7 +304,8 @@ class _Rank:
                 self.strategy.recall(placed, remembered)
             self.strategy.prepare(placed)
             self._steps(placed, end)
-            state = {key: tensor.detach().clone() for key, tensor in self.strategy.state(placed).items()}
+            tensors = self.strategy.state(placed).items()  # contiguous, as a checkpoint gives them back
+            state = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors}
             remembered = self.strategy.remember(placed)
             losses, scale = self._losses(placed), placed.loss_scale.scale
             self.strategy.leave(placed)

@@ -78,6 +78,32 @@ def small_resnet() -> nn.Module:
         return resnet.ResNet(depth=18, num_classes=CLASSES)
 
 
+def channels_last() -> nn.Module:
+    """A small convnet whose weights lie in memory with the channels last, one of one channel a group and one of 1 x 1;
+    for the pictures."""
+    layers = [nn.Conv2d(3, 5, 3), nn.Tanh(), nn.Conv2d(5, 5, 3, groups=5), nn.Conv2d(5, 7, 1), nn.Tanh(), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(7 * 4 * 4, CLASSES))
+    return fill(model.to(memory_format=torch.channels_last))  # type: ignore[call-overload]
+
+
+def transposed(*, width: int = 7) -> nn.Module:
+    """Two layers whose weights are transposed tensors, (inputs, outputs) in memory; for the points."""
+    return transpose(Net(width=width))
+
+
+def transposed_tied() -> nn.Module:
+    """Attention whose matrices are transposed tensors, one of them tied; for the sentences."""
+    return transpose(Attention())
+
+
+def transpose(model: nn.Module) -> nn.Module:
+    """Lay the matrices of a model out by columns; their values stay."""
+    for param in model.parameters():
+        if param.dim() == 2:
+            param.data = param.data.t().contiguous().t()
+    return model
+
+
 class InMemory:
     """Samples in memory, as every dataset here has them."""
 

@@ -10,6 +10,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.randomness import draws_at_random
 from trainkit.run.building import shaping_of
 from trainkit.run.plan import RunPlan
+from trainkit.strategies.layouts import layout_problems
 from trainkit.strategies.shaping import shaping_notes, shaping_problems
 
 __all__ = ["model_notes"]
@@ -23,7 +24,7 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
             single sample.
     """
     strategy, shaping = plan.parts.strategy, shaping_of(plan.cfg)
-    problems = strategy.problems_with(model, plan.facts)
+    problems = [*layout_problems(model), *strategy.problems_with(model, plan.facts)]
     named = plan.cfg.strategy["_target_"].rpartition(".")[2]
     problems += shaping_problems(model, shaping, compiles=strategy.compiles, strategy=named)
     if problems:

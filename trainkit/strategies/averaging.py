@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trainkit.config.values import above, below
 from trainkit.fields import maths
+from trainkit.strategies.layouts import dense_strides, in_layout
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.stored import chosen
@@ -88,8 +89,12 @@ class Window:
         counters += [buffer for buffer in buffers if not buffer.is_floating_point()]
         buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
         tensors = [*weighed, *buffers, *counters]
-        shapes = [*(tensor.shape for tensor in tensors), torch.Size([2])]
-        packing = Packing(shapes, replica.precision.master_dtype, replica.device)
+        packing = Packing(
+            [*(tensor.shape for tensor in tensors), torch.Size([2])],
+            replica.precision.master_dtype,
+            replica.device,
+            strides=[*map(dense_strides, tensors), None],
+        )
         flat = packing.pack([*tensors, None])
         by_targets, by_samples, counts, totals = flat.split_with_sizes(
             _lengths(weighed, buffers, counters, flat.numel())
@@ -132,8 +137,7 @@ class Window:
 
 
 def _parameters(replica: Replica) -> Packing:
-    shapes = [master.shape for master in replica.masters.values()]
-    return Packing(shapes, replica.precision.master_dtype, replica.device)
+    return Packing.like(list(replica.masters.values()), replica.precision.master_dtype, replica.device)
 
 
 def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
@@ -145,7 +149,7 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
         for slot, value in sorted(kept.items()):
             if isinstance(value, Tensor):
                 if value.is_sparse:  # momentum of sparse gradients, whose rows differ between ranks
-                    kept[slot] = value.to_dense()
+                    kept[slot] = in_layout(value.to_dense(), master.stride())
                 (weighed if value.dim() else counters).append(kept[slot])
     return weighed, counters
 

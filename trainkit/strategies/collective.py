@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GroupCollective", "LocalCollective"]
+__all__ = ["GroupCollective", "LocalCollective", "broadcast_values"]
 
 _T = TypeVar("_T")
+
+
+def broadcast_values(tensor: Tensor, **source: Any) -> None:
+    """Overwrite a tensor with the values of one rank, whatever its strides are here and there; collective.
+
+    Backends send memory as it lies, and NCCL refuses what is not contiguous.
+
+    Args:
+        tensor: of one shape and dtype on every rank.
+        source: `src`, or `group` and `group_src`, as torch.distributed.broadcast takes them.
+    """
+    own = tensor.detach()
+    sent = own.contiguous()
+    dist.broadcast(sent, **source)
+    if sent is not own:
+        own.copy_(sent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +88,7 @@ class GroupCollective:
         return [parts[rank] for rank in self.voices] if self.voices else parts
 
     def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
-        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, tensor.contiguous())
+        held = tensor.contiguous()
+        parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, held)
         return parts

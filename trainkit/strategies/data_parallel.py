@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch.distributed as dist
-
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics
+from trainkit.strategies.collective import broadcast_values
 from trainkit.strategies.grouped import Grouped
 from trainkit.strategies.reducers import BackendReducer, LaneReducer, LocalReducer, Reducer
 from trainkit.strategies.replica import Replica
@@ -38,4 +37,4 @@ class DataParallel(Grouped):
         """Take over rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
         if replica.num_ranks > 1:
             for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
-                dist.broadcast(tensor.detach(), src=0)
+                broadcast_values(tensor, src=0)

@@ -19,6 +19,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Training, Weighing
 from trainkit.strategies.exchanged import in_all_places, settle_exchange
+from trainkit.strategies.layouts import dense_strides
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.sparse import find_sparse
@@ -226,9 +227,14 @@ class StepWork:
         if exchanges:
             settle_exchange(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])
-        shapes = [param.shape for param in replica.reduced] + buffers.shapes()
+        reduced, rest = replica.reduced, buffers.shapes()
         if self.divisor.counted:
-            shapes.append(torch.Size([1]))
-        device, dtype = replica.device, replica.precision.master_dtype
-        replica.packing = Packing(shapes, dtype, device, num_grads=len(replica.reduced))
+            rest.append(torch.Size([1]))
+        replica.packing = Packing(
+            [*(param.shape for param in reduced), *rest],
+            replica.precision.master_dtype,
+            replica.device,
+            num_grads=len(reduced),
+            strides=[*map(dense_strides, reduced), *[None] * len(rest)],
+        )
         return replica.packing

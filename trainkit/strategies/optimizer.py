@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainkit.strategies.layouts import in_layout
+
 __all__ = ["Stepper", "optimizer_state", "restore_optimizer_state"]
 
 
@@ -29,6 +31,7 @@ class Stepper:
         self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._place = {id(param): place for place, param in enumerate(params)}
         self._params = list(params)
+        self._strides = [param.stride() for param in params]
         self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
         self._places: list[list[int]] = []
         self._counters: list[Tensor] = []
@@ -41,6 +44,7 @@ class Stepper:
             grads: one a parameter, in the order of `params`; None leaves the parameter out, as torch does.
             lr_factor: every group's own rate is multiplied by it.
         """
+        grads = self._in_layout(grads)
         if self._kernels is not None and all(grad is not None for grad in grads):
             for counter in self._counters:
                 counter.add_(1)
@@ -57,6 +61,13 @@ class Stepper:
         for param in self._params:
             param.grad = None
         self._find_kernels(grads)
+
+    def _in_layout(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Give every gradient the strides of its parameter: fused kernels pair elements by their place in memory."""
+        return [
+            grad if grad is None or grad.is_sparse or grad.stride() == strides else in_layout(grad, strides)
+            for grad, strides in zip(grads, self._strides, strict=True)
+        ]
 
     def forget(self) -> None:
         """Look for the kernels anew: the optimizer's state was replaced."""
@@ -76,6 +87,7 @@ class Stepper:
             or any(grad is None for grad in grads)
             or _hooked(self.optimizer)
             or not all(map(_has_plain_kernel, groups))
+            or not all(_slots_agree(param, self.optimizer.state[param]) for param in self._params)
         ):
             return
         states = self.optimizer.state
@@ -93,6 +105,12 @@ class Stepper:
 
 def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
     return bool(group["fused"]) and not group.get("capturable") and not group["differentiable"]
+
+
+def _slots_agree(param: Tensor, slots: Mapping[str, Any]) -> bool:
+    """Whether every tensor of the optimizer that is of the parameter's shape has its strides."""
+    found = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
+    return all(slot.stride() == param.stride() for slot in found)
 
 
 def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -183,7 +201,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
 def restore_optimizer_state(
     optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Give the optimizer the state that `optimizer_state` saved.
+    """Give the optimizer the state that `optimizer_state` saved, every slot in the strides of its parameter.
 
     Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
     """
@@ -199,3 +217,7 @@ def restore_optimizer_state(
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
     state["state"] = {place: slots[name] for place, name in enumerate(order) if name in slots}
     optimizer.load_state_dict(state)
+    for param, own in optimizer.state.items():  # load_state_dict casts dtype and device, not layout
+        for slot, value in own.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                own[slot] = in_layout(value, param.stride())

@@ -8,6 +8,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from trainkit.strategies.layouts import Strides, dense_strides, view_of
+
 __all__ = ["Packing"]
 
 
@@ -19,6 +21,7 @@ class Packing:
         dtype: dtype of the vector.
         device: where it lives.
         num_grads: how many of the tensors are gradients, which come first; None: all.
+        strides: those of each tensor's view, dense; None: all are contiguous.
 
     Example:
         >>> packing = Packing([torch.Size([2]), torch.Size([])], torch.float32, torch.device("cpu"))
@@ -33,12 +36,19 @@ class Packing:
         device: torch.device,
         *,
         num_grads: int | None = None,
+        strides: Sequence[Strides] | None = None,
     ) -> None:
         self.shapes = list(shapes)
+        self.strides = [None] * len(self.shapes) if strides is None else list(strides)
         self.sizes = [shape.numel() for shape in shapes]
         self.offsets = [0, *accumulate(self.sizes)]
         self.dtype, self.device = dtype, device
         self.num_grads = len(self.shapes) if num_grads is None else num_grads
+
+    @classmethod
+    def like(cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Packing:
+        """Lay out vectors for tensors of these shapes and strides."""
+        return cls([one.shape for one in tensors], dtype, device, strides=[dense_strides(one) for one in tensors])
 
     @property
     def numel(self) -> int:
@@ -47,7 +57,7 @@ class Packing:
 
     def on(self, device: torch.device) -> Packing:
         """The same layout on another device."""
-        return Packing(self.shapes, self.dtype, device, num_grads=self.num_grads)
+        return Packing(self.shapes, self.dtype, device, num_grads=self.num_grads, strides=self.strides)
 
     def empty(self) -> Tensor:
         """A vector of zeros."""
@@ -60,12 +70,9 @@ class Packing:
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors inside a vector, without a copy."""
-        starts = self.offsets[:-1]
-        return [
-            flat.narrow(0, start, size).view(shape)
-            for start, size, shape in zip(starts, self.sizes, self.shapes, strict=True)
-        ]
+        """The tensors inside a vector, each with the strides of its parameter, without a copy."""
+        places = zip(self.offsets, self.sizes, self.shapes, self.strides, strict=False)
+        return [view_of(flat.narrow(0, start, size), shape, strides) for start, size, shape, strides in places]
 
     @staticmethod
     def fill(views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:

@@ -161,8 +161,8 @@ class Reducing(DataParallel):
         reducer = placed.reducer
         if not isinstance(reducer, AutoReducer):
             return ()
-        shapes = [master.shape for master in placed.masters.values()]
-        return (reducer.choose(Packing(shapes, placed.precision.master_dtype, placed.device)),)
+        masters = list(placed.masters.values())
+        return (reducer.choose(Packing.like(masters, placed.precision.master_dtype, placed.device)),)
 
     def remember(self, placed: Replica) -> dict[str, Any]:
         """The reducer that auto chose, and the steps PowerSGD has seen."""

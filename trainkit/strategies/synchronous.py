@@ -17,6 +17,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics, Outcome, Placed, Position, Strategy, Training
 from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.layouts import make_dense
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.replica import Held, Replica, masters_apart, replica_state, restore_replica
@@ -84,7 +85,12 @@ class Synchronous(Strategy):
         return replica
 
     def hold(self, model: nn.Module, precision: Precision, spread: Spread) -> Held:
-        """Put the tensors of a model where they belong, in the numbers they are held in; collective."""
+        """Put the tensors of a model where they belong, in the numbers they are held in; collective.
+
+        Raises:
+            ConfigError: a trainable parameter is an expanded tensor.
+        """
+        make_dense(model)
         initial = masters_apart(model, precision, spread)  # before rounding
         model = spread.move(precision.adapt(model))
         params = {name: param for name, param in model.named_parameters() if param.requires_grad}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.strategies.layouts import in_layout
 from trainkit.strategies.parameter_server.merging import Wishes
 from trainkit.strategies.parameter_server.moving import Landing, on_the_wire, outgoing
 from trainkit.strategies.parameter_server.norms import Norms, joined
@@ -289,4 +290,4 @@ class Servers(Reached):
             link.read([piece.of(whole)])
 
         self.each(ask, list(numbers))
-        return whole
+        return in_layout(whole, self.shares.variables[place].strides)  # a norm sums in the order of the memory

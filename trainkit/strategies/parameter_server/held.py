@@ -60,7 +60,8 @@ class Held:
         self.params = [piece for piece in pieces if piece.variable.kind == "param"]
         self.version: int | None = None
         self.loads = 0
-        self._packing = Packing([torch.Size(p.shape) for p in self.params], dtype, torch.device("cpu"))
+        shapes, strides = [torch.Size(p.shape) for p in self.params], [p.strides for p in self.params]
+        self._packing = Packing(shapes, dtype, torch.device("cpu"), strides=strides)
         self._memory = _Memory(self._packing.empty())
         self._spares = Spares(dtype)
         views = zip(self.params, self._packing.views(self._memory.flat), strict=True)

@@ -9,6 +9,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from trainkit.strategies.layouts import view_of
+from trainkit.strategies.parameter_server.shares import Rows
 from trainkit.strategies.parameter_server.staging import Gradient, Parts, Spares, lane_sum
 from trainkit.strategies.parameter_server.wire import RefusedError
 from trainkit.strategies.sparse import with_values
@@ -50,17 +52,17 @@ class Merging:
     """Gradients on their way into the variables. Not safe for threads, but for what only the chief does.
 
     Args:
-        shapes: of the trainable pieces, which come first.
+        params: the trainable pieces, which come first.
         dtype: that of the masters.
     """
 
-    def __init__(self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> None:
+    def __init__(self, params: Sequence[Rows], dtype: torch.dtype) -> None:
         self.spares = Spares(dtype)
         self.total: Parts = []
-        self._shapes = list(shapes)
+        self._params = list(params)
         self._staged: dict[str, Gradient] = {}
         self._taken: list[Gradient] = []
-        self._seen = [False] * len(self._shapes)
+        self._seen = [False] * len(self._params)
 
     def stage(self, key: str, gradient: Gradient) -> None:
         """Keep a gradient; one of the same name makes room for it.
@@ -107,7 +109,7 @@ class Merging:
             gradients: one a shard, in their order; consumed.
             wishes: the order of summation, and what is done to the sum.
         """
-        count = len(self._shapes)
+        count = len(self._params)
         total = lane_sum([gradient.parts for gradient in gradients], wishes.lanes) if gradients else []
         if wishes.lanes is not None:
             self._fill_seen(total)
@@ -124,16 +126,16 @@ class Merging:
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients of the sum."""
-        _, present = with_values(self.total[: len(self._shapes)])
+        _, present = with_values(self.total[: len(self._params)])
         if factor != 1.0 and present:
             torch._foreach_mul_(present, torch.tensor(factor, dtype=present[0].dtype))
 
     def _fill_seen(self, total: Parts) -> None:
         """Zeros for what had a gradient before and has none in this step: as where ranks exchange one vector."""
-        for place, shape in enumerate(self._shapes if total else ()):
+        for place, piece in enumerate(self._params if total else ()):
             self._seen[place] = self._seen[place] or total[place] is not None
             if self._seen[place] and total[place] is None:
-                total[place] = torch.zeros(shape, dtype=self.spares.dtype)
+                total[place] = view_of(torch.zeros(piece.numel, dtype=self.spares.dtype), piece.shape, piece.strides)
 
 
 def _has_numbers(grad: Tensor) -> bool:

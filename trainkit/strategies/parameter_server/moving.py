@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainkit.strategies.layouts import in_layout, in_memory_order, view_of
 from trainkit.strategies.parameter_server.links import memory_of
 from trainkit.strategies.parameter_server.shares import Rows
 from trainkit.strategies.parameter_server.wire import mask_of, name_of, row_dtype
@@ -42,12 +43,14 @@ class Landing:
 
     def _add(self, piece: Rows, target: Tensor) -> None:
         arriving = self.dtype if piece.variable.kind == "param" else piece.variable.dtype
-        if target.device.type != "cpu" or target.dtype is not arriving or not target.is_contiguous():
-            memory = torch.empty(piece.shape, dtype=arriving)
+        strides = piece.strides  # the server sends the memory of its piece as it lies
+        fits = target.is_contiguous() if strides is None else target.stride() == strides
+        if target.device.type != "cpu" or target.dtype is not arriving or not fits:
+            memory = view_of(torch.empty(piece.numel, dtype=arriving), piece.shape, strides)
             self._moves.append((target, memory))
             target = memory
         if target.numel():
-            self.views.append(memory_of(target))
+            self.views.append(memory_of(in_memory_order(target)))
 
     def settle(self) -> None:
         """Move on what has arrived apart."""
@@ -91,7 +94,7 @@ def outgoing(
             counts[str(number)] = len(found[0])
             sparse.extend(found)
         elif tensor is not None:
-            dense.append(piece.of(tensor))
+            dense.append(in_memory_order(in_layout(piece.of(tensor), piece.strides)))
     meta: dict[str, Any] = {"have": mask_of(flags), "dtype": name_of(dtype)}
     return meta | ({"rows": counts} if counts else {}), [*dense, *sparse]
 

@@ -91,7 +91,7 @@ class _Server:
         self._pieces = shares.pieces[index]
         self._digest = shares.digest
         self._held = Held(self._pieces, shares.master_dtype, make_optimizer)
-        self._merging = Merging([piece.shape for piece in self._held.params], shares.master_dtype)
+        self._merging = Merging(self._held.params, shares.master_dtype)
         self._on_phase, self._timeout_s = on_phase, timeout_s
         self._changed = Condition()
         self._loading: dict[str, Tensor] = {}

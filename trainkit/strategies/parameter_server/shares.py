@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import Facts
+from trainkit.strategies.layouts import part_strides
 from trainkit.strategies.parameter_server.variables import Variable, layout_digest
 from trainkit.strategies.sharded.elementwise import is_elementwise
 
@@ -55,6 +56,11 @@ class Rows:
     def shape(self) -> tuple[int, ...]:
         """Of the part."""
         return (self.stop - self.start, *self.variable.shape[1:]) if self.variable.shape else ()
+
+    @property
+    def strides(self) -> tuple[int, ...] | None:
+        """Those of the part, whose dims lie in memory in the order of the variable's; None: contiguous."""
+        return self.variable.strides if self.is_whole else part_strides(self.shape, self.variable.strides)
 
     @property
     def numel(self) -> int:
@@ -165,7 +171,12 @@ def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, 
 
 
 def _is_rough(piece: Rows) -> bool:
-    """Whether the piece begins where another number of servers would not round alike."""
+    """Whether another number of servers would round alike no more: by where the piece begins, or since its rows are
+    no stretch of the variable's memory.
+    """
+    strides = piece.variable.strides
+    if strides is not None and strides[0] != piece.variable.row_numel and not piece.is_whole:
+        return True
     return piece.start * piece.variable.row_numel % _VECTOR > 0
 
 

@@ -11,6 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from trainkit.strategies.layouts import dense_strides
+
 __all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "unsaved_of", "variables_of"]
 
 Kind = Literal["param", "frozen", "buffer"]
@@ -32,6 +34,9 @@ class Variable:
     shape: tuple[int, ...]
     dtype: torch.dtype
     """That of the masters for a trainable parameter, else the model's own."""
+    strides: tuple[int, ...] | None = None
+    """Those of a trainable parameter in the model, which its gradients and the optimizer's slots have as well; None:
+    contiguous, as all other variables are on a server."""
     saved: bool = True
     """Whether a checkpoint holds it; some buffers are made anew."""
 
@@ -82,7 +87,9 @@ def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable,
 def _variable(
     name: str, kind: Kind, tensor: Tensor, *, dtype: torch.dtype | None = None, saved: bool = True
 ) -> Variable:
-    return Variable(name=name, kind=kind, shape=tuple(tensor.shape), dtype=dtype or tensor.dtype, saved=saved)
+    strides = dense_strides(tensor) if kind == "param" else None
+    shape = tuple(tensor.shape)
+    return Variable(name=name, kind=kind, shape=shape, dtype=dtype or tensor.dtype, strides=strides, saved=saved)
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -114,5 +121,5 @@ def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:
         >>> len(layout_digest([], 1))
         64
     """
-    lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.saved}" for one in variables]
+    lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.strides} {one.saved}" for one in variables]
     return hashlib.sha256("\n".join([str(num_servers), *lines]).encode()).hexdigest()

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from trainkit.strategies.layouts import view_of
 from trainkit.strategies.parameter_server.links import Frame, Link
 from trainkit.strategies.parameter_server.shares import Rows
 from trainkit.strategies.parameter_server.staging import Gradient, Parts, Spares
@@ -149,7 +150,7 @@ def take_gradient(link: Link, frame: Frame, pieces: Sequence[Rows], spares: Spar
         memory.copy_(arrived)
     parts: Parts = [None] * len(pieces)
     for number, view in zip(params, memory.split_with_sizes([pieces[n].numel for n in params]), strict=True):
-        parts[number] = view.view(pieces[number].shape)
+        parts[number] = view_of(view, pieces[number].shape, pieces[number].strides)
     for number, total in buffers.items():
         parts[number] = total
     for number, (rows, values) in sparse.items():

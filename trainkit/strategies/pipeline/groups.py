@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
+from trainkit.strategies.collective import broadcast_values
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.pipeline.cutting import Cut
 from trainkit.strategies.replica_check import bits_hash
@@ -61,7 +62,7 @@ class Groups:
             found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}
             if found:
                 parts = list(found.values())
-                packing = Packing([part.shape for part in parts], parts[0].dtype, parts[0].device)
+                packing = Packing.like(parts, parts[0].dtype, parts[0].device)
                 flat = packing.pack(parts)
                 dist.all_reduce(flat, group=group)
                 for at, total in zip(found, packing.views(flat), strict=True):
@@ -73,7 +74,7 @@ class Groups:
         for places, group in self.alike.items():
             for name in sorted(tensors):
                 if holders[name] == places:
-                    dist.broadcast(tensors[name].detach(), group_src=0, group=group)
+                    broadcast_values(tensors[name], group_src=0, group=group)
 
 
 def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:

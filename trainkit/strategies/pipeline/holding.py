@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainkit.strategies.layouts import dense_strides, in_layout
+
 __all__ = ["Kept"]
 
 
@@ -65,5 +67,5 @@ class Kept:
 
 def _like(tensor: Tensor, value: Tensor | None) -> Tensor:
     """A tensor with these numbers, or without memory."""
-    new = torch.empty_like(tensor, device="meta") if value is None else value
+    new = torch.empty_like(tensor, device="meta") if value is None else in_layout(value, dense_strides(tensor))
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

@@ -60,7 +60,7 @@ def trace(
         stack.enter_context(torch.no_grad())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         own = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
             for name, tensor in chain(model.named_parameters(), model.named_buffers())
         }
         shaped = tree_map(lambda leaf: _without_numbers(leaf, device), inputs)

@@ -14,6 +14,8 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.strategies.layouts import in_memory_order
+
 __all__ = ["Compression", "Compressor"]
 
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
@@ -101,7 +103,7 @@ class _Bucket:
 
     def __init__(self, part: Tensor, grads: Sequence[Tensor], index: int) -> None:
         self._part, self._index = part, index
-        self._grads = [grad if grad.dim() else grad.view(1) for grad in grads if grad.numel()]
+        self._grads = [in_memory_order(grad) if grad.dim() else grad.view(1) for grad in grads if grad.numel()]
 
     def buffer(self) -> Tensor:
         return self._part

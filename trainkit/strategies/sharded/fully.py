@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -15,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
+from trainkit.strategies.collective import broadcast_values
 from trainkit.strategies.sharded.cuts import Cut, local_part
 from trainkit.strategies.sharded.filling import with_memory
 from trainkit.strategies.sharded.freeing import give_freed_memory_back
@@ -117,7 +117,7 @@ def _settle(module: nn.Module, sharding: Sharding, precision: Precision) -> None
 def _take_over(tensor: Tensor, mesh: DeviceMesh) -> None:
     """The values of the mesh's first rank: other meshes may hold other parts of a layer."""
     for dim in range(0 if tensor.is_meta else mesh.ndim):
-        dist.broadcast(tensor, group=mesh.get_group(dim), group_src=0)
+        broadcast_values(tensor, group=mesh.get_group(dim), group_src=0)
 
 
 @torch.no_grad()

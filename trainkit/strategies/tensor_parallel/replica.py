@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.numerics.hashing import hash64
+from trainkit.strategies.collective import broadcast_values
 from trainkit.strategies.mesh import Axes
 from trainkit.strategies.replica import Held
 from trainkit.strategies.replica_check import bits_hash
@@ -84,11 +85,11 @@ def begin_alike(replica: TensorReplica) -> None:
     for name, param in (*{**replica.owners, **replica.masters}.items(), *rounded.items()):
         cut = replica.cuts[name]
         if cut.size == cut.shape:
-            dist.broadcast(param.detach(), src=0)
+            broadcast_values(param, src=0)
         elif copies is not None:
-            dist.broadcast(param.detach(), group=copies, group_src=0)
+            broadcast_values(param, group=copies, group_src=0)
     for buffer in replica.model.buffers():
-        dist.broadcast(buffer.detach(), src=0)
+        broadcast_values(buffer, src=0)
 
 
 def drifted_part(replica: TensorReplica) -> str | None:

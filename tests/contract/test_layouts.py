@@ -1,0 +1,216 @@
+"""Parameters that are not contiguous: every tensor that belongs to one has its strides, under every strategy."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.stepping import STRATEGIES, Case, Frozen, oracle, train
+from tests.support import reference, zoo
+from tests.support.pool import Pool
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.engine.checkpoint.weights import weights_sha256
+from trainkit.errors import ConfigError
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import Numerics
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.replica import Replica, replica_state, restore_replica
+
+# Gradients of the first are sums over 2 shards a replica, of the second over 1; the last batch of an epoch is short.
+CHANNELS_LAST = Case(task="channels_last", global_size=8, micro_size=2)
+TRANSPOSED = Case(task="transposed", global_size=16, micro_size=8)
+BASES = pytest.mark.parametrize("base", [CHANNELS_LAST, TRANSPOSED], ids=["channels_last", "transposed"])
+TIED = Case(task="transposed_tied", optimizer="adamw", global_size=8, micro_size=2)
+REPRODUCIBLE = {"precision": "fp32", "reproducible": True, "optimizer": "adamw", "max_norm": 0.5}
+
+
+def _sha256s(pool: Pool, case: Case) -> list[str]:
+    return [weights_sha256(rank.state) for rank in train(pool, case)]
+
+
+def placed(case: Case, strategy: str, **settings: Any) -> Case:
+    return replace(case, strategy=strategy, settings=settings)
+
+
+@BASES
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_ten_steps_clipped_and_resumed_are_those_of_the_reference(
+    base: Case, strategy: str, optimizer: str, pool: Pool
+) -> None:
+    case = placed(replace(base, optimizer=optimizer, max_norm=0.5), strategy)
+    expected = oracle(case)
+    for rank in train(pool, replace(case, resume_at=4)):
+        assert reference.differences(rank.weights, expected) == []
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("mirrored", {"replicas": 3, "bucket_mb": 1e-4}),
+        ("fsdp", {"replicas": 4, "replicate": 2}),
+        ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": {"0": "colwise", "2": "rowwise"}}),
+        ("tensor_parallel", {"degree": 2, "replicas": 2, "plan": {"0": "colwise", "2": "rowwise"}, "shard": True}),
+        ("pipeline", {"stages": 2, "replicas": 2}),
+        ("central_storage", {"compute_devices": ["cpu", "cpu", "cpu"]}),
+        ("parameter_server", {"workers": 2, "servers": 2, "devices_per_worker": 2}),
+    ],
+    ids=["buckets", "hybrid", "layers", "shared out", "stages", "threads", "servers"],
+)
+def test_layers_groups_and_servers_keep_the_layout(strategy: str, settings: dict[str, Any], pool: Pool) -> None:
+    case = replace(TRANSPOSED, model={"width": 8}, micro_size=4, optimizer="adamw", max_norm=0.05)
+    case, expected = placed(case, strategy, **settings), oracle(case)
+    for rank in train(pool, replace(case, resume_at=4)):
+        assert reference.differences(rank.weights, expected) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_tied_transposed_weight_is_trained_as_the_reference_does(strategy: str, pool: Pool) -> None:
+    case = placed(TIED, strategy)
+    expected = oracle(case)
+    for rank in train(pool, replace(case, resume_at=4)):
+        assert reference.differences(rank.weights, expected) == []
+
+
+@pytest.mark.parametrize("reduce", ["shared_memory", "ring", "hierarchical", "to_one_device", "auto"])
+def test_every_reducer_gives_gradients_the_strides_of_their_parameters(reduce: str, pool: Pool) -> None:
+    case = placed(TRANSPOSED, "mirrored", replicas=3, reduce=reduce)
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+
+
+@BASES
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas_and_resumed(
+    base: Case, count: int, pool: Pool
+) -> None:
+    base = replace(base, **REPRODUCIBLE)
+    expected = weights_sha256(train(pool, base)[0].state)
+    many = placed(base, "mirrored", replicas=count)
+    found = [*train(pool, many), *train(pool, replace(many, resume_at=4))]
+    assert {weights_sha256(rank.state) for rank in found} == {expected}
+
+
+@BASES
+@pytest.mark.parametrize("reproducible", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_of_one_device_ends_in_the_same_bits(
+    base: Case, precision: str, reproducible: bool, pool: Pool
+) -> None:
+    # restored averages were contiguous, and a fused kernel paired them with elements of other places
+    case = replace(base, precision=precision, optimizer="adamw", reproducible=reproducible)
+    assert _sha256s(pool, replace(case, resume_at=4)) == _sha256s(pool, case)
+
+
+@BASES
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [
+        ("central_storage", {}),
+        ("device_map", {"map": {"0": "cpu", "rest": "/cpu:0"}}),
+        ("parameter_server", {"workers": 1, "servers": 1}),
+        ("parameter_server", {"workers": 2, "servers": 2}),
+    ],
+    ids=["central_storage", "device_map", "one server", "two servers"],
+)
+def test_other_strategies_have_the_reproducible_bits_of_one_device(
+    base: Case, strategy: str, settings: dict[str, Any], pool: Pool
+) -> None:
+    # a server whose variable lay in memory otherwise would round other elements in the last, short vector
+    case = replace(base, **REPRODUCIBLE)
+    assert _sha256s(pool, replace(placed(case, strategy, **settings), resume_at=4)) == _sha256s(pool, case)
+
+
+@pytest.mark.parametrize("settings", [{}, {"outer": {"lr": 0.7}}], ids=["average", "outer"])
+def test_replicas_trained_apart_are_those_of_contiguous_weights(settings: dict[str, Any], pool: Pool) -> None:
+    case = replace(TRANSPOSED, optimizer="adamw", strategy="local_sgd")
+    case = replace(case, settings={"replicas": 2, "average_every": 2, **settings})
+    tidy = train(pool, replace(case, task="classes"))[0].weights
+    for rank in train(pool, replace(case, resume_at=4)):
+        for name, tensor in tidy.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"compression": "bf16"}, {"compression": "powersgd", "powersgd_rank": 6, "powersgd_after": 2}],
+    ids=["bf16", "powersgd"],
+)
+def test_compressing_gradients_of_transposed_weights_loses_what_it_does_of_others(
+    settings: dict[str, Any], pool: Pool
+) -> None:
+    case = placed(TRANSPOSED, "mirrored", replicas=2, **settings)
+    tidy, found = (train(pool, replace(case, task=task))[0].weights for task in ("classes", "transposed"))
+    for name, wanted in oracle(case).model.named_parameters():
+        lost = (tidy[name] - wanted).norm()
+        assert (found[name] - wanted).norm() <= 2 * lost + 1e-12 * wanted.norm()
+
+
+@pytest.mark.parametrize("strategy", ["one_device", "mirrored", "fsdp", "parameter_server"])
+def test_a_frozen_transposed_weight_leaves_the_others_those_of_the_reference(strategy: str, pool: Pool) -> None:
+    case = placed(Frozen(task="transposed", global_size=16, micro_size=8), strategy)
+    expected = oracle(case)
+    for rank in train(pool, replace(case, resume_at=4)):
+        assert reference.differences(rank.weights, expected) == []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced(Case):
+    """The first weight is a slice of a larger tensor, which no update may touch beside it."""
+
+    def make_model(self) -> nn.Module:
+        """The model at step 0."""
+        model = super().make_model()
+        layer: Any = next(model.children())
+        wide = torch.full((layer.weight.shape[0], 11), 9.0)
+        wide[:, :6] = layer.weight.detach()
+        layer.weight = nn.Parameter(wide[:, :6])
+        return model
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_slice_of_a_larger_tensor_is_trained_as_the_reference_does(strategy: str, pool: Pool) -> None:
+    # torch's own fused kernel walks over the elements between the rows
+    case = placed(Sliced(global_size=16, micro_size=8, optimizer="adamw"), strategy)
+    expected = oracle(Case(global_size=16, micro_size=8, optimizer="adamw"))
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+
+
+def test_an_expanded_parameter_is_refused_by_name() -> None:
+    model = nn.Linear(3, 2)
+    model.bias = nn.Parameter(torch.zeros(1).expand(2))
+    with pytest.raises(ConfigError) as caught:
+        _on_one_device(model)
+    assert str(caught.value) == (
+        "1 problem in the config\n  model: bias is an expanded tensor, whose elements share memory: torch cannot "
+        "update them apart. Make it a tensor of its own, nn.Parameter(tensor.clone())."
+    )
+
+
+def test_masters_and_slots_have_the_strides_of_their_parameters() -> None:
+    replica = _on_one_device(zoo.channels_last())
+    for param, master in zip(replica.params.values(), replica.masters.values(), strict=True):
+        assert (param.dtype, master.dtype) == (torch.bfloat16, torch.float32)
+        assert master.stride() == param.stride()
+    replica.stepper.step([torch.zeros_like(one).contiguous() for one in replica.masters.values()], 1.0)
+    slots = {key: tensor.contiguous() for key, tensor in replica_state(replica).items()}
+    restore_replica(replica, slots)
+    for master in replica.masters.values():
+        slots = replica.stepper.optimizer.state[master]
+        assert {slots[name].stride() for name in ("exp_avg", "exp_avg_sq")} == {master.stride()}
+
+
+def _on_one_device(model: nn.Module) -> Replica:
+    return OneDevice().place(
+        model,
+        identity=Identity(task=Task(role="worker", index=0, rank=0, device="cpu"), num_ranks=1, token="test"),
+        precision=Precision(value="bf16"),
+        numerics=Numerics(),
+        make_optimizer=lambda params: torch.optim.AdamW(list(params.values()), fused=True),
+    )
