@@ -13,8 +13,10 @@ from tests.support import quick
 
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(
-    r"^<!-- (run|run, long|fails: \d+) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.MULTILINE | re.DOTALL
+    r"^<!-- (run|run, long|fails: \d+(?:, prints)?) -->\n```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
 )
+FILE = re.compile(r"^<!-- file: (\S+) -->\n```\w+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MENTION = re.compile(r"^<!-- (?:run|fails|command)", re.MULTILINE)
 
 
@@ -25,14 +27,18 @@ class Block:
     commands: str
     answer: str | None
     long: bool
+    prints: bool
+    """Whether the answer is on stdout, of which lines in their order are shown."""
 
 
 def blocks() -> list[Block]:
     found = []
     for page in PAGES:
         for kind, commands, answer in BLOCK.findall((ROOT / page).read_text()):
-            code = int(kind.partition(":")[2] or 0)
-            found.append(Block(page, code, commands, answer if code else None, long="long" in kind))
+            fails = re.match(r"fails: (\d+)", kind)
+            code = int(fails[1]) if fails else 0
+            prints = "prints" in kind
+            found.append(Block(page, code, commands, answer if code else None, "long" in kind or prints, prints))
     return found
 
 
@@ -46,14 +52,27 @@ def parameters() -> list:
 
 @pytest.mark.parametrize("block", parameters())
 def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
+    files = dict(FILE.findall((ROOT / block.page).read_text()))
+    for name, content in files.items():
+        (cwd / name).parent.mkdir(parents=True, exist_ok=True)
+        (cwd / name).write_text(content)
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.commands],
         cwd=cwd, env=os.environ | {"PATH": quick.path()}, capture_output=True, text=True, timeout=150, check=False,
     )  # fmt: skip
     assert done.returncode == block.code, done.stdout + done.stderr
-    if block.answer is not None:
+    if block.prints:
+        printed = iter(rounded(done.stdout).splitlines())
+        for line in rounded(block.answer or "").splitlines():
+            assert line in printed, f"{line}\n is not in\n{done.stdout}"
+    elif block.answer is not None:
         assert done.stderr == block.answer
         assert list(cwd.iterdir()) == []
+
+
+def rounded(text: str) -> str:
+    """Errors at the level of rounding depend on the processor."""
+    return re.sub(r"\b\d(?:\.\d+)?e-\d+\b", "E", text)
 
 
 def test_every_bash_block_that_calls_trainkit_is_run() -> None:

@@ -40,6 +40,8 @@ class Cause:
     rule: int
     """The point of docs/numbers.md that it breaks."""
     words: str
+    parts_replicas: bool = False
+    """Whether the replicas are no longer alike after the first step, so that later steps cannot be predicted."""
 
     @property
     def title(self) -> str:
@@ -53,7 +55,7 @@ class Cause:
 
 
 MEAN_OF_MEANS: Final = Cause(3, "the mean of the shards' means")
-NOT_REDUCED: Final = Cause(3, "the gradient of one replica, not added to that of the others")
+NOT_REDUCED: Final = Cause(3, "the gradient of one replica, not added to that of the others", parts_replicas=True)
 COUNTED_TWICE: Final = Cause(3, "the sum of the gradients, added up again")
 AVERAGED: Final = Cause(3, "the average of the shards' gradients in place of their sum")
 LAYOUT: Final = Cause(3, "the memory of the gradient is read as contiguous, against the parameter's strides")

@@ -61,8 +61,8 @@ class Matching:
         if self.differences == 0:
             self._standing = found
         else:
-            kept = self._standing.keys() & found.keys()
-            self._standing = {key: max(self._standing[key], found[key], key=lambda one: one.error) for key in kept}
+            kept = {key for key in self._standing if key in found or key[0].parts_replicas}
+            self._standing = {key: _worse(self._standing[key], found.get(key)) for key in kept}
         self.differences += 1
 
     @property
@@ -74,6 +74,10 @@ class Matching:
             if known is None or match.error < known.error:
                 best[match.cause] = match
         return list(best.values())
+
+
+def _worse(one: Match, other: Match | None) -> Match:
+    return one if other is None or other.error <= one.error else other
 
 
 def _match(difference: Difference, cause: Cause, form: str, predicted: Tensors) -> Match | None:

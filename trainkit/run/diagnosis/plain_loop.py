@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainkit.cluster.identity import Identity
 from trainkit.data.loader import Loader
 from trainkit.engine.checkpoint import load, newest_valid
-from trainkit.run.building import build_model, make_optimizer
+from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Ticket
@@ -36,7 +36,7 @@ class PlainLoop:
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        model = build_model(plan.cfg)
+        model = shaped_model(plan.cfg, plan.parts.strategy)  # compiled code draws other random numbers
         self._placed = OneDevice().place(
             model,
             identity=Identity.solo(plan.tasks[0].device),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ class Replay:
         params = {name: nn.Parameter(param.detach().clone()) for name, param in self.params.items()}
         optimizer = make_optimizer(self._unfused(), self.model)(params)
         if not forgets:
-            restore_optimizer_state(optimizer, params, self.state)
+            # the optimizer updates what it is given
+            restore_optimizer_state(optimizer, params, {key: slot.clone() for key, slot in self.state.items()})
         for group in optimizer.param_groups:
             group["lr"] = float(group["lr"]) * self.factor * rate
             if "weight_decay" in group:
@@ -78,8 +80,13 @@ def _like(gradient: Tensor, param: Tensor) -> Tensor:
     return torch.empty_like(param).copy_(gradient)
 
 
-def clipped(gradient: Tensors, max_norm: float | None) -> Tensors:
+def clipped(gradient: Tensors, max_norm: float | None, *, floor: float = 1e-6) -> Tensors:
     """Return gradients scaled down to a global norm, as torch does it.
+
+    Args:
+        gradient: the gradients.
+        max_norm: the largest norm; None does not clip.
+        floor: is added to the norm.
 
     Example:
         >>> clipped({"w": torch.tensor([3.0, 4.0])}, 1.0)["w"]
@@ -88,7 +95,7 @@ def clipped(gradient: Tensors, max_norm: float | None) -> Tensors:
     if max_norm is None:
         return gradient
     norm = torch.stack([grad.norm() for grad in gradient.values()]).norm()
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    factor = torch.clamp(max_norm / (norm + floor), max=1.0)
     return {name: grad * factor for name, grad in gradient.items()}
 
 
@@ -117,20 +124,12 @@ def _clipped_apart(step: StepEvidence, max_norm: float) -> Iterator[tuple[str, T
     by_shard = [[shard] for shard in step.shards]
     by_replica = [own for own in map(step.of_replica, range(step.num_replicas)) if own]
     for words, parts in (("by shard", by_shard), ("by replica", by_replica)):
-        if len(parts) < 2:
-            continue
-        weights = [sum(shard.weight for shard in part) for part in parts]
-        for norms_of_means in (False, True):
-            yield words, _sum_of_clipped(parts, weights, step.weight, max_norm, norms_of_means=norms_of_means)
-
-
-def _sum_of_clipped(
-    parts: Sequence[Sequence[Shard]], weights: Sequence[float], weight: float, max_norm: float, *, norms_of_means: bool
-) -> Tensors:
-    total: dict[str, Tensor] = {}
-    for part, own in zip(parts, weights, strict=True):
-        divisor = own if norms_of_means and own else weight
-        share = divisor / weight
-        for name, grad in clipped(combine(part, [1.0 / divisor] * len(part)), max_norm).items():
-            total[name] = total[name] + grad * share if name in total else grad * share
-    return total
+        for are_means, floor in product((False, True), (1e-6, 0.0)) if len(parts) > 1 else ():
+            total = Shard(gradient={}, weight=1.0, size=1)
+            for part in parts:
+                own = sum(shard.weight for shard in part)
+                divisor = own if are_means and own else step.weight
+                small = clipped(combine(part, [1.0 / divisor] * len(part)), max_norm, floor=floor)
+                term = Shard(gradient=small, weight=1.0, size=1)
+                total = replace(total, gradient=combine([total, term], [1.0, divisor / step.weight]))
+            yield words, total.gradient

@@ -1,0 +1,62 @@
+"""`trainkit prove` names the rule that a planted fault breaks, and names none where nothing is planted."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.mutants.planting import ROOT, Mutant, copy_sources, plant
+
+LISTED: dict[str, dict[str, Any]] = yaml.safe_load((Path(__file__).parent / "named.yaml").read_text())
+
+
+def mutant_of(name: str) -> Mutant:
+    entry = {key: value for key, value in LISTED[name].items() if key not in ("arguments", "named")}
+    return Mutant(name=name, killers=(), **entry)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_sources(tmp_path_factory.mktemp("named"))
+
+
+def prove(copy: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
+    """Prove mirrored on two replicas with the sources of a copy; the exit code and what was printed."""
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "trainkit", "prove", "strategy=mirrored", "strategy.replicas=2", "--steps", "3"]
+    done = subprocess.run(
+        [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_ten_faults_are_planted() -> None:
+    for name in LISTED:
+        mutant = mutant_of(name)
+        compile(mutant.planted((ROOT / mutant.file).read_text()), mutant.file, "exec")
+    assert len(LISTED) == 10
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", LISTED)
+def test_a_planted_fault_is_named(name: str, copy: Path, cwd: Path) -> None:
+    with plant(mutant_of(name), copy):
+        code, output = prove(copy, cwd, LISTED[name]["arguments"])
+    explained = [line for line in output.splitlines() if "explained" in line]
+    assert code == 1, output
+    assert len(explained) == 1, output
+    assert explained[0].strip().startswith(f"explained by: {LISTED[name]['named']}"), output
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_nothing_is_named_where_nothing_is_planted(copy: Path, cwd: Path) -> None:
+    for arguments in {tuple(entry["arguments"]) for entry in LISTED.values()}:
+        code, output = prove(copy, cwd, list(arguments))
+        assert code == 0, output
+        assert "explained" not in output
