@@ -241,7 +241,7 @@ def test_an_overflowed_step_is_tried_again_by_all(store: tuple[str, int], monkey
 def test_a_step_that_is_not_finite_is_left_out_by_policy(
     mode: str, store: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepping, "Numerics", partial(Numerics, skip_nonfinite=True))
+    monkeypatch.setattr(stepping, "Numerics", partial(Numerics, on_nonfinite="skip"))
     batch = stepping._Rank._batch
 
     def poisoned(rank: Any, indices: list[int]) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,9 @@ class MeanOfMeans(OneDevice):
 
     def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
         work = _Means(placed, ticket, batches, training)
-        status, norm = apply_update(placed, work.run(), work.divisor, training.rule(ticket.step))
+        status, norm = apply_update(
+            placed, work.run(), work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum
+        )
         return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
 
 

@@ -71,7 +71,7 @@ REFUSED: list[tuple[Any, Any, list[str]]] = [
     ),
     (
         {"compression": "powersgd"},
-        {"precision": "fp16_mixed", "numerics": Numerics(skip_nonfinite=True)},
+        {"precision": "fp16_mixed", "numerics": Numerics(on_nonfinite="skip")},
         [
             f"compression=powersgd: cannot leave out a step that overflows, as precision=fp16_mixed does: {LASTING}",
             f"compression=powersgd: cannot leave out a step, as numerics.on_nonfinite=skip does: {LASTING}",

@@ -7,7 +7,7 @@ wrong. docs/numbers.md is the text of what it does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -95,6 +95,7 @@ def train(
     seed: int = 0,
     max_norm: float | None = None,
     shuffle: bool = True,
+    leave_out: Collection[int] = (),
 ) -> Trained:
     """Train a copy of a model, in float64.
 
@@ -110,6 +111,7 @@ def train(
         seed: of the order.
         max_norm: the global gradient norm above which gradients are scaled down.
         shuffle: False keeps the dataset's own order.
+        leave_out: steps of which nothing but the number is used.
 
     Returns:
         The trained copy, with losses, samples, rates and gradient norms.
@@ -119,7 +121,7 @@ def train(
     rule = optimizer(named)
     trained = Trained(model=model)
     steps_per_epoch = -(-len(samples) // global_size)
-    for step in range(num_steps):
+    for step in (step for step in range(num_steps) if step not in leave_out):
         epoch, within = divmod(step, steps_per_epoch)
         sequence = order(len(samples), seed=seed, epoch=epoch) if shuffle else range(len(samples))
         batch = list(sequence)[within * global_size : (within + 1) * global_size]

@@ -6,8 +6,10 @@ Every initial weight and every input is a float32 number by formula, so that flo
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 from unittest import mock
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn import functional
 from trainkit.models import resnet
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Supervised
+from trainkit.objectives.classification import Classification
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 
@@ -159,6 +162,32 @@ class RecordedPoints:
         return self.points[index]
 
 
+class PoisonedPoints:
+    """The points one at a time, some of which are NaN: whenever they are read, or the first time of all processes."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    def __init__(self, *, bad: Sequence[int], once: str | None = None, split: str = "train") -> None:
+        self.points, self.bad = Points(split), frozenset(bad if split == "train" else ())
+        self.once = None if once is None else Path(once)
+        """A folder, with a file for each sample that was NaN once."""
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.points[index]
+        return (inputs * torch.nan if self._is_bad(int(index)) else inputs), target
+
+    def _is_bad(self, index: int) -> bool:
+        if index not in self.bad or self.once is None:
+            return index in self.bad
+        marker = self.once / f"bad_{index}"
+        was_bad = marker.exists()
+        marker.touch()
+        return not was_bad
+
+
 class NoisyPoints(RecordedPoints):
     """The points with noise, which is written down beside the index."""
 
@@ -216,3 +245,24 @@ def tokens_sum(model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, flo
     inputs, targets = batch
     loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="sum")
     return loss, float((targets != PAD).sum())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Odd(Classification):
+    """Classification of points; with point `bad` in a shard either its loss or its gradient is not finite."""
+
+    bad: int
+    kind: Literal["loss", "gradient", "buffer"]
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        """As usual, and what `kind` says."""
+        found = super().loss(model, batch)
+        inputs, _ = batch
+        if not model.training or not (inputs == Points().inputs[self.bad].to(inputs)).all(1).any():
+            return found
+        if self.kind == "buffer":
+            next(model.buffers()).data.fill_(torch.inf)
+            return found
+        nothing = 0.0 * next(model.parameters()).sum()
+        odd = torch.full_like(nothing, torch.inf).detach() if self.kind == "loss" else 0.0 * nothing.sqrt()
+        return Loss(found.loss_sum + odd, found.weight, found.extra, found.outputs, found.targets)

@@ -45,6 +45,12 @@ class MetricsFile(Callback):
         """Take the figures of an evaluation, as a row of their own."""
         self._take(run, {"step": run.state.step, "epoch": run.state.epoch, **metrics})
 
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Drop the rows of the steps that are trained again."""
+        self._flush(run)
+        if run.is_owner:
+            keep_until(_path(run), run.state.step)
+
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """Write what was gathered: a run that resumes from here has every row before."""
         self._flush(run)

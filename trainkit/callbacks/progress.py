@@ -55,6 +55,14 @@ class Progress(Callback):
             self._shown.metric = (name, metrics[name])
         self._show(run)
 
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Say where the training continues, and measure its pace anew."""
+        self._shown.pace = Pace()
+        if run.is_owner:
+            where = f"the checkpoint of step {run.state.step}"
+            print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - the screen
+            self._shown.pace.remaining_s(run.state.step, run.num_steps)
+
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Leave the screen to the closing lines."""
         if self._shown.line is not None:
@@ -75,6 +83,7 @@ class Progress(Callback):
                 metric=shown.metric,
                 samples_per_s=shown.row.get("samples_per_s"),
                 data_wait=shown.row.get("data_wait"),
+                skipped=run.state.skipped,
                 remaining_s=shown.pace.remaining_s(run.state.step, run.num_steps),
             )
         )

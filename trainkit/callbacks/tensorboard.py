@@ -66,6 +66,11 @@ class TensorBoard(Callback):
         if run.is_owner:
             self._write(run, metrics)
 
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Begin a new file, which replaces what was written of the steps that are trained again."""
+        self.run_end(run, {})
+        self._open.start = run.state.step
+
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Close the file."""
         if self._open.events is not None:

@@ -82,8 +82,7 @@ def without_effect_in(composition: Composition, launcher: str | None) -> list[Pr
 def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:
     """Key and reason for every key that is idle by the values of others."""
     yield from _idle_rates(values)
-    if not values["numerics"]["reproducible"]:
-        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    yield from _idle_numerics(values["numerics"])
     if values["compile"]["mode"] == "off":
         yield "compile.backend", "has no effect with compile.mode=off."
     if values["eval"]["metric"] is None:
@@ -107,6 +106,15 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
     if values["precision"].get("value") != "fp16_mixed":
         reason = "has no effect: only precision=fp16_mixed scales its loss."
         yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
+
+
+def _idle_numerics(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Those of the order of summation, and of steps that are left out."""
+    if not numerics["reproducible"]:
+        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    if numerics["on_nonfinite"] != "skip":
+        limits = ("max_skips_in_a_row", "max_skipped_share")
+        yield from ((f"numerics.{name}", "has no effect without numerics.on_nonfinite=skip.") for name in limits)
 
 
 _ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")

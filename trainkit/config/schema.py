@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from trainkit.config.values import above, at_least, below, limits_in, misfit, pattern, plain
+from trainkit.config.values import above, at_least, below, limits_in, misfit, pattern, plain, within
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, placement, speed
 
@@ -113,8 +113,13 @@ class Numerics:
     """The same bits on any number of replicas up to `lanes`; costs speed."""
     lanes: Annotated[int, maths, at_least(1)] = 8
     """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
-    on_nonfinite: Annotated[Literal["stop", "skip"], maths] = "stop"
-    """A NaN or infinite gradient that no loss scale explains: end the run, or record a step of nothing."""
+    on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], maths] = "stop"
+    """A loss or gradient that is NaN or infinite, and no loss scale explains it: end the run, leave the step out, or
+    train it again from the last checkpoint and leave it out if it is not finite again."""
+    max_skips_in_a_row: Annotated[int, cosmetic, at_least(1)] = 10
+    """With `on_nonfinite=skip`, end the run after so many steps left out one after the other."""
+    max_skipped_share: Annotated[float, cosmetic, within(0, 1)] = 0.01
+    """With `on_nonfinite=skip`, end the run where a larger share of its steps is left out; judged from step 100 on."""
     check_replicas_every: Annotated[int | None, cosmetic, at_least(1)] = None
     """Compare the replicas' parameters each so many steps, and stop a run in which they drifted apart."""
 

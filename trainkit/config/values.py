@@ -75,6 +75,11 @@ def above(low: float) -> Limit:
     return Limit(rule=f"must be more than {low}.", low=low, open_low=True)
 
 
+def within(low: float, high: float) -> Limit:
+    """From `low` to `high`, both included."""
+    return Limit(rule=f"must be at least {low} and at most {high}.", low=low, high=high)
+
+
 def below(low: float, high: float) -> Limit:
     """From `low` up to, not including, `high`."""
     return Limit(rule=f"must be at least {low} and less than {high}.", low=low, high=high, open_high=True)

@@ -5,6 +5,7 @@ run_start          before the first step, everything placed
   log              a row of figures, every `log_every_steps`
   eval_end         figures of an evaluation
   checkpoint_saved a checkpoint stands complete in the run folder
+  rolled_back      the training continues from an earlier step
 train_end          after the last step, while the ranks still stand together
 run_end            with the result, however the run ended
 
@@ -106,6 +107,12 @@ class Callback:
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
         """A checkpoint is complete; on the owner only, since only it writes them."""
+
+    def rolled_back(self, run: Run, step: int) -> None:
+        """Continue from an earlier step, where `run.state` is by now, since `step` was not finite.
+
+        What `state` gave for that checkpoint is restored before. Figures of later steps come again.
+        """
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """The training ended as it should; on every rank, which may still exchange. `result` as in `run_end`."""

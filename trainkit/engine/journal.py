@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from trainkit.engine.events import Run
+from trainkit.engine.left_out import REMEDY, listed
 from trainkit.errors import NonFiniteError, ZeroWeightError
-from trainkit.strategies.base import Outcome, Placed, Status
+from trainkit.strategies.base import LeftOut, Outcome, Placed, Status
 
 __all__ = ["Journal"]
 
@@ -57,33 +58,43 @@ class Journal:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        losses, weights = self._totals(outcomes)
-        applied = [place for place, outcome in enumerate(outcomes) if outcome.status is Status.applied]
+        losses, weights, norms, skips = self._totals(outcomes)
+        applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
-            self._refuse(outcomes[place].step, losses[place], weights[place])
+            self._refuse(outcomes[place], losses[place], weights[place], norms[place])
         return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
 
-    def _totals(self, outcomes: list[Outcome]) -> tuple[list[float], list[float]]:
+    def _totals(self, outcomes: list[Outcome]) -> list[list[float]]:
+        """Return loss, weight, gradient norm and skips of each step, summed over ranks; a skipped step adds nothing."""
         device = self._placed.device
         zero = torch.zeros((), device=device)
-        losses = torch.stack([zero if one.loss_sum is None else one.loss_sum for one in outcomes]).double()
-        if any(isinstance(one.weight, Tensor) for one in outcomes):
-            weights = torch.stack([torch.as_tensor(one.weight, device=device).double() for one in outcomes])
+        skips = [one.status is Status.skipped for one in outcomes]
+        counted = list(zip(outcomes, skips, strict=True))
+        losses = torch.stack([zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]).double()
+        given = [0.0 if skip else one.weight for one, skip in counted]
+        if any(isinstance(one, Tensor) for one in given):
+            weights = torch.stack([torch.as_tensor(one, device=device).double() for one in given])
         else:
-            weights = torch.tensor([one.weight for one in outcomes], dtype=torch.float64, device=device)
-        total = self._placed.collective.sum(torch.stack([losses, weights]))
-        both: list[list[float]] = total.tolist()
-        return both[0], both[1]
+            weights = torch.tensor(given, dtype=torch.float64, device=device)
+        norms = torch.stack([zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]).double()
+        skipped = torch.tensor(skips, dtype=torch.float64, device=device)
+        total = self._placed.collective.sum(torch.stack([losses, weights, norms, skipped]))
+        rows: list[list[float]] = total.tolist()
+        return rows
 
-    def _refuse(self, step: int, loss_sum: float, weight: float) -> None:
+    def _refuse(self, outcome: Outcome, loss_sum: float, weight: float, norm: float) -> None:
+        step = outcome.step
         if weight == 0:
             raise ZeroWeightError(
                 f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
             )
-        if not math.isfinite(loss_sum):
+        if not math.isfinite(loss_sum) or not math.isfinite(norm):
+            found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+            left_out = self._run.state.left_out
+            samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
+            of = f", of the samples {samples}" if samples else ""
             raise NonFiniteError(
-                f"step {step}: the loss is {loss_sum}. Lower optimizer.lr, set clip.max_norm, add warmup.steps, or "
-                "leave such steps out with numerics.on_nonfinite=skip."
+                f"step {step}: the {found}{of}. {REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
             )
 
     def _row(self, outcomes: list[Outcome], loss_sum: float, weight: float) -> dict[str, float]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from trainkit.config.schema import Numerics
+from trainkit.engine.left_out import LeftOutSteps
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Outcome, Status
 
@@ -18,15 +20,15 @@ class State:
     plan: BatchPlan
     """How steps are cut."""
     step: int = 0
-    """Updates completed."""
+    """Updates completed, and steps left out."""
     seconds: float = 0.0
     """Seconds of training, over all attempts; evaluation and saving left out."""
     best: float | None = None
     """The best `eval.metric` so far."""
     retries: int = 0
     """Tries at a step that overflowed."""
-    skipped: int = 0
-    """Steps left out by policy."""
+    left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(Numerics(), lambda _ticket: ()))
+    """Steps left out because they are not finite."""
 
     @property
     def epoch(self) -> float:
@@ -38,27 +40,39 @@ class State:
         """Samples used."""
         return self.plan.samples_before(self.step)
 
+    @property
+    def skipped(self) -> int:
+        """Steps left out."""
+        return self.left_out.count
+
     def advance(self, outcome: Outcome) -> bool:
         """Take note of a try at a step; whether it is done with.
 
         An applied step and one left out by policy are; an overflowed one comes again, one handed out is under way.
+
+        Raises:
+            NonFiniteError: too many steps are left out.
+            RollbackNeeded: the step is to be trained again, from the last checkpoint on.
         """
         if outcome.status is Status.handed_out:
             return False
         if outcome.status is Status.retry:
             self.retries += 1
             return False
-        if outcome.status is Status.skipped:
-            self.skipped += 1
         self.step += 1
+        for one in outcome.left_out:
+            self.left_out.take(one)
+        if self.left_out.count:
+            self.left_out.judge_share(self.step)
         return True
 
     def to_json(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        counted = ("step", "seconds", "best", "retries", "skipped")
-        return {name: getattr(self, name) for name in counted}
+        counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
+        return {**counted, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from what `to_json` gave."""
-        for name, value in saved.items():
-            setattr(self, name, value)
+        """Continue from what `to_json` gave, also in an earlier version, which counted the steps left out alone."""
+        for name in ("step", "seconds", "best", "retries"):
+            setattr(self, name, saved[name])
+        self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal
 
@@ -141,11 +141,22 @@ class LossScale:
     """Steps since the last change."""
     overflows: int = 0
     """Overflows in a row."""
+    before: LossScale | None = field(default=None, repr=False, compare=False)
+    """The loss scale before these overflows; None where there are none."""
 
     @property
     def moves(self) -> bool:
         """Whether gradients must be looked at for overflow."""
         return self.scaling is not None
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether another overflow in a row may be tried again."""
+        return self.scaling is not None and self.overflows + 1 < self.scaling.max_overflows
+
+    def after_skip(self) -> LossScale:
+        """Return the loss scale after a step that was left out: that of before its overflows."""
+        return self.before or self
 
     def after(self, *, overflow: bool) -> LossScale:
         """The scale after a try.
@@ -163,11 +174,11 @@ class LossScale:
                     "are not finite: lower optimizer.lr, set clip.max_norm, or use precision=bf16_mixed."
                 )
             lower = max(self.scale / 2, self.scaling.min_scale)
-            return replace(self, scale=lower, good_steps=0, overflows=overflows)
+            return replace(self, scale=lower, good_steps=0, overflows=overflows, before=self.before or self)
         good_steps = self.good_steps + 1
         if good_steps >= self.scaling.growth_interval:
-            return replace(self, scale=self.scale * 2, good_steps=0, overflows=0)
-        return replace(self, good_steps=good_steps, overflows=0)
+            return replace(self, scale=self.scale * 2, good_steps=0, overflows=0, before=None)
+        return replace(self, good_steps=good_steps, overflows=0, before=None)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint keeps."""
@@ -182,4 +193,5 @@ class LossScale:
             scale=float(state["scale"]),
             good_steps=int(state["good_steps"]),
             overflows=int(state["overflows"]),
+            before=None,
         )

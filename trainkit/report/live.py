@@ -32,6 +32,8 @@ class Reading:
     samples_per_s: float | None = None
     data_wait: float | None = None
     """Share of the time spent waiting for data, 0 to 1."""
+    skipped: int = 0
+    """Steps left out because they were not finite."""
     remaining_s: float = float("inf")
 
 
@@ -88,6 +90,8 @@ def plain_text(reading: Reading) -> str:
         parts.append(f"{compact(reading.samples_per_s)} samples/s")
     if reading.data_wait is not None:
         parts.append(f"data wait {share(reading.data_wait)}")
+    if reading.skipped:
+        parts.append(f"{count(reading.skipped)} skipped")
     if reading.remaining_s < float("inf"):
         parts.append(f"{clock(reading.remaining_s)} left")
     return "  ".join(parts)
@@ -222,6 +226,9 @@ def _parts(reading: Reading, step: int) -> list[_Part]:
     if reading.data_wait is not None:
         wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
         parts.append(_Part(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
+    if reading.skipped:
+        skipped = f"{count(reading.skipped)} skipped"
+        parts.append(_Part(long=skipped, short=skipped, style="yellow", rank=1))
     if reading.remaining_s < float("inf"):
         left = clock(reading.remaining_s)
         parts.append(_Part(long=f"{left} left", short=left, style="magenta", rank=3))

@@ -173,9 +173,20 @@ def _time_taken(result: Mapping[str, Any]) -> str:
 def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
     metrics = result.get("metrics") or {}
     rows = {"result": "  ".join(f"{name} {figure(value)}" for name, value in metrics.items() if value is not None)}
+    rows["skipped"] = _skipped(result)
     rows["best"] = str(result.get("best") or "")
     rows["folder"] = str(folder)
     if (folder / "tensorboard").is_dir():
         rows["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
     rows["resume"] = str(result.get("resume") or "")
     return {label: value for label, value in rows.items() if value}
+
+
+def _skipped(result: Mapping[str, Any]) -> str:
+    """Say how many steps were left out; empty where none was."""
+    listed = result.get("skipped_steps") or ()
+    count = len(listed) + int(result.get("skipped_steps_not_listed", 0))
+    if not count:
+        return ""
+    steps = "1 step was" if count == 1 else f"{count:,} steps were"
+    return f"{steps} left out, not finite: skipped_steps in result.json"

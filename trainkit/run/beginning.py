@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from trainkit.config.schema import RunConfig
+from trainkit.data.iterable import Stream
+from trainkit.data.loader import Loader
+from trainkit.data.positions import Positions
 from trainkit.engine.checkpoint import Loaded, load, newest_valid
 from trainkit.engine.events import Run
+from trainkit.engine.left_out import LeftOutSteps
 from trainkit.engine.state import State
 from trainkit.errors import CheckpointError
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.order import SampleOrder
 from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
+from trainkit.run.rollbacks import suspect_of
 from trainkit.strategies.base import Placed, Training, Update
 
-__all__ = ["begin_where_it_stood", "run_of", "training_of"]
+__all__ = ["begin_where_it_stood", "loader_of", "run_of", "samples_of", "training_of"]
 
 
 class Restorable(Protocol):
@@ -48,7 +56,7 @@ def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) 
         plan=plan.batch,
         num_steps=plan.num_steps,
         rate=plan.rate,
-        state=State(plan=plan.batch),
+        state=State(plan=plan.batch, left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan))),
         is_owner=placed.is_owner,
         model=placed.model,
         device=placed.device,
@@ -58,6 +66,14 @@ def run_of(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) 
         notes=notes,
         findings=lambda: plan.parts.strategy.findings(placed),
     )
+
+
+def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
+    """Return what gives the samples of a ticket: indices of the dataset, or positions in a stream."""
+    shuffle = plan.cfg.loader.shuffle and not isinstance(plan.parts.datasets["train"], Stream)
+    order = SampleOrder(num_samples=plan.batch.num_samples, seed=plan.cfg.seed, shuffle=shuffle)
+    positions = Positions(plan.batch, order)
+    return lambda ticket: positions.indices(ticket).tolist()
 
 
 def training_of(plan: RunPlan) -> Training:
@@ -71,8 +87,24 @@ def training_of(plan: RunPlan) -> Training:
     )
 
 
+def loader_of(plan: RunPlan, placed: Placed) -> Loader:
+    """Return what reads the batches of a rank, from any step on."""
+    return Loader(
+        plan.parts.datasets["train"],
+        plan=plan.batch,
+        shards_at=lambda step: plan.parts.strategy.assign(plan.batch, step, placed),
+        device=placed.device,
+        settings=plan.cfg.loader,
+        seed=plan.cfg.seed,
+        num_steps=plan.num_steps,
+    )
+
+
 def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
-    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names."""
+    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names.
+
+    Also where a training rolls back: it then continues a checkpoint of its own, or the one that it was resumed from.
+    """
     cfg = session.cfg
     own = newest_valid(checkpoints, report=session.warn)
     if own is not None:
@@ -82,6 +114,9 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
     elif cfg.init_from is not None:
         session.start_from(_load(Path(cfg.init_from).expanduser(), session))
     _refuse_other_steps(session)
+    if cfg.numerics.on_nonfinite == "rollback":
+        state = session.run.state
+        state.left_out.train_again(suspect_of(session.run.folder, checkpoint=state.step))
 
 
 def _refuse_other_steps(session: Restorable) -> None:

@@ -89,7 +89,7 @@ def numerics_of(cfg: RunConfig) -> Numerics:
         seed=cfg.seed,
         reproducible=cfg.numerics.reproducible,
         lanes=cfg.numerics.lanes,
-        skip_nonfinite=cfg.numerics.on_nonfinite == "skip",
+        on_nonfinite=cfg.numerics.on_nonfinite,
     )
 
 

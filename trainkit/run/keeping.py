@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from trainkit.config.schema import RunConfig
 from trainkit.config.watched import Watched
 from trainkit.engine.checkpoint import (
@@ -17,9 +19,13 @@ from trainkit.engine.checkpoint import (
     weights_sha256,
 )
 from trainkit.engine.events import Callback, Run
+from trainkit.engine.left_out import REMEDY
+from trainkit.errors import NonFiniteError
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
+from trainkit.strategies.pieces import Piece, Pieces, nonfinite
 from trainkit.strategies.stored import weights_in
+from trainkit.strategies.telling import tell_all
 
 __all__ = ["Keeper", "retention_of"]
 
@@ -58,6 +64,8 @@ class Keeper:
         self._saver = BackgroundSaver(root, **kept)
         self._together = None if alone else SaverOfPieces(root, placed.everyone, **kept)
         self._writer = self._together or self._saver
+        buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
+        self._finite = buffers.keys() - set(nonfinite(buffers))
         self._saved_at: int | None = None
         self._saved_when = time.monotonic()
 
@@ -80,31 +88,59 @@ class Keeper:
     def mark(self) -> None:
         """Count the step as saved, by whoever writes it: every rank does."""
         self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
+        self._run.state.left_out.saved(self._run.state.step)
 
-    def save(self, *, data: Mapping[str, Any] | None, metric: float | None) -> None:
+    def collect(self) -> Pieces:
+        """Return what this rank writes of the current step; what is not copied changes with the next step."""
+        if self._together is not None:
+            return self._strategy.pieces(self._placed)
+        if not self._run.is_owner:
+            return {}
+        return {name: (Piece.whole(tensor),) for name, tensor in self._strategy.state(self._placed).items()}
+
+    def refuse_nonfinite(self, kept: Pieces) -> None:
+        """Raise where a trained parameter, or a buffer that was finite, is not finite by now; collective.
+
+        Raises:
+            NonFiniteError: on every rank alike; names the step and a tensor.
+        """
+        judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
+        frozen = {name for name, param in self._placed.model.named_parameters() if not param.requires_grad}
+        found = [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
+        everywhere = sorted({name for names in tell_all(found[:8], self._placed.everyone) for name in names})
+        if everywhere:
+            kind, _, name = everywhere[0].partition("/")
+            of = {"param": "parameter", "buffer": "buffer"}[kind]
+            raise NonFiniteError(
+                f"after step {self._run.state.step} the {of} {name} is not finite, and no checkpoint of it is written. "
+                f"{REMEDY}; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is not finite."
+            )
+
+    def save(self, kept: Pieces, *, data: Mapping[str, Any] | None, metric: float | None) -> None:
         """Write a checkpoint of this step; for every rank that takes part.
 
         Args:
+            kept: from `collect`.
             data: the state of the loader.
             metric: what best is judged by, where it was measured at this step.
         """
         state = self._run.state
-        kept = {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
+        callbacks = {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
         meta = {
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
             "state": state.to_json(),
             "loss_scale": self._placed.loss_scale.state(),
-            "callbacks": kept,
+            "callbacks": callbacks,
             "data": data,
             "strategy": self._strategy.remember(self._placed),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
         }
         if self._together is not None:
-            pieces = self._strategy.pieces(self._placed)
-            self._together.save(step=state.step, pieces=pieces, meta=meta, metric=metric)
+            self._together.save(step=state.step, pieces=kept, meta=meta, metric=metric)
         else:
-            self._saver.save(step=state.step, tensors=self._strategy.state(self._placed), meta=meta, metric=metric)
+            tensors = {name: parts[0].tensor for name, parts in kept.items()}
+            self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Take up a checkpoint as if nothing had happened; returns the state of the loader."""
@@ -121,6 +157,12 @@ class Keeper:
     def start_from(self, loaded: Loaded) -> None:
         """Take over weights alone: a new training that begins where another ended."""
         self._strategy.load_state(self._placed, weights_in(loaded.tensors))
+
+    def wait(self) -> None:
+        """Wait for what is being written, and tell of it; collective."""
+        self._writer.wait()
+        self.announce()
+        self._placed.everyone.sum(torch.zeros(1))
 
     def announce(self) -> None:
         """Tell the callbacks of what was written since the last call."""

@@ -172,7 +172,7 @@ def run_task(
                 session = _open(plan, identity, folder, stop, confirm)
         except BaseException as error:
             if is_owner:
-                folder.write_result(_failed(error, folder))
+                folder.write_result({"skipped_steps": [], **_failed(error, folder)})
             raise
         try:
             with telling_of_memory(plan, identity.task, lambda: session.run.state.step):

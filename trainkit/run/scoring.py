@@ -42,6 +42,11 @@ class Scorer:
         """What best is judged by, where it was measured at this step."""
         return self.figures.get(self._watched.metric) if self.is_fresh else None
 
+    def forget(self) -> None:
+        """Forget the figures: the training rolls back to a step before them, or measures them again."""
+        self._validated_at = None
+        self.figures.clear()
+
     def score(self, split: str) -> None:
         """Score a split; collective."""
         batches = EvalBatches(

@@ -17,16 +17,19 @@ from trainkit.engine.agreement import Agreement
 from trainkit.engine.checkpoint import Loaded
 from trainkit.engine.events import Callback, overriding
 from trainkit.engine.journal import Journal
+from trainkit.engine.left_out import RollbackNeeded, Suspect
 from trainkit.engine.loop import Occasion, Timeline, train
-from trainkit.errors import TrainingError
+from trainkit.errors import NonFiniteError, TrainingError
 from trainkit.numerics.deferred import initial_values
 from trainkit.run.assisting import unforeseen_data
-from trainkit.run.beginning import run_of, training_of
+from trainkit.run.beginning import begin_where_it_stood, loader_of, run_of, training_of
 from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.keeping import Keeper
 from trainkit.run.memory import abstract_model
 from trainkit.run.occasions import each_steps, periods, settling
+from trainkit.run.outcome import progress_of, status_of
 from trainkit.run.plan import RunPlan
+from trainkit.run.rollbacks import note_rollback
 from trainkit.run.scoring import Scorer
 from trainkit.run.stopping import REASONS
 from trainkit.strategies.base import Placed
@@ -119,42 +122,72 @@ class Session:
 
     def train(self) -> dict[str, Any]:
         """Run to the end, or until asked to stop; returns what result.json holds."""
-        self._loader = Loader(
-            self.parts.datasets["train"],
-            plan=self.plan.batch,
-            shards_at=lambda step: self.parts.strategy.assign(self.plan.batch, step, self.placed),
-            device=self.placed.device,
-            settings=self.cfg.loader,
-            seed=self.cfg.seed,
-            num_steps=self.plan.num_steps,
-        )
-        self._cleanup.callback(self._loader.close)
-        found = self._loader.load_state(self._data_state) if self.run.state.step else None
-        if found is not None:
-            self.warn(found)
+        self._cleanup.callback(self._close_loader)
+        self._open_loader()
         for line in self.parts.strategy.prepare(self.placed):
             self.warn(line)
         for callback in self.callbacks:
             callback.run_start(self.run)
-        self._journal = Journal(self.run, self.placed, lambda: self._loader.wait_s)
         self._log_hooks = overriding(self.callbacks, "log")
         # What lives by now lives to the end: the collector need not look through it again and again. With samples that
         # are read one at a time, hundreds of new objects a step, that took 5 to 10 % of a small model's step.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
-        train(
-            self.run,
-            strategy=self.parts.strategy,
-            placed=self.placed,
-            data=self._loader,
-            training=self._training,
-            callbacks=self.callbacks,
-            journal=self._journal,
-            timeline=Timeline(self._occasions(), self.run.state.step),
-            last_step=self.plan.last_step,
-            interrupted=self._requested if self.placed.everyone.num_ranks == 1 else lambda: None,
-        )
-        return self._finish()
+        if self.cfg.numerics.on_nonfinite == "rollback":
+            self.save()  # a step before the first checkpoint needs one to go back to
+        try:
+            while (suspect := self._train_on()) is not None:
+                self._roll_back(suspect)
+            return self._finish()
+        except NonFiniteError:
+            self._keeper.wait()  # all ranks raise it at the same step, and the last good checkpoint is to be complete
+            raise
+
+    def _open_loader(self) -> None:
+        """Read from the step of the run on."""
+        self._loader = loader_of(self.plan, self.placed)
+        self._journal = Journal(self.run, self.placed, lambda: self._loader.wait_s)
+        found = self._loader.load_state(self._data_state) if self.run.state.step else None
+        if found is not None:
+            self.warn(found)
+
+    def _close_loader(self) -> None:
+        self._loader.close()
+
+    def _train_on(self) -> int | None:
+        """Train to the end, or to a step that the training is to be rolled back for, which is returned."""
+        try:
+            train(
+                self.run,
+                strategy=self.parts.strategy,
+                placed=self.placed,
+                data=self._loader,
+                training=self._training,
+                callbacks=self.callbacks,
+                journal=self._journal,
+                timeline=Timeline(self._occasions(), self.run.state.step),
+                last_step=self.plan.last_step,
+                interrupted=self._requested if self.placed.everyone.num_ranks == 1 else lambda: None,
+            )
+        except RollbackNeeded as found:
+            return found.step
+        return None
+
+    def _roll_back(self, step: int) -> None:
+        """Restore the last checkpoint, to train up to a step that was not finite once more; collective."""
+        self._enter("save")
+        self._keeper.wait()
+        begin_where_it_stood(self, self.run.folder / "checkpoints")
+        suspect = Suspect(step=step, checkpoint=self.run.state.step)
+        if self.run.is_owner:
+            self.confirm()
+            note_rollback(self.run.folder, suspect)
+        self.run.state.left_out.train_again(suspect)
+        self._scorer.forget()
+        self._close_loader()
+        self._open_loader()
+        for callback in self.callbacks:
+            callback.rolled_back(self.run, step)
 
     def close(self) -> None:
         """End workers, threads and the process group, however the training ended."""
@@ -206,12 +239,14 @@ class Session:
         if self._keeper.has_saved:
             return
         self.flush()
-        self._keeper.mark()
         self._enter("save")
+        self._journal.pause()
+        kept = self._keeper.collect()
+        self._keeper.refuse_nonfinite(kept)
+        self._keeper.mark()
         if self._keeper.takes_part:
-            self._journal.pause()
-            self._keeper.save(data=self._loader.state(), metric=self._scorer.metric)
-            self._journal.proceed()
+            self._keeper.save(kept, data=self._loader.state(), metric=self._scorer.metric)
+        self._journal.proceed()
 
     def _check_replicas(self) -> None:
         self._enter("evaluate")
@@ -230,7 +265,8 @@ class Session:
     def _finish(self) -> dict[str, Any]:
         state = self.run.state
         self.flush()
-        self.parts.strategy.settle(self.placed)
+        for one in self.parts.strategy.settle(self.placed):
+            state.left_out.take(one)
         self.parts.strategy.catch_up(self.placed)
         asked = self.run.stop_reason in REASONS
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
@@ -244,7 +280,7 @@ class Session:
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))
-        result = {**self._status(), **self.progress(), **self.parts.strategy.findings(self.placed)}
+        result = {**status_of(self.run), **self.progress(), **self.parts.strategy.findings(self.placed)}
         result["weights_sha256"] = self._keeper.weights_sha256()
         for callback in self.callbacks:
             callback.train_end(self.run, result)
@@ -252,20 +288,5 @@ class Session:
 
     def progress(self) -> dict[str, Any]:
         """How far the run has come, as result.json says it."""
-        state = self.run.state
-        return {
-            "steps": state.step,
-            "samples": state.samples,
-            "seconds": state.seconds,
-            "metrics": {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)},
-            "fingerprint": self.fingerprint,
-        }
-
-    def _status(self) -> dict[str, str]:
-        reason, state = self.run.stop_reason, self.run.state
-        if reason is not None:
-            known = reason in REASONS
-            return {"status": reason if known else "finished", "reason": REASONS[reason] if known else reason}
-        if state.step < self.plan.num_steps:
-            return {"status": "stopped", "reason": f"stop_at_step={self.cfg.stop_at_step}"}
-        return {"status": "finished", "reason": "all steps done"}
+        figures = {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)}
+        return {**progress_of(self.run), "metrics": figures, "fingerprint": self.fingerprint}

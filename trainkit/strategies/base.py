@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ __all__ = [
     "Bench",
     "Data",
     "Facts",
+    "LeftOut",
     "Numerics",
     "Outcome",
     "Part",
@@ -51,7 +52,7 @@ class Status(Enum):
     handed_out = "handed out"
     """It is under way; nothing changed."""
     skipped = "skipped"
-    """A step that policy leaves out: a recorded update of nothing."""
+    """The loss or gradient was not finite and `numerics.on_nonfinite` leaves the step out: only its number is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,21 @@ Rule = Callable[[int], Update]
 """Update of a version: the number of updates the parameters have seen."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """An update that was not made because its loss or gradient was not finite."""
+
+    step: int
+    """Updates before it, those that were left out among them."""
+    tickets: tuple[Ticket, ...]
+    """The shards it would have been made of."""
+
+    @classmethod
+    def whole(cls, plan: BatchPlan, step: int) -> LeftOut:
+        """Return the step with all its shards."""
+        return cls(step, (Ticket(step, tuple(range(plan.num_shards(step)))),))
+
+
 @dataclass(slots=True)
 class Outcome:
     """What a try at a step gave. Tensors stay on the device: reading one waits for it."""
@@ -80,6 +96,10 @@ class Outcome:
     """This rank's total weight of targets: () tensor where it was counted, else a float."""
     grad_norm: Tensor | None = None
     """() global norm before clipping, where it was computed."""
+    left_out: tuple[LeftOut, ...] = ()
+    """The steps that all ranks now know to be left out: this one, or those since the replicas last met."""
+    tickets: tuple[Ticket, ...] = ()
+    """The shards this update is made of, where they are not those of `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +153,13 @@ class Numerics:
     """Sum in the order of the lanes."""
     lanes: int = 8
     """Lanes of that order, a power of two."""
-    skip_nonfinite: bool = False
-    """Leave out a step whose gradient is not finite, instead of stopping."""
+    on_nonfinite: Literal["stop", "skip", "rollback"] = "stop"
+    """What follows a loss or gradient that is not finite."""
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a strategy leaves out a step that is not finite, instead of updating with what it has."""
+        return self.on_nonfinite != "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -439,7 +464,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the tensors of a checkpoint of any strategy."""
+        """Restore the tensors of a checkpoint of any strategy.
+
+        Also in the middle of a training that rolls back: `recall` and `tickets` are then called again, too.
+        """
 
     def notes(self) -> tuple[str, ...]:
         """Lines that the plan and the summary shall say of it; pure."""
@@ -456,9 +484,13 @@ class Strategy(ABC):
         """
         return step
 
-    def settle(self, placed: Any) -> None:  # noqa: ARG002 - most have nothing to settle
-        """Make the replicas alike at the end of a training, wherever it ends; collective."""
-        return
+    def settle(self, placed: Any) -> tuple[LeftOut, ...]:  # noqa: ARG002 - most have nothing to settle
+        """Make the replicas alike at the end of a training, wherever it ends; collective.
+
+        Returns:
+            The steps that were left out and that no outcome has named.
+        """
+        return ()
 
     def remember(self, placed: Any) -> dict[str, Any]:  # noqa: ARG002 - most have nothing to remember
         """What a checkpoint shall keep besides tensors, so that a resumed run chooses the same; JSON."""

@@ -118,6 +118,19 @@ class StepBuffers:
             return [torch.zeros_like(start, dtype=self._dtype) for start in self._start]
         return sums
 
+    def became_nonfinite(self, sums: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return () flags, one a device: whether a buffer that was finite is not finite in the sums over all shards."""
+        pairs = zip(self._start, sums, strict=True)
+        both = [(start, total) for start, total in pairs if total is not None and start.is_floating_point()]
+        both = [(start, total) for start, total in both if total.numel()]
+        flags = []
+        for device in {total.device for _, total in both}:
+            here = [(start, total) for start, total in both if total.device == device]
+            before = torch.stack(_largest([start for start, _ in here]))
+            after = torch.stack(_largest([total for _, total in here]))
+            flags.append((torch.isfinite(before) & ~torch.isfinite(after)).any())
+        return flags
+
     def finish(self, sums: Sequence[Tensor | None]) -> None:
         """Make the sums over all shards and ranks the next step's buffers."""
         for tensor, start, total in zip(self.tensors(), self._start, sums, strict=True):
@@ -129,6 +142,10 @@ class StepBuffers:
         """The buffers that a forward pass updates, as they are now."""
         # Looked up each time: a module may put a new tensor in a buffer's place.
         return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
+
+
+def _largest(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+    return torch._foreach_norm(tensors, float("inf"))  # noqa: SLF001 - what torch's own clipping calls
 
 
 def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Final
 
 import torch
@@ -15,13 +15,14 @@ from trainkit.errors import Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.averaging import Outer, Window
-from trainkit.strategies.base import Facts, Numerics, Outcome, Status, Ticket, Training
+from trainkit.strategies.base import Facts, LeftOut, Numerics, Outcome, Status, Ticket, Training
 from trainkit.strategies.collective import LocalCollective
 from trainkit.strategies.data_parallel import DataParallel
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.reducers import LocalReducer
 from trainkit.strategies.replica import Held, Replica
 from trainkit.strategies.replica_check import drifted_parameter
+from trainkit.strategies.telling import tell_all
 from trainkit.strategies.update import apply_update
 
 __all__ = ["LocalSgd"]
@@ -35,6 +36,8 @@ class _LocalReplica(Replica):
     """A replica that keeps account of the steps it made alone."""
 
     window: Window
+    skipped: list[tuple[int, int]] = field(default_factory=list)
+    """(step, shard) of the shards that this replica has left out since the last average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,9 @@ class LocalSgd(DataParallel):
         if facts.precision == "fp16_mixed":
             rule = "has one loss scale, and replicas overflow apart. Use precision=bf16_mixed."
             problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+        if facts.numerics.on_nonfinite == "rollback":
+            rule = "needs replicas that decide together, and those of local_sgd step alone. Use skip or stop."
+            problems.append(Problem(key="numerics.on_nonfinite", value="rollback", rule=rule))
         if self.outer.lr is None and self.outer != _AVERAGE_ALONE:
             rule = "has no effect without strategy.outer.lr: the average itself is taken."
             key, value = ("momentum", self.outer.momentum) if self.outer.nesterov else ("nesterov", False)
@@ -150,13 +156,16 @@ class LocalSgd(DataParallel):
             if placed.on_phase is not None:
                 placed.on_phase("reduce", ticket.step)
             replica.window.average(replica)
+            outcome.left_out = _left_out_by_any(replica)
         return outcome
 
-    def settle(self, placed: Any) -> None:
+    def settle(self, placed: Any) -> tuple[LeftOut, ...]:
         """Average what was trained since the last time: the training ends here."""
         replica: _LocalReplica = placed
-        if replica.window.steps:
-            replica.window.average(replica)
+        if not replica.window.steps:
+            return ()
+        replica.window.average(replica)
+        return _left_out_by_any(replica)
 
     def check_replicas(self, placed: Any) -> str | None:
         """The first parameter whose bits are not the same on all ranks; asked where replicas are alike. Collective."""
@@ -189,7 +198,21 @@ def _step_alone(replica: _LocalReplica, ticket: Ticket, batches: Sequence[Any], 
             sums[place] = torch.zeros_like(param, dtype=replica.precision.master_dtype)
     if replica.on_phase is not None:
         replica.on_phase("update", ticket.step)
-    status, norm = apply_update(replica, sums, work.divisor, own.rule(ticket.step))
+    status, norm = apply_update(
+        replica, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum, deciders=LocalCollective()
+    )
     if status is Status.skipped:
+        replica.skipped += [(ticket.step, shard) for shard in ticket.shards]
         return Outcome(ticket.step, status, None, 0.0)
     return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+
+def _left_out_by_any(replica: _LocalReplica) -> tuple[LeftOut, ...]:
+    """Return the steps of the window that any replica has left out, with the shards of those replicas; collective."""
+    if not replica.numerics.leaves_out:
+        return ()
+    here, replica.skipped = replica.skipped, []
+    shards: dict[int, list[int]] = {}
+    for step, shard in (pair for pairs in tell_all(here, replica.everyone) for pair in pairs):
+        shards.setdefault(step, []).append(shard)
+    return tuple(LeftOut(step, (Ticket(step, tuple(sorted(shards[step]))),)) for step in sorted(shards))

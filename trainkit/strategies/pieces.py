@@ -14,7 +14,7 @@ from torch import Tensor
 from trainkit.objectives.base import Collective
 from trainkit.strategies.telling import tell_all
 
-__all__ = ["Piece", "Pieces", "assembled", "misfit", "region", "streamed"]
+__all__ = ["Piece", "Pieces", "assembled", "misfit", "nonfinite", "region", "streamed"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +56,24 @@ def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 Pieces = Mapping[str, Sequence[Piece]]
 """Names of a checkpoint -> what a rank holds of them: no pieces, one, or several that do not touch."""
+
+
+def nonfinite(pieces: Pieces) -> list[str]:
+    """Return the names of the floating-point tensors of which a piece is not finite; waits for the device.
+
+    Example:
+        >>> nonfinite({"a": [Piece.whole(torch.ones(2))], "b": [Piece.whole(torch.tensor([1.0, torch.inf]))]})
+        ['b']
+    """
+    floats = [(name, piece.tensor) for name, parts in pieces.items() for piece in parts]
+    floats = [(name, tensor) for name, tensor in floats if tensor.is_floating_point() and tensor.numel()]
+    found = set()
+    for device in {tensor.device for _, tensor in floats}:
+        here = [(name, tensor) for name, tensor in floats if tensor.device == device]
+        norms = torch._foreach_norm([tensor for _, tensor in here], float("inf"))  # noqa: SLF001 - see update.py
+        flags = torch.stack([norm.isfinite() for norm in norms]).tolist()
+        found |= {name for (name, _), is_finite in zip(here, flags, strict=True) if not is_finite}
+    return [name for name in pieces if name in found]
 
 
 def assembled(pieces: Pieces, everyone: Collective) -> dict[str, Tensor]:

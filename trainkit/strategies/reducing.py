@@ -99,8 +99,8 @@ class Reducing(DataParallel):
         if facts.precision == "fp16_mixed":
             rule = f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
-        if facts.numerics.skip_nonfinite:
-            rule = f"cannot leave out a step, as numerics.on_nonfinite=skip does: {kept}"
+        if facts.numerics.leaves_out:
+            rule = f"cannot leave out a step, as numerics.on_nonfinite={facts.numerics.on_nonfinite} does: {kept}"
             found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
         return found
 

@@ -14,7 +14,7 @@ from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, Outcome, Placed, Position, Strategy, Training
+from trainkit.strategies.base import LeftOut, Numerics, Outcome, Placed, Position, Status, Strategy, Training
 from trainkit.strategies.buffers import StepBuffers
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.layouts import make_dense
@@ -134,8 +134,9 @@ class Synchronous(Strategy):
         sums = work.run()
         if placed.on_phase is not None:
             placed.on_phase("update", ticket.step)
-        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step))
-        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
+        left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
+        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out)
 
     def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
         """What computes a ticket."""

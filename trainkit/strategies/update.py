@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Status, Update
 from trainkit.strategies.forward_backward import Divisor
 from trainkit.strategies.replica import Replica
@@ -17,7 +18,13 @@ __all__ = ["apply_update"]
 
 
 def apply_update(
-    replica: Replica, sums: Sequence[Tensor | None], divisor: Divisor, update: Update
+    replica: Replica,
+    sums: Sequence[Tensor | None],
+    divisor: Divisor,
+    update: Update,
+    *,
+    loss_sum: Tensor | None = None,
+    deciders: Collective | None = None,
 ) -> tuple[Status, Tensor | None]:
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
@@ -26,6 +33,8 @@ def apply_update(
         sums: gradients, then updated buffers, then the counted weight where there is one; consumed.
         divisor: what the loss was divided by.
         update: learning rate and clip of this update.
+        loss_sum: () the loss that this rank has seen, None where it had no shard.
+        deciders: the ranks that leave a step out together; None: all processes of the run.
 
     Returns:
         What became of the step, and the global norm before clipping where it was needed, () on the device.
@@ -42,11 +51,19 @@ def apply_update(
     if divisor.counted:
         _normalise(present, sums[-1], divisor.value)
     scale = replica.loss_scale
-    if (scale.moves or replica.numerics.skip_nonfinite) and not _all_finite(norms_of(float("inf"))):
+    buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
+    status = Status.applied
+    if replica.numerics.leaves_out:
+        beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
+        beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
+        status = _agreed(replica, beyond_scaling, norms_of(float("inf")), deciders or replica.everyone)
+    elif scale.moves and not _all_finite(norms_of(float("inf"))):
+        status = Status.retry
+    if status is not Status.applied:
         if replica.buffers.names:
             replica.buffers.reset()
-        replica.loss_scale = scale.after(overflow=True)
-        return (Status.retry if scale.moves else Status.skipped), None
+        replica.loss_scale = scale.after(overflow=True) if status is Status.retry else scale.after_skip()
+        return status, None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
     norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
@@ -54,9 +71,23 @@ def apply_update(
     if replica.masters_apart:
         replica.refresh_params()
     if replica.buffers.names:
-        replica.buffers.finish(sums[count : len(sums) - int(divisor.counted)])
+        replica.buffers.finish(buffers)
     replica.loss_scale = scale.after(overflow=False)
     return Status.applied, norm
+
+
+def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, deciders: Collective) -> Status:
+    """Decide on a step by what any rank has seen, alike on all of them; collective, waits for the device.
+
+    A smaller loss scale helps against gradients that overflow, and not where loss or buffers are not finite.
+    """
+    here = [~torch.isfinite(norms.max())]
+    loss_or_buffers = [flag.to(norms.device) for flag in beyond_scaling]
+    here.append(torch.stack(loss_or_buffers).any() if loss_or_buffers else torch.zeros_like(here[0]))
+    gradients, beyond = deciders.sum(torch.stack(here).float()).tolist()
+    if not gradients and not beyond:
+        return Status.applied
+    return Status.retry if replica.loss_scale.may_retry and not beyond else Status.skipped
 
 
 def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> None:

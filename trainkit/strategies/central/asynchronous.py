@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainkit.data.collate import to_device
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.base import Outcome, Position, Status, Training
+from trainkit.strategies.base import LeftOut, Outcome, Position, Status, Training
 from trainkit.strategies.central.copies import Central, ThreadWork
 from trainkit.strategies.central.step import computed, moved
 from trainkit.strategies.optimizer import Stepper, optimizer_state, restore_optimizer_state
@@ -154,9 +154,13 @@ def _apply(central: Central, flight: Flight, errand: _Errand, found: _Gradient) 
         variables.sparse = work.replica.sparse
         variables.buffers.begin_step()
         sums = moved(found.sums, variables.device)
-        status, norm = apply_update(variables, sums, work.divisor, errand.training.rule(flight.version))
+        status, norm = apply_update(
+            variables, sums, work.divisor, errand.training.rule(flight.version), loss_sum=work.loss_sum
+        )
         central.figures["staleness"] = float(flight.version - found.version)
         version, flight.version = flight.version, flight.version + 1
     weight = work.weight.to(central.device) if isinstance(work.weight, Tensor) else work.weight
     assert work.loss_sum is not None
-    return Outcome(version, status, work.loss_sum.to(central.device), weight, norm)
+    tickets = (errand.ticket,)
+    left_out = (LeftOut(version, tickets),) if status is Status.skipped else ()
+    return Outcome(version, status, work.loss_sum.to(central.device), weight, norm, left_out, tickets)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainkit.data.collate import to_device
 from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
-from trainkit.strategies.base import Outcome, Training
+from trainkit.strategies.base import LeftOut, Outcome, Status, Training
 from trainkit.strategies.central.copies import Central, ThreadWork
 from trainkit.strategies.exchanged import in_all_places
 from trainkit.strategies.update import apply_update
@@ -46,11 +46,12 @@ def central_step(central: Central, ticket: Ticket, batches: Sequence[Any], train
         sums = in_all_places(variables, sums, {})
     if central.on_phase is not None:
         central.on_phase("update", ticket.step)
-    status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step))
+    loss_sum = _added([work.loss_sum.to(central.device) for work in works if work.loss_sum is not None])
+    status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step), loss_sum=loss_sum)
     central.loss_scale = variables.loss_scale
     central.refresh()
-    loss_sum = _added([work.loss_sum.to(central.device) for work in works if work.loss_sum is not None])
-    return Outcome(ticket.step, status, loss_sum, _weight(works, central.device), norm)
+    left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
+    return Outcome(ticket.step, status, loss_sum, _weight(works, central.device), norm, left_out)
 
 
 def _weight(works: Sequence[ThreadWork], device: torch.device) -> Tensor | float:

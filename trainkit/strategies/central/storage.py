@@ -30,6 +30,7 @@ from trainkit.strategies.central.asynchronous import (
 from trainkit.strategies.central.copies import Central, computing_copy, draws_from_one_generator
 from trainkit.strategies.central.step import central_step
 from trainkit.strategies.devices import device_list_problems, device_problems, parse_device
+from trainkit.strategies.limits import no_rollback
 from trainkit.strategies.optimizer import Stepper
 from trainkit.strategies.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.shaping import Compiles
@@ -229,7 +230,7 @@ class CentralStorage(Alone):
 
 def _async_problems(facts: Facts) -> list[Problem]:
     """What updates that come when they come cannot keep."""
-    problems = []
+    problems = no_rollback("strategy.mode=async applies gradients as they come", facts)
     if facts.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
         problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))

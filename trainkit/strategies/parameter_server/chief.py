@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.base import Outcome, Placed, Status, Training
+from trainkit.strategies.base import LeftOut, Outcome, Placed, Status, Training
 from trainkit.strategies.forward_backward import Divisor
 from trainkit.strategies.parameter_server.clients import Servers
 from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
@@ -43,8 +44,8 @@ class Chief:
     mode: Mode
     lanes: int | None
     """Lanes of the reproducible order of summation."""
-    skips: bool
-    """Whether a gradient that is not finite is left out."""
+    leaves_out: bool
+    """Whether a step that is not finite is left out."""
     mixes: bool
     """Whether an update may take shards of several steps."""
     timeout_s: float
@@ -55,6 +56,25 @@ class Chief:
     """Gradients that were computed from variables of several versions."""
     _seats: dict[str, Seat] = field(default_factory=dict)
     _reports: dict[int, Report] = field(default_factory=dict)
+    _loads: int = 1
+
+    def start_again(self, desk: Desk, record: Record | None) -> None:
+        """Continue from an earlier version, which the servers have by now: the training was rolled back.
+
+        What workers still compute for the old desk is thrown away when it comes.
+
+        Args:
+            desk: at that version.
+            record: of the updates before it.
+        """
+        self._drop(tuple(self.desk.running.values()))
+        self._forget()
+        desk.number_after(self.desk)
+        for name in self._seats:
+            desk.join(name)
+        self.desk, self.record = desk, record
+        self._reports.clear()
+        self._loads += 1
 
     def next_update(self, training: Training) -> Outcome:
         """Hear workers until an update can be made, and make it; what is free gets errands."""
@@ -97,6 +117,7 @@ class Chief:
                 step=errand.ticket.step,
                 shards=errand.ticket.shards,
                 version=errand.version,
+                loads=self._loads,
                 scale=self.placed.loss_scale.scale,
             )
             _try(seat.give, order)  # where its link is broken, its thread tells
@@ -121,6 +142,9 @@ class Chief:
 
     def _hear_report(self, seat: Seat, report: Report) -> None:
         seat.order = None
+        if report.number not in self.desk.running:  # it was computed before a rollback
+            self.servers.drop(keys_of(report.number, len(report.weights)))
+            return
         self._reports[report.number] = report
         self.desk.report(report.number, report.read)
 
@@ -163,7 +187,9 @@ class Chief:
         status, norm = make(merge, reports, training)
         losses = sum(report.loss_sum for report in reports)
         weight = sum(weight for report in reports for weight in report.weights)
-        outcome = Outcome(merge.version, status, self._number(losses), weight, norm)
+        tickets = tuple(errand.ticket for errand in merge.errands)
+        left_out = (LeftOut(merge.version, tickets),) if status is Status.skipped else ()
+        outcome = Outcome(merge.version, status, self._number(losses), weight, norm, left_out, tickets)
         if status is Status.retry:
             self.desk.again(merge)
             return outcome
@@ -207,12 +233,15 @@ class Chief:
             unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
             norms=update.max_norm is not None,
             exact=self.lanes is not None,
-            check_finite=scale.moves or self.skips,
+            check_finite=scale.moves or self.leaves_out,
+            check_others=self.leaves_out,
         )
-        if (scale.moves or self.skips) and not norms.finite:
+        is_lost = self.leaves_out and not (norms.others_finite and all(isfinite(one.loss_sum) for one in reports))
+        if is_lost or not norms.finite:
+            retries = not is_lost and (scale.may_retry or not self.leaves_out)
             self.servers.discard()
-            self.placed.loss_scale = scale.after(overflow=True)
-            return (Status.retry if scale.moves else Status.skipped), None
+            self.placed.loss_scale = scale.after(overflow=True) if retries else scale.after_skip()
+            return (Status.retry if retries else Status.skipped), None
         norm, factor = None, 1.0
         if update.max_norm is not None:
             norm = norms.total()

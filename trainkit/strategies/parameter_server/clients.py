@@ -206,7 +206,7 @@ class Servers(Reached):
         """
         wishes = Wishes(**{"check_finite": True, **wished})
 
-        def ask(server: int) -> tuple[bool, dict[int, Tensor]]:
+        def ask(server: int) -> tuple[bool, bool, dict[int, Tensor]]:
             link, pieces = self.links[server], self.shares.pieces[server]
             link.send("sum", {"keys": list(keys), "wishes": asdict(wishes)})
             answer = self.answer(server, "sums")
@@ -214,14 +214,19 @@ class Servers(Reached):
             norms = torch.empty(sum(flags), dtype=self.shares.master_dtype)
             link.read([norms])
             places = [piece.place for piece, flag in zip(pieces, flags, strict=False) if flag]
-            return bool(answer.meta["finite"]), dict(zip(places, norms.unbind(), strict=True))
+            finite, others = bool(answer.meta["finite"]), bool(answer.meta["others"])
+            return finite, others, dict(zip(places, norms.unbind(), strict=True))
 
         told = self.each(ask)
         parts: dict[int, list[Tensor]] = {}
-        for _, norms in told:
+        for _, _, norms in told:
             for place, norm in norms.items():
                 parts.setdefault(place, []).append(norm)
-        return Norms(finite=all(finite for finite, _ in told), values=joined(parts, self._whole if exact else None))
+        return Norms(
+            finite=all(finite for finite, _, _ in told),
+            others_finite=all(others for _, others, _ in told),
+            values=joined(parts, self._whole if exact else None),
+        )
 
     def apply(
         self,

@@ -92,6 +92,10 @@ class Desk(ABC):
         self.running[errand.number] = errand
         return errand
 
+    def number_after(self, other: Desk) -> None:
+        """Give errands numbers that none of another desk's has, whose gradients may still come."""
+        self._numbers = other._numbers
+
     def pulled(self, number: int) -> None:  # noqa: ARG002 - only a replay waits for it
         """A worker has read what its errand is to be computed from."""
         return

@@ -24,6 +24,8 @@ class Order:
     shards: tuple[int, ...]
     version: int
     """Updates that the variables have seen as it is handed out."""
+    loads: int = 1
+    """How often the servers have been given their numbers: more than once where the training was rolled back."""
     scale: float = 1.0
     """The loss scale."""
 

@@ -123,6 +123,16 @@ class Held:
                 tensor.add_(total.round().to(tensor.dtype))
         self.version = version
 
+    def stays_finite(self, sums: Parts) -> bool:
+        """Return whether the buffers that are finite are finite in their sums, too.
+
+        Args:
+            sums: of the trainable pieces, then of the others.
+        """
+        pairs = zip(self._rest, sums[len(self.params) :], strict=False)
+        floats = [(tensor, total) for tensor, total in pairs if total is not None and tensor.is_floating_point()]
+        return all(bool(total.isfinite().all()) or not bool(tensor.isfinite().all()) for tensor, total in floats)
+
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Names in a checkpoint, and the rows that are here; no copies."""
         for piece, tensor in zip(self.pieces, self._tensors(), strict=True):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import Facts
+from trainkit.strategies.limits import no_rollback
 from trainkit.strategies.parameter_server.record import FILE
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ def limits(strategy: ParameterServer, facts: Facts) -> list[Problem]:
     if found:
         return found
     of_mode = _of_async(strategy, facts) if strategy.mode == "async" else _of_sync(strategy, facts)
-    rest = (*_of_devices(strategy, facts), *_of_transfer(strategy, facts), *_of_replay(strategy))
+    rest = (*_of_devices(strategy, facts), *_of_transfer(strategy, facts), *_of_replay(strategy, facts))
     return [*of_mode, *strategy.staleness.problems(), *rest]
 
 
@@ -55,6 +56,8 @@ def _of_sync(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
         yield Problem(key="strategy.spare_replicas", value=strategy.spare_replicas, rule=rule)
     if strategy.spare_mode != "duplicate" and not strategy.spare_replicas:
         yield _idle("spare_mode", strategy.spare_mode, "without strategy.spare_replicas")
+    if strategy.spare_mode == "replace" and strategy.spare_replicas:
+        yield from no_rollback("with strategy.spare_mode=replace the first shards that come make a step", facts)
     if strategy.spare_mode == "replace" and facts.numerics.reproducible:
         rule = "with strategy.spare_mode=replace, which shards make a step depends on time. Use duplicate, or false."
         yield Problem(key="numerics.reproducible", value=True, rule=rule)
@@ -74,6 +77,7 @@ def _of_async(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
     if facts.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
         yield Problem(key="numerics.reproducible", value=True, rule=rule)
+    yield from no_rollback("strategy.mode=async applies gradients as they come", facts)
     if facts.precision == "fp16_mixed":
         rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
         yield Problem(key="precision", value="fp16_mixed", rule=rule)
@@ -96,9 +100,10 @@ def _of_transfer(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
         yield Problem(key="strategy.transfer", value=strategy.transfer, rule=rule)
 
 
-def _of_replay(strategy: ParameterServer) -> Iterator[Problem]:
+def _of_replay(strategy: ParameterServer, facts: Facts) -> Iterator[Problem]:
     if strategy.replay is None:
         return
+    yield from no_rollback("strategy.replay follows the record of another run", facts)
     if not (Path(strategy.replay).expanduser() / FILE).is_file():
         rule = f"holds no {FILE}. Give the folder of a run with strategy=parameter_server."
         yield Problem(key="strategy.replay", value=strategy.replay, rule=rule)

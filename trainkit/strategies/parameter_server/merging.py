@@ -30,7 +30,9 @@ class Wishes:
     weight_factor: float | None = None
     """Multiply by it: the divisor over the counted weight."""
     check_finite: bool = False
-    """See whether every number is finite."""
+    """See whether every number of the gradients is finite."""
+    check_others: bool = False
+    """See whether buffers that are finite stay so."""
     unscale: float | None = None
     """Multiply by it: one over the loss scale."""
     norms: bool = False

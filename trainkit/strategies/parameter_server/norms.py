@@ -17,6 +17,8 @@ class Norms:
 
     finite: bool
     """Whether every number is finite, where that was asked; else True."""
+    others_finite: bool = True
+    """Whether buffers that are finite stay so, where that was asked; else True."""
     values: Mapping[int, Tensor]
     """() norms of whole variables by place, where they were asked for."""
 

@@ -93,12 +93,16 @@ class Office(Placed):
         )
 
     def begin(self, plan: BatchPlan, version: int, until: int | None) -> None:
-        """Prepare the desk for what is to come, give the servers what they shall hold."""
+        """Prepare the desk for what is to come, give the servers what they shall hold; again after a rollback."""
         self._desk = self.setting.desk(plan, until)
         self._desk.recall(self.recalled, version)
         self._version = self._seen = version
         unsaved = unsaved_of(self.mirror.model)
         self.servers.load_state(replica_state(self.mirror), version=version, unsaved=unsaved)
+        if self.chief is not None:
+            if self.chief.record is not None:
+                self.chief.record.close()
+            self.chief.start_again(self._desk, self._record())
 
     def next_update(self, training: Training) -> Outcome:
         """Wait for the next update; at the first call, everybody is let in."""
@@ -123,7 +127,7 @@ class Office(Placed):
         return self.servers.state()
 
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over a checkpoint, before the first step."""
+        """Restore a checkpoint; the servers get it from `begin`."""
         restore_replica(self.mirror, tensors)
 
     def remember(self) -> dict[str, Any]:
@@ -156,7 +160,7 @@ class Office(Placed):
     def _appoint(self, training: Training) -> Chief:
         assert self._desk is not None
         staff = Staff()
-        record = None if self.folder is None else Record(self.folder / FILE, self._version)
+        record = self._record()
         numerics = self.mirror.numerics
         chief = Chief(
             placed=self,
@@ -166,7 +170,7 @@ class Office(Placed):
             record=record,
             mode=self.setting.mode,
             lanes=self.numerics_lanes,
-            skips=numerics.skip_nonfinite,
+            leaves_out=numerics.leaves_out,
             mixes=self.setting.replaces,
             timeout_s=self.setting.timeout_s,
         )
@@ -176,6 +180,10 @@ class Office(Placed):
         self.meeting.tell("chief", self.listener.address)
         staff.employ(lambda errands: self._work(errands, training))
         return chief
+
+    def _record(self) -> Record | None:
+        """Return the record of updates, cut at the version that the training begins with."""
+        return None if self.folder is None else Record(self.folder / FILE, self._version)
 
     def _work(self, errands: Errands, training: Training) -> None:
         """On a thread: what a worker does in a process of its own."""

@@ -182,7 +182,9 @@ class _Server:
         places = set(told.places)
         have = mask_of([number in places for number in range(len(self._pieces))])
         norms = [told.norms] if wishes.norms else []
-        link.send("sums", {"finite": told.finite, "have": have, "norms": wishes.norms}, norms)
+        with self._changed:
+            others = not wishes.check_others or self._held.stays_finite(self._merging.total)
+        link.send("sums", {"finite": told.finite, "others": others, "have": have, "norms": wishes.norms}, norms)
 
     def _total(self, link: Link, frame: Frame) -> None:
         found = self._merging.total[as_count(frame, "piece", len(self._merging.total) - 1)]

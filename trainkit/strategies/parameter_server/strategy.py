@@ -234,7 +234,7 @@ class ParameterServer(Synchronous):
         return found
 
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the tensors of a checkpoint; the servers get them before the first step."""
+        """Restore the tensors of a checkpoint; the servers get them before the next step."""
         placed.load_state(tensors)
 
     def remember(self, placed: Any) -> dict[str, Any]:

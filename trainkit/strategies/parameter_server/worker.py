@@ -7,6 +7,7 @@ from dataclasses import replace
 from threading import Lock
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from trainkit.strategies.base import Data, Status, Training
@@ -93,7 +94,7 @@ class Worker:
 
     def _read(self, order: Order) -> int:
         """Pull the variables, unless they are those that are wanted already; their version."""
-        if self._mode == "async" or self._version != order.version:
+        if self._mode == "async" or self._version != order.version or self._loads != order.loads:
             tensors = enumerate(tensors_of(self._replica.model))
             self._version = self._servers.pull([None if place in self._tables else one for place, one in tensors])
             self._team.refresh(frozen=self._servers.loads != self._loads)
@@ -110,7 +111,13 @@ class Worker:
         told = Report(number=order.number, read=read, loss_sum=computed.loss_sum, weights=tuple(computed.weights))
         if self._mode == "async":
             (sums,) = computed.sums
-            status, norm = apply_update(replica, sums, computed.divisor, self._training.rule(read))
+            status, norm = apply_update(
+                replica,
+                sums,
+                computed.divisor,
+                self._training.rule(read),
+                loss_sum=torch.tensor(computed.loss_sum, device=replica.device),
+            )
             if status is not Status.applied:
                 return replace(told, is_finite=False)
         for key, sums in zip(keys_of(order.number, len(computed.sums)), computed.sums, strict=True):

@@ -1,0 +1,223 @@
+"""Steps that are not finite: left out, trained again, or the end of the run; under every strategy alike."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.contract.running import run, weights
+from tests.support import reference, zoo
+from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.engine.checkpoint import load
+from trainkit.errors import ConfigError, NonFiniteError
+
+ORDER = reference.order(37, seed=3, epoch=0)
+BAD = ORDER[20]
+"""A sample of step 1 of the first epoch."""
+EVERY = str(list(range(37))).replace(" ", "")
+FIXED = ("model=net", "batch.global_size=16", "batch.micro_size=8", "optimizer=sgd", "optimizer.lr=0.1")
+POISONED = (*FIXED, "schedule=constant", "data=poisoned", f"data.bad=[{BAD}]", "checkpoint.every_steps=2")
+ODD = (*FIXED, "schedule=constant", "data=points", "objective=odd", f"objective.bad={BAD}", "steps=3")
+ALIKE = {
+    "one_device": (),
+    "mirrored": ("strategy.replicas=2",),
+    "fsdp": ("strategy.replicas=2",),
+    "pipeline": (),
+    "tensor_parallel": (),
+    "device_map": ("strategy.devices=[cpu,cpu]",),
+    "central_storage": (),
+    "parameter_server": ("numerics.reproducible=true",),
+}
+QUICK = ("one_device", "device_map", "central_storage", "mirrored")
+"""Those that are quick to start, and one that needs processes; the others are for the long form."""
+STRATEGIES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.long) for name in ALIKE]
+
+
+def expected(*, leave_out: tuple[int, ...], num_steps: int = 3) -> reference.Trained:
+    data = zoo.Points()
+    return reference.train(
+        zoo.Net(), [data[index] for index in range(37)], zoo.classes_sum, optimizer=reference.sgd(),
+        rate=lambda _: 0.1, num_steps=num_steps, global_size=16, micro_size=8, seed=3, leave_out=leave_out,
+    )  # fmt: skip
+
+
+def result_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+def test_a_run_that_leaves_out_step_after_step_fails(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path / "run", *FIXED, "data=poisoned", f"data.bad={EVERY}", "epochs=45", "numerics.on_nonfinite=skip")
+    assert str(caught.value) == (
+        "numerics.max_skips_in_a_row=10: steps 0 to 9 were left out one after the other, because loss or gradient was "
+        "not finite; 10 of 10 steps were left out. Lower optimizer.lr, set clip.max_norm or add warmup.steps, see the "
+        "samples under skipped_steps in result.json, or raise numerics.max_skips_in_a_row."
+    )
+    result = result_of(tmp_path / "run")
+    assert result["status"] == "failed"
+    assert [one["step"] for one in result["skipped_steps"]] == list(range(10))
+
+
+def test_a_run_that_leaves_out_too_large_a_share_fails_at_step_100(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path / "run", *POISONED, "steps=200", "numerics.on_nonfinite=skip", "numerics.max_skipped_share=0.3")
+    assert str(caught.value) == (
+        "numerics.max_skipped_share=0.3: 33 of 100 steps were left out, because loss or gradient was not finite: a "
+        "share of 0.33 (steps 1, 5, 8, 9, 14, 16, 18, 21 and 25 more). Lower optimizer.lr, set clip.max_norm or add "
+        "warmup.steps, see the samples under skipped_steps in result.json, or raise numerics.max_skipped_share."
+    )
+
+
+@pytest.mark.parametrize("strategy", ALIKE)
+def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) -> None:
+    result = run(
+        tmp_path / "run", *POISONED, "steps=3", "numerics.on_nonfinite=rollback", f"strategy={strategy}",
+        *ALIKE[strategy],
+    )  # fmt: skip
+    samples = [int(sample) for sample in ORDER[16:32]]
+    assert result["skipped_steps"] == [{"step": 1, "samples": samples, "num_samples": 16}]
+    assert reference.differences(weights(result), expected(leave_out=(1,))) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
+    settings = ("steps=7", "numerics.on_nonfinite=rollback", f"strategy={strategy}", *ALIKE[strategy])
+    healed = run(tmp_path / "healed", *POISONED, *settings, f"data.once={tmp_path}")
+    undisturbed = run(tmp_path / "undisturbed", *POISONED, *settings, "data.bad=[]")
+    assert healed["weights_sha256"] == undisturbed["weights_sha256"]
+    assert healed["rollbacks"] == [{"step": 1, "checkpoint": 0}]
+    assert healed["skipped_steps"] == undisturbed["rollbacks"] == []
+
+
+def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: Path) -> None:
+    settings = (*POISONED, "numerics.on_nonfinite=rollback", "eval.every_epochs=null", "steps=9")
+    settings = tuple(one for one in settings if not one.startswith("checkpoint."))
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path / "run", *settings)
+    assert str(caught.value) == (
+        "numerics.on_nonfinite=rollback: loss or gradient of step 5 is not finite, and that of step 1 was not either; "
+        "both come after the checkpoint of step 0, and one such step between two checkpoints is left out at most. "
+        "Lower optimizer.lr, set clip.max_norm or add warmup.steps, save more often with checkpoint.every_steps, or "
+        "use numerics.on_nonfinite=skip."
+    )
+    assert [one["step"] for one in result_of(tmp_path / "run")["skipped_steps"]] == [1]
+
+
+def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise RuntimeError("killed")
+
+    settings = (*POISONED, "numerics.on_nonfinite=rollback", "steps=3")
+    with monkeypatch.context() as patched:
+        patched.setattr(MetricsFile, "rolled_back", die)
+        with pytest.raises(RuntimeError, match="killed"):
+            run(tmp_path / "run", *settings)
+    result = run(tmp_path / "run", *settings, "resume=auto")
+    assert result["rollbacks"] == [{"step": 1, "checkpoint": 0}]
+    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert reference.differences(weights(result), expected(leave_out=(1,))) == []
+
+
+def test_a_resumed_run_still_lists_what_was_left_out_before(tmp_path: Path) -> None:
+    settings = (*POISONED, "numerics.on_nonfinite=skip", "steps=3")
+    run(tmp_path / "run", *settings, "stop_at_step=2")
+    result = run(tmp_path / "run", *settings, "resume=auto")
+    assert [one["step"] for one in result["skipped_steps"]] == [1]
+
+
+def test_a_rolled_back_run_logs_each_step_once(tmp_path: Path) -> None:
+    run(
+        tmp_path / "run",
+        *POISONED,
+        "numerics.on_nonfinite=rollback",
+        "steps=7",
+        f"data.once={tmp_path}",
+        "log_every_steps=1",
+    )
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "train/loss" in row] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("loader", ["loader.num_workers=1", "data=stream_of_points"])
+def test_every_way_of_reading_can_go_back(loader: str, tmp_path: Path) -> None:
+    settings = (*POISONED, "numerics.on_nonfinite=rollback", "steps=7", "checkpoint.every_steps=3")
+    if loader.startswith("data="):
+        settings = (
+            *ODD,
+            "objective.kind=loss",
+            "steps=7",
+            "numerics.on_nonfinite=rollback",
+            "loader.shuffle=false",
+            "checkpoint.every_steps=3",
+        )
+    result = run(tmp_path / "run", *settings, loader)
+    assert len(result["rollbacks"]) == len(result["skipped_steps"]) == 2
+
+
+@pytest.mark.parametrize("kind", ["loss", "gradient"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_loss_and_gradient_are_both_looked_at_on_all_ranks(kind: str, replicas: int, tmp_path: Path) -> None:
+    result = run(
+        tmp_path / "run", *ODD, f"objective.kind={kind}", "numerics.on_nonfinite=skip", "strategy=mirrored",
+        f"strategy.replicas={replicas}",
+    )  # fmt: skip
+    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert reference.differences(weights(result), expected(leave_out=(1,))) == []
+
+
+def test_buffers_that_are_not_finite_leave_a_step_out(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", *ODD, "objective.kind=buffer", "model.norm=true", "numerics.on_nonfinite=skip")
+    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert all(tensor.isfinite().all() for tensor in weights(result).values())
+
+
+def test_no_checkpoint_holds_weights_that_are_not_finite(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path / "run", *ODD, "objective.kind=gradient", "checkpoint.every_steps=1")
+    assert str(caught.value) == (
+        "after step 2 the parameter 0.weight is not finite, and no checkpoint of it is written. Lower optimizer.lr, "
+        "set clip.max_norm or add warmup.steps; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is "
+        "not finite."
+    )
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000001"]
+
+
+def test_a_run_that_stops_names_step_and_samples(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError) as caught:
+        run(tmp_path / "run", *POISONED, "steps=3")
+    samples = ", ".join(str(sample) for sample in ORDER[16:24])
+    assert str(caught.value) == (
+        f"step 1: the loss is nan, of the samples {samples} and 8 more. Lower optimizer.lr, set clip.max_norm or add "
+        "warmup.steps, or leave such steps out with numerics.on_nonfinite=skip."
+    )
+    assert result_of(tmp_path / "run")["skipped_steps"] == []
+
+
+def test_what_a_loss_scale_cannot_help_is_left_out_at_the_scale_of_before(tmp_path: Path) -> None:
+    scaled = ("precision=fp16_mixed", "numerics.on_nonfinite=skip", "precision.max_overflows=4")
+    result = run(tmp_path / "run", *ODD, "objective.kind=gradient", *scaled, "steps=2")
+    meta = load(Path(result["last"])).meta
+    assert [one["step"] for one in result["skipped_steps"]] == [1]
+    assert meta["state"]["retries"] == 3
+    assert meta["loss_scale"]["scale"] == 65536.0
+
+
+def test_local_replicas_tell_each_other_what_they_left_out(tmp_path: Path) -> None:
+    result = run(
+        tmp_path / "run", *POISONED, "strategy=local_sgd", "strategy.average_every=2", "steps=3",
+        "numerics.on_nonfinite=skip",
+    )  # fmt: skip
+    assert result["skipped_steps"] == [{"step": 1, "samples": [int(one) for one in ORDER[16:24]], "num_samples": 8}]
+
+
+def test_limits_of_skips_without_skip_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        run(tmp_path / "run", *POISONED, "numerics.max_skips_in_a_row=3", "numerics.max_skipped_share=0.1")
+    rule = "has no effect without numerics.on_nonfinite=skip. (command line)"
+    assert str(caught.value) == (
+        f"2 problems in the config\n  numerics.max_skips_in_a_row=3: {rule}\n  numerics.max_skipped_share=0.1: {rule}"
+    )

@@ -1,0 +1,52 @@
+"""The record of a run's rollbacks, `rollbacks.json`: for which step which checkpoint was restored.
+
+It is written before anything is restored, so that a run that is killed in the middle of a rollback knows, when it is
+resumed, which step is trained for the second time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.engine.left_out import Suspect
+from trainkit.errors import CheckpointError
+from trainkit.run.folder import write_json_atomically
+
+__all__ = ["FILE", "note_rollback", "rollbacks_of", "suspect_of"]
+
+FILE: Final = "rollbacks.json"
+"""Its name in the run folder."""
+_MOST: Final = 1000
+"""Rollbacks that are kept, the latest."""
+
+
+def rollbacks_of(folder: Path) -> list[dict[str, int]]:
+    """Return `step` and `checkpoint` of each rollback of a run, the latest last.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        return []
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        return [{name: int(one[name]) for name in ("step", "checkpoint")} for one in content["rollbacks"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is no record of rollbacks: {error}. Remove it to resume without it.") from error
+
+
+def note_rollback(folder: Path, suspect: Suspect) -> None:
+    """Add a rollback to the record."""
+    noted = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
+    write_json_atomically(folder / FILE, {"rollbacks": noted[-_MOST:]})
+
+
+def suspect_of(folder: Path, *, checkpoint: int) -> Suspect | None:
+    """Return the step that is trained for the second time when a run continues at a checkpoint; None: there is none."""
+    noted = rollbacks_of(folder)
+    if not noted or checkpoint > noted[-1]["step"] or noted[-1]["checkpoint"] > checkpoint:
+        return None
+    return Suspect(**noted[-1])
