@@ -54,6 +54,13 @@ def test_local_sgd_is_said_to_be_another_training_unless_every_step_is_averaged(
     assert out[2].startswith("  first after step 3: param/layers.0.")
 
 
+def test_a_candidate_with_another_config_breaks_no_rule(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its updates are taken again at its own settings: a smaller clip is no clipping before the sum."""
+    assert prove("strategy=device_map", "clip.max_norm=0.3,0.1") == 1
+    explained = [line.strip() for line in capfd.readouterr().out.splitlines() if "explained" in line]
+    assert explained == ["explained by: the config: clip.max_norm is 0.1 here and 0.3 in the reference"]
+
+
 def tensors(*values: float) -> dict[int, dict[str, torch.Tensor]]:
     return {step: {"param/w": torch.tensor([value, 1.0], dtype=torch.float64)} for step, value in enumerate(values, 1)}
 

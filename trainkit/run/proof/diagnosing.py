@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainkit.config.schema import RunConfig
+from trainkit.config.semantics import Difference, difference
 from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_probe, explain_updates
 from trainkit.run.plan import RunPlan
 from trainkit.run.proof.comparing import Comparison, Verdict, is_rounding, worst
@@ -56,10 +57,15 @@ def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
     """
     if case.plan.parts.strategy.is_another_training:
         return Diagnosis()
+    own = replace(case.candidate, strategy=case.reference.strategy)
+    apart = [one for one in difference(case.reference, own) if one.matters]
+    if apart:  # a candidate is held to the rules at its own settings
+        examiner = Examiner(own)
     probed = examiner.probe(
         case.candidate, num_replicas=case.plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe")
     )
-    return Diagnosis(gradients=tuple(_gradients(probed)), lines=tuple(_explained(case, examiner, probed, folder)))
+    lines = tuple(_explained(case, examiner, probed, folder, apart))
+    return Diagnosis(gradients=tuple(_gradients(probed)), lines=lines)
 
 
 def _gradients(probed: Probed) -> Iterator[Comparison]:
@@ -69,7 +75,9 @@ def _gradients(probed: Probed) -> Iterator[Comparison]:
         yield Comparison(name=f"gradient/{name}", verdict=verdict, error=error, first_step=first)
 
 
-def _explained(case: Case, examiner: Examiner, probed: Probed, folder: Path) -> Iterator[str]:
+def _explained(
+    case: Case, examiner: Examiner, probed: Probed, folder: Path, apart: Sequence[Difference]
+) -> Iterator[str]:
     if probed.differs:
         yield from explain_probe(probed)
     elif worst(case.comparisons) != "different":
@@ -77,4 +85,9 @@ def _explained(case: Case, examiner: Examiner, probed: Probed, folder: Path) -> 
     elif case.candidate.numerics.reproducible and is_rounding(case.expected, case.found):
         yield explain_order()
     else:
-        yield from explain_updates(examiner.replay(num_replicas=case.plan.num_replicas, folder=folder))
+        updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
+        if apart and not updates.differences:
+            keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
+            yield f"explained by: the config: {keys}"
+        else:
+            yield from explain_updates(updates)
