@@ -1,5 +1,6 @@
 """Parameters that are not contiguous: every tensor that belongs to one has its strides, under every strategy."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.stepping import STRATEGIES, Case, Frozen, oracle, train
+from tests.contract.stepping import STRATEGIES, Case, Frozen, oracle, run_rank, train
 from tests.support import reference, zoo
-from tests.support.pool import Pool
+from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.engine.checkpoint.weights import weights_sha256
@@ -180,6 +181,21 @@ def test_a_slice_of_a_larger_tensor_is_trained_as_the_reference_does(strategy: s
     expected = oracle(Case(global_size=16, micro_size=8, optimizer="adamw"))
     for rank in train(pool, case):
         assert reference.differences(rank.weights, expected) == []
+
+
+def with_other_strides_on_rank_1(place: Place, case: Case) -> Any:
+    """One rank of a case, whose second rank has transposed weights."""
+    return run_rank(place, replace(case, task="transposed" if place.rank else "classes"))
+
+
+def test_strides_that_differ_between_ranks_are_refused_by_name(pool: Pool) -> None:
+    expected = (
+        "the parameter 0.weight has other strides on rank 1 than on rank 0. Give it one memory format on every rank."
+    )
+    with pytest.raises(AssertionError, match=re.escape(expected)):
+        pool.run(
+            "tests.contract.test_layouts.with_other_strides_on_rank_1", placed(TRANSPOSED, "mirrored"), num_ranks=2
+        )
 
 
 def test_an_expanded_parameter_is_refused_by_name() -> None:

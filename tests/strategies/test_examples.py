@@ -9,6 +9,7 @@ MODULES = [
     "device_map",
     "devices",
     "fsdp",
+    "layouts",
     "maps.balance",
     "maps.fitting",
     "maps.syntax",

@@ -52,7 +52,7 @@ def test_no_kernel_is_called_directly_while_a_slot_has_other_strides() -> None:
     optimizer.state[param]["exp_avg"] = torch.zeros(5, 7)
     stepper.forget()
     stepper._find_kernels([torch.ones(5, 7)])
-    assert stepper._kernels is None
+    assert (stepper._kernels, optimizer.param_groups[0]["fused"]) == (None, False)
 
 
 def test_dims_of_one_element_take_the_parameters_stride_without_a_copy() -> None:

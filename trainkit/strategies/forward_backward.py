@@ -19,7 +19,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Training, Weighing
 from trainkit.strategies.exchanged import in_all_places, settle_exchange
-from trainkit.strategies.layouts import dense_strides
+from trainkit.strategies.layouts import dense_strides, layout_mark
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.sparse import find_sparse
@@ -221,9 +221,11 @@ class StepWork:
                 dims = [find_sparse(grads).get(place, 0) for place in range(len(grads))]
             for param in replica.params.values():
                 param.grad = None
-        rows = replica.collective.gather(torch.tensor([*flags, *dims, *map(int, changed)]))
-        found: list[int] = torch.stack(rows).amax(0).tolist()  # a rank without a shard has seen nothing
+        own = [layout_mark(param) for param in replica.params.values()]
+        rows = torch.stack(replica.collective.gather(torch.tensor([*own, *flags, *dims, *map(int, changed)])))
         count = len(names)
+        _refuse_other_layouts(names, rows[:, :count])
+        found: list[int] = rows[:, count:].amax(0).tolist()  # a rank without a shard has seen nothing
         if exchanges:
             settle_exchange(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])
@@ -238,3 +240,22 @@ class StepWork:
             strides=[*map(dense_strides, reduced), *[None] * len(rest)],
         )
         return replica.packing
+
+
+def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
+    """Refuse parameters whose strides differ between ranks: gradients are exchanged as they lie in memory.
+
+    Args:
+        names: of the parameters.
+        marks: (ranks, parameters) `layout_mark` of each.
+
+    Raises:
+        TrainingError: there is such a parameter.
+    """
+    for name, column in zip(names, marks.unbind(1), strict=True):
+        others = (column != column[0]).nonzero().flatten().tolist()
+        if others:
+            raise TrainingError(
+                f"the parameter {name} has other strides on rank {others[0]} than on rank 0. Give it one memory format "
+                "on every rank."
+            )

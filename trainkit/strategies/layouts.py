@@ -13,12 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.hashing import hash64
 
 __all__ = [
     "Strides",
     "dense_strides",
     "in_layout",
     "in_memory_order",
+    "layout_mark",
     "layout_problems",
     "make_dense",
     "part_strides",
@@ -64,6 +66,17 @@ def part_strides(shape: Sequence[int], whole: Strides) -> Strides:
 def view_of(flat: Tensor, shape: Sequence[int], strides: Strides) -> Tensor:
     """View a stretch of memory, (numel,), as a dense tensor; no copy."""
     return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def layout_mark(tensor: Tensor) -> int:
+    """Return a number of 63 bits that tells the order of a dense tensor's dims in memory; 0: contiguous.
+
+    Example:
+        >>> layout_mark(torch.ones(3, 2)), layout_mark(torch.ones(2, 3).t()) > 0
+        (0, True)
+    """
+    strides = dense_strides(tensor)
+    return 0 if strides is None else hash64(*strides) >> 1
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -87,10 +87,13 @@ class Stepper:
             or any(grad is None for grad in grads)
             or _hooked(self.optimizer)
             or not all(map(_has_plain_kernel, groups))
-            or not all(_slots_agree(param, self.optimizer.state[param]) for param in self._params)
         ):
             return
         states = self.optimizer.state
+        if not all(_slots_agree(param, states[param]) for param in self._params):
+            for group in groups:
+                group["fused"] = False  # torch's plain loop takes slots of any strides
+            return
         self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
         # a fused kernel works on one device
         parts = [

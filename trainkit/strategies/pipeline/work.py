@@ -14,6 +14,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Supervised, split_batch
 from trainkit.strategies.base import Training
 from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.layouts import in_layout
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
 from trainkit.strategies.pipeline.replica import PipelineReplica, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
@@ -148,7 +149,9 @@ def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
 def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:
     if grad is not None and grad.is_sparse:
         grad = grad.to_dense()
-    return torch.zeros_like(master) if grad is None and used else grad
+    if grad is None:
+        return torch.zeros_like(master) if used else None
+    return in_layout(grad, master.stride())  # other stages may hold the same parameter
 
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:

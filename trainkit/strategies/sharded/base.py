@@ -19,6 +19,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts, Numerics, Training
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
+from trainkit.strategies.layouts import make_dense
 from trainkit.strategies.pieces import Pieces, assembled
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica
@@ -79,6 +80,7 @@ class Sharded(Grouped):
         if not dist.is_initialized():
             values = initial_values(model)
             return super().hold(model if values is None else filled(model, values), precision, spread)
+        make_dense(model)
         model = self.cut(model, precision, spread)
         parts = {
             name: nn.Parameter(local_part(param.detach()))
