@@ -88,6 +88,15 @@ TASKS = {
     "channels_last": Trial(zoo.channels_last, zoo.Pictures, zoo.classes_sum, Classification),
     "transposed": Trial(zoo.transposed, zoo.Points, zoo.classes_sum, Classification),
     "transposed_tied": Trial(zoo.transposed_tied, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
+    "functional_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, Classification),
+    "vae": Trial(zoo.vae, zoo.Points, zoo.classes_sum, Classification),
+    "drop_path": Trial(zoo.drop_path, zoo.Points, zoo.classes_sum, Classification),
+    "diffusion": Trial(zoo.Net, zoo.Points, zoo.classes_sum, zoo.Diffusion),
+    "diffusion_in_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.Diffusion),
+    "two_views": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.TwoViews),
+    "mixup": Trial(zoo.Net, zoo.Points, zoo.classes_sum, zoo.Mixup),
+    "noisy_scores": Trial(zoo.drop_path, zoo.Points, zoo.classes_sum, zoo.NoisyScores),
+    "masked_words": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.MaskedWords),
     "resnet": Trial(zoo.small_resnet, zoo.Pictures, zoo.classes_sum, Classification),
 }
 

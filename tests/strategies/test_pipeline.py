@@ -120,7 +120,7 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {"objective": OwnLoss()},
             (
                 "objective=OwnLoss: runs the model itself, and a pipeline has outputs on its last stage only. "
-                "Use a Supervised objective."
+                "Use a Supervised objective without a loss of its own."
             ),
         ),
         (

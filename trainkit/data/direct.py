@@ -18,6 +18,7 @@ from trainkit.data.reading import Reader
 from trainkit.data.sources import shards_of
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import Untouched
 
 __all__ = ["Direct"]
 
@@ -67,7 +68,8 @@ class Direct:
             DataError: a sample of this very ticket cannot be read or collated.
         """
         if not self._read or self._read[0][0] != ticket:
-            self._read = self._burst(ticket)
+            with Untouched(seed=0):
+                self._read = self._burst(ticket)
         _, batch = self._read.popleft()
         if isinstance(batch, DataError):
             raise batch

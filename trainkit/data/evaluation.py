@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -15,6 +15,8 @@ from trainkit.data.reading import Reader
 from trainkit.data.sources import collated, whole_arrays
 from trainkit.data.splits import size_of
 from trainkit.data.workers import Request, opened, read_ahead, shut_down
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.randomness import sample_key
 
 __all__ = ["EvalBatches", "num_eval_batches"]
 
@@ -87,14 +89,14 @@ class EvalBatches:
         if self._arrays is not None:
             host: Iterator[Any] = (narrow(self._arrays, start, stop - start) for start, stop in self._ranges)
         elif self._gather is not None:
-            host = (self._gather(torch.arange(start, stop)) for start, stop in self._ranges)
+            host = (_gathered(self._gather, start, stop) for start, stop in self._ranges)
         elif isinstance(self._dataset, Stream):
             host = self._streamed(self._dataset)
         elif self._settings.num_workers and self._ranges:
             host = self._by_workers()
         else:
             reader = Reader(self._dataset, seed=0)
-            host = (reader.batch(0, range(start, stop)) for start, stop in self._ranges)
+            host = (_read(reader, start, stop) for start, stop in self._ranges)
         for batch in host:
             yield to_device(batch, self._device)
 
@@ -103,7 +105,8 @@ class EvalBatches:
         for start, stop in self._ranges:
             if start < position:  # a batch that is repeated
                 items, position = stream.items(0), 0
-            samples = list(islice(items, start - position, stop - position))
+            with Untouched(seed=sample_key(0, 0, start)):
+                samples = list(islice(items, start - position, stop - position))
             if len(samples) < stop - start:
                 raise stream.too_short(start + len(samples))
             yield collate(samples, range(start, stop))
@@ -117,3 +120,13 @@ class EvalBatches:
                 yield opened(batch)
         finally:
             shut_down(ahead)
+
+
+def _read(reader: Reader, start: int, stop: int) -> Any:
+    with Untouched(seed=0):
+        return reader.batch(0, range(start, stop))
+
+
+def _gathered(gather: Callable[[torch.Tensor], Any], start: int, stop: int) -> Any:
+    with Untouched(seed=sample_key(0, 0, start)):
+        return gather(torch.arange(start, stop))

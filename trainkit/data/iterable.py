@@ -14,6 +14,8 @@ from trainkit.config.values import at_least
 from trainkit.data.collate import collate, to_device
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import BatchPlan, Ticket
+from trainkit.numerics.generators import Untouched, seed_host
+from trainkit.numerics.randomness import sample_key
 
 __all__ = ["Stream", "StreamReader"]
 
@@ -94,9 +96,14 @@ class Stream:
 
 
 class StreamReader:
-    """Reads the shards of a stream by position; going back means starting the epoch again."""
+    """Reads the shards of a stream by position; going back means starting the epoch again.
 
-    def __init__(self, stream: Stream, plan: BatchPlan, *, device: torch.device, settings: LoaderSettings) -> None:
+    What is drawn while an item is read depends on (seed, epoch, position) alone.
+    """
+
+    def __init__(
+        self, stream: Stream, plan: BatchPlan, *, device: torch.device, settings: LoaderSettings, seed: int
+    ) -> None:
         if settings.num_workers:
             rule = "an iterable dataset is read by the training process. Use 0."
             raise ConfigError([Problem(key="loader.num_workers", value=settings.num_workers, rule=rule)])
@@ -106,13 +113,15 @@ class StreamReader:
         self._stream = stream
         self._plan = plan
         self._device = device
+        self._seed = seed
         self._epoch = -1
         self._position = 0
         self._items: Iterator[Any] = iter(())
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Read the shards from front to back, skipping what belongs to others; give them in the ticket's order."""
-        found = {shard: self._shard(*self._plan.shard_range(ticket.step, shard)) for shard in sorted(ticket.shards)}
+        with Untouched(seed=0):
+            found = {shard: self._shard(*self._plan.shard_range(ticket.step, shard)) for shard in sorted(ticket.shards)}
         return [found[shard] for shard in ticket.shards]
 
     def state(self) -> dict[str, Any]:
@@ -135,6 +144,7 @@ class StreamReader:
 
     def _shard(self, epoch: int, start: int, stop: int) -> Any:
         if epoch != self._epoch or start < self._position:
+            seed_host(sample_key(self._seed, epoch, -1))
             self._items = self._stream.items(epoch)
             self._epoch, self._position = epoch, 0
         for _ in range(start - self._position):
@@ -143,6 +153,7 @@ class StreamReader:
         return to_device(batch, self._device)
 
     def _next(self) -> Any:
+        seed_host(sample_key(self._seed, self._epoch, self._position))
         try:
             item = next(self._items)
         except StopIteration:

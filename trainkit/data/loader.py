@@ -123,7 +123,7 @@ def _choose(
     num_steps: int,
 ) -> Source:
     if isinstance(dataset, Stream):
-        return StreamReader(dataset, plan, device=device, settings=settings)
+        return StreamReader(dataset, plan, device=device, settings=settings, seed=seed)
     positions = Positions(plan, SampleOrder(num_samples=plan.num_samples, seed=seed, shuffle=settings.shuffle))
     gather = getattr(dataset, "gather", None)
     if gather is not None and settings.cache is not False:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from trainkit.data.collate import collate
 from trainkit.errors import DataError
+from trainkit.numerics.generators import seed_host
 from trainkit.numerics.randomness import sample_key
 
-__all__ = ["Reader"]
+__all__ = ["Reader", "still"]
+
+_T = TypeVar("_T")
 
 
 class Reader:
@@ -23,7 +26,8 @@ class Reader:
     Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a
     batch is first read without, and when none of the three generators has moved by its end, nothing in it was
     random and it stands. Otherwise it is read again, sample by sample with their keys, as is everything after.
-    A generator that a dataset owns is beyond reach: it must draw from one of these three.
+    A generator that a dataset owns is beyond reach: it must draw from one of these three. In the process that trains,
+    a reader is called inside of `Untouched`, which gives the training its generators back.
 
     Example:
         >>> class Noise:
@@ -73,7 +77,7 @@ class Reader:
         return samples
 
     def _keyed(self, epoch: int, index: int) -> Any:
-        _set_generators(sample_key(self._seed, epoch, index))
+        seed_host(sample_key(self._seed, epoch, index))
         try:
             return self._dataset[index]
         except Exception as error:
@@ -84,12 +88,6 @@ def _unreadable(index: int, error: Exception) -> DataError:
     if isinstance(error, DataError):
         return error
     return DataError(f"sample {index} cannot be read: {type(error).__name__}: {error}")
-
-
-def _set_generators(key: int) -> None:
-    torch.default_generator.manual_seed(key)
-    random.seed(key)
-    np.random.seed(key)  # noqa: NPY002 - the generator that a dataset's own code may use
 
 
 class _Stillness:
@@ -122,6 +120,13 @@ class _Stillness:
             or np.random.random_sample() != self._numpy.random_sample()  # noqa: NPY002
             or _next_of_torch(torch.default_generator) != self._torch
         )
+
+
+def still(read: Callable[[], _T]) -> _T | None:
+    """Return what `read` gives; None where it draws from a default generator."""
+    _STILLNESS.begin()
+    found = read()
+    return None if _STILLNESS.broken else found
 
 
 def _next_of_torch(generator: torch.Generator) -> int:

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from trainkit.data.collate import narrow, to_device
 from trainkit.data.positions import Positions
-from trainkit.data.reading import Reader
+from trainkit.data.reading import Reader, still
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import Untouched
 
 __all__ = ["Arrays", "Gatherer", "Memory", "Source", "collated", "shards_of", "whole_arrays"]
 
@@ -74,11 +75,25 @@ class Gatherer:
         self._gather = gather
         self._positions = positions
         self._device = device
+        self._is_known = False
 
     def read(self, ticket: Ticket) -> list[Any]:
         """Gather on the host and move; several shards are views of one gathered batch."""
-        batch = to_device(self._gather(torch.from_numpy(self._positions.indices(ticket))), self._device)
+        indices = torch.from_numpy(self._positions.indices(ticket))
+        batch = to_device(self._gather(indices) if self._is_known else self._first(indices), self._device)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
+
+    def _first(self, indices: Tensor) -> Any:
+        """The first batch, which shows whether the dataset draws random numbers while it gathers."""
+        with Untouched(seed=0):
+            found = still(lambda: self._gather(indices))
+        if found is None:
+            raise DataError(
+                "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "
+                "Use loader.cache=false, which reads samples one at a time."
+            )
+        self._is_known = True
+        return found
 
     def close(self) -> None:
         """Nothing runs."""
@@ -102,7 +117,8 @@ def whole_arrays(dataset: Any) -> Arrays | None:
     offer = getattr(dataset, "tensors", None)
     if not callable(offer):
         return None
-    arrays: Arrays = offer()
+    with Untouched(seed=0):
+        arrays: Arrays = offer()
     values = list(arrays.values()) if isinstance(arrays, dict) else list(arrays)
     lengths = [len(tensor) for tensor in values]
     if set(lengths) != {len(dataset)}:
@@ -120,7 +136,8 @@ def collated(dataset: Any) -> Arrays:
     """
     reader = Reader(dataset, seed=0)
     count = len(dataset)
-    chunks = [reader.batch(0, range(start, min(start + _CHUNK, count))) for start in range(0, count, _CHUNK)]
+    with Untouched(seed=0):
+        chunks = [reader.batch(0, range(start, min(start + _CHUNK, count))) for start in range(0, count, _CHUNK)]
     if reader.draws:
         rule = (
             f"the samples of {type(dataset).__name__} are random, and a cache would repeat those of the first "

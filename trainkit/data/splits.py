@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from trainkit.config.build import build, resolve_target
 from trainkit.errors import DataError
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.hashing import key32, name_id
 
 __all__ = ["build_splits", "keep_splits", "size_of", "splits_of"]
 
@@ -56,7 +58,8 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     takes_split = _takes_split(resolve_target(node["_target_"]))
     built = {}
     for split in splits_of(node):
-        built[split] = build(node, split=split) if takes_split else build(node)
+        with Untouched(seed=key32(name_id(split))):  # what a constructor draws is the same on every rank
+            built[split] = build(node, split=split) if takes_split else build(node)
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built

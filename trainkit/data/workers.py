@@ -19,6 +19,7 @@ from trainkit.data.reading import Reader
 from trainkit.data.sources import shards_of
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import Untouched
 
 __all__ = ["Request", "Workers", "opened", "read_ahead", "shut_down"]
 
@@ -62,7 +63,8 @@ class Workers:
     def read(self, ticket: Ticket) -> list[Any]:
         """The next batch of the workers, or one read here."""
         if ticket.shards != tuple(self._shards_at(ticket.step)):
-            batch = self._reader.batch(self._positions.epoch(ticket), self._positions.indices(ticket).tolist())
+            with Untouched(seed=0):
+                batch = self._reader.batch(self._positions.epoch(ticket), self._positions.indices(ticket).tolist())
         else:
             if self._ahead is None or ticket.step != self._next_step:
                 self._start(ticket.step)

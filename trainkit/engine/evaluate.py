@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.randomness import BlockKeys, keys_of
 from trainkit.objectives.base import Objective, Tally
 from trainkit.strategies.base import Placed
 
@@ -17,6 +19,8 @@ def evaluate(
     placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
 ) -> dict[str, float]:
     """Score the model on a split; collective.
+
+    What the model or the objective draws depends on (seed, number of the batch, block): the same in every evaluation.
 
     Args:
         placed: the model; in training mode again afterwards.
@@ -31,12 +35,15 @@ def evaluate(
     """
     model = placed.model
     tally, metrics = Tally(), objective.metrics()
+    keys = keys_of(model) or BlockKeys(model, seed=0, devices=[placed.device])
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), placed.precision.autocast(placed.device_types):
             for place, batch in enumerate(batches):
-                loss = objective.loss(model, batch)
+                with Untouched(seed=0, devices=[placed.device]):
+                    keys.enter_evaluation(batch=place * placed.num_ranks + placed.rank, objective=objective)
+                    loss = objective.loss(model, batch)
                 if num_counted is not None and place >= num_counted:
                     continue
                 tally.add(loss.loss_sum, loss.weight)

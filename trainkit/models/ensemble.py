@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,8 @@ class Ensemble(nn.Module):
 
     Source: Lakshminarayanan et al. 2017, arXiv:1612.01474, section 2.4.
     """
+
+    draws_nothing: ClassVar[bool] = True
 
     def __init__(
         self, *, members: Sequence[nn.Module], combine: Literal["probabilities", "outputs"] = "probabilities"

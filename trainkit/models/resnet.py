@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ class ResNet(nn.Module):
         >>> sum(p.numel() for p in ResNet(depth=18).parameters())
         11689512
     """
+
+    draws_nothing: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -80,6 +82,8 @@ class ResNet(nn.Module):
 
 class _Residual(nn.Module):
     """Convolutions beside a shortcut: two of 3 x 3, or 1 x 1, 3 x 3, 1 x 1."""
+
+    draws_nothing: ClassVar[bool] = True
 
     def __init__(self, channels: int, width: int, out_channels: int, *, stride: int, bottleneck: bool) -> None:
         super().__init__()

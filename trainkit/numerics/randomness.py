@@ -1,104 +1,204 @@
-"""Keyed randomness: what a block of the model draws depends on (seed, step, shard, block) alone.
+"""Keyed randomness: what is drawn inside a step depends on (seed, step, shard, block) alone.
 
 Torch's generators are streams: what a dropout draws depends on everything drawn before it, on this process. Here each
 block gets a fresh key on entry, so that its masks are the same on whatever device, process, pipeline stage or
 recomputation it runs. A block is an element of a ModuleList or Sequential, or else a top-level child of the model;
-its key is its canonical name.
+its key is its canonical name. The model's own code is the block '', and the objective's the block `objective`. Code
+that goes on after a block has returned gets a new key, so that it does not depend on what that block has drawn.
 
-The model's own code between blocks is keyed as the block ''. Python's `random` and NumPy inside a forward pass are
-not covered.
+Python's `random` and NumPy are keyed once a shard, for models and objectives whose classes are not torch's or
+trainkit's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
+from trainkit.numerics.drawing import Drawing, Draws, blocks_of, draws_of
+from trainkit.numerics.generators import generators_of, seed_host
 from trainkit.numerics.hashing import hash64, key32, mix64, name_id
 
-__all__ = ["BlockKeys", "blocks_of", "draws_at_random", "draws_nothing", "keys_of", "sample_key", "sets_key"]
+__all__ = ["BlockKeys", "Moment", "forget_keys", "keys_of", "noting_keys", "sample_key", "sets_key"]
 
-_MASK = (1 << 64) - 1
+# No module is called so: names have no parentheses.
+_OBJECTIVE: Final = name_id("objective()")
+_HOST: Final = name_id("host()")
+_EVALUATION: Final = name_id("evaluation()")
 
-# Modules of torch whose forward pass draws random numbers in training; every other module of torch.nn draws none.
-_RANDOM = (
-    nn.modules.dropout._DropoutNd,  # noqa: SLF001 - the base class of all dropouts has no public name
-    nn.RReLU,
-    nn.RNNBase,
-    nn.MultiheadAttention,
-    nn.TransformerEncoderLayer,
-    nn.TransformerDecoderLayer,
-    nn.FractionalMaxPool2d,
-    nn.FractionalMaxPool3d,
-)
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where in a step a computation is."""
+
+    state: int
+    """Hash of seed, step and shard."""
+    counts: dict[int, int]
+    """How often each part has been keyed in this shard."""
 
 
 class BlockKeys:
     """Hooks that key torch's default generators on entry to each block that may draw random numbers.
 
+    A block that is called again for the same shard gets another key, and so does code that goes on after a block.
+
     Args:
         model: the model; hooks are attached to it for its lifetime.
         seed: the run's seed.
         devices: those whose generators the model draws from (the CPU's is keyed as well).
+        drawing: what of the model may draw; None: its classes are what they were when it was built.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
         >>> keys = BlockKeys(model, seed=0, devices=[torch.device("cpu")])
         >>> keys.enter(step=3, shard=1)
         >>> first = model(torch.ones(1, 2))
+        >>> keys.enter(step=3, shard=1)
         >>> torch.equal(first, model(torch.ones(1, 2)))
         True
     """
 
-    def __init__(self, model: nn.Module, *, seed: int, devices: Iterable[torch.device]) -> None:
-        self._seed = seed
+    def __init__(
+        self, model: nn.Module, *, seed: int, devices: Iterable[torch.device], drawing: Drawing | None = None
+    ) -> None:
+        self._model, self._seed = ref(model), seed
+        self.drawing = Drawing.of(model) if drawing is None else drawing
+        """What of the model may draw."""
         self._state = 0
-        self._generators = [torch.default_generator]
-        for device in devices:
-            if device.type == "cuda":
-                torch.cuda.init()  # type: ignore[no-untyped-call]
-                self._generators.append(torch.cuda.default_generators[device.index or 0])
-        self.names = tuple(name for name, block in blocks_of(model) if not draws_nothing(block))
+        self._counts: dict[int, int] = {}
+        self._objective = Draws.nothing
+        self._watches_model = False
+        self._generators = generators_of(devices)
+        self._on_host = all(device.type == "cpu" for device in devices)
+        self.names = tuple(name for name, _ in blocks_of(model) if name in self.drawing.keyed)
         for name, block in blocks_of(model):
-            if name in self.names:
-                block.register_forward_pre_hook(self._key_setter(name_id(name)))
+            if name in self.drawing.keyed:
+                block.register_forward_pre_hook(_hook(self._key_setter(name_id(name))))
+            if name in self.drawing.returned:
+                block.register_forward_hook(_hook(self._key_setter(name_id(f"{name}()"))))
         for module in model.modules():
             _KEYS[module] = self
 
-    def enter(self, *, step: int, shard: int) -> None:
-        """Say which step and shard the coming forward passes belong to."""
-        if self.names:
-            self._state = hash64(self._seed, step, shard)
+    def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0) -> None:
+        """Key what comes for a shard of a step.
+
+        Args:
+            step: the step.
+            shard: its shard.
+            objective: what runs the model; None: what runs now is the model alone.
+            calls: how often the model has been called for this shard already.
+        """
+        self._enter((self._seed, step, shard), objective, calls)
+
+    def enter_evaluation(self, *, batch: int, objective: object) -> None:
+        """Key what comes for a batch of an evaluation.
+
+        Args:
+            batch: its number, in the order of the split, over all ranks.
+            objective: what runs the model.
+        """
+        self._enter((self._seed, _EVALUATION, batch), objective, 0)
+
+    def draw_on_host(self, objective: object) -> bool:
+        """Return whether the model or the objective may draw from generators that all threads of a process share."""
+        most = max(self.drawing.most, draws_of(type(objective)))
+        return most is Draws.anything or (self._on_host and most is not Draws.nothing)
 
     @property
-    def state(self) -> int:
-        """The step and shard that forward passes belong to now, for `at`."""
-        return self._state
+    def moment(self) -> Moment:
+        """The shard that forward passes belong to now and how far it is, for `at`."""
+        return Moment(self._state, dict(self._counts))
+
+    @property
+    def beginning(self) -> Moment:
+        """The beginning of the shard that forward passes belong to now, for `at`."""
+        return Moment(self._state, {})
 
     @contextmanager
-    def at(self, state: int) -> Iterator[None]:
-        """Let the forward passes inside belong to the step and shard of an earlier `state`: a recomputation's."""
-        now, self._state = self._state, state
+    def at(self, moment: Moment) -> Iterator[None]:
+        """Let the forward passes inside continue from an earlier moment: a recomputation's."""
+        now = self._state, self._counts
+        self._state, self._counts = moment.state, dict(moment.counts)
         try:
             yield
         finally:
-            self._state = now
+            self._state, self._counts = now
 
-    def _key_setter(self, block_id: int) -> Any:
-        generators = self._generators
+    def _enter(self, parts: tuple[int, ...], objective: object, calls: int) -> None:
+        self._objective = draws_of(type(objective))
+        most = max(self.drawing.most, self._objective)
+        if most is Draws.nothing:
+            return
+        self._state, self._counts = hash64(*parts), {}
+        if most is Draws.anything:
+            seed_host(mix64(self._state ^ _HOST) & 0xFFFFFFFF)
+        if self._objective is not Draws.nothing:
+            self._counts[_OBJECTIVE] = calls
+            self._set_key(_OBJECTIVE)
+            self._watch_model()
 
-        def set_key(_module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-            key = mix64(self._state ^ block_id) & 0xFFFFFFFF
-            for generator in generators:
-                generator.manual_seed(key)
+    def _watch_model(self) -> None:
+        """Key the objective anew whenever the model has returned to it."""
+        if self._watches_model:
+            return
+        self._watches_model = True
 
-        set_key.sets_key = True  # type: ignore[attr-defined]
-        return set_key
+        def set_key() -> None:
+            if self._objective is not Draws.nothing:
+                self._set_key(_OBJECTIVE)
+
+        if (model := self._model()) is not None:
+            model.register_forward_hook(_hook(set_key))
+
+    def _key_setter(self, part: int) -> Callable[[], None]:
+        return lambda: self._set_key(part)
+
+    def _set_key(self, part: int) -> None:
+        count = self._counts.get(part, 0)
+        self._counts[part] = count + 1
+        key = mix64(self._state ^ part)
+        if count:
+            key = mix64(key ^ count)
+        for generator in self._generators:
+            generator.manual_seed(key & 0xFFFFFFFF)
+
+
+def _hook(set_key: Callable[[], None]) -> Any:
+    def hook(_module: nn.Module, _inputs: Any, _outputs: Any = None) -> None:
+        if _NOTING:
+            _NOTING[-1](set_key)
+        else:
+            set_key()
+
+    hook.sets_key = True  # type: ignore[attr-defined]
+    return hook
+
+
+_NOTING: Final[list[Callable[[Callable[[], None]], None]]] = []
+
+
+@contextmanager
+def noting_keys(note: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Give each function that would set a key to `note`, and set no key: a model is run to see what it does."""
+    _NOTING.append(note)
+    try:
+        yield
+    finally:
+        _NOTING.pop()
+
+
+def forget_keys(model: nn.Module) -> None:
+    """Remove the hooks of keys from a copy of a model, which gets its own."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
+            for number in [number for number, hook in hooks.items() if sets_key(hook)]:
+                del hooks[number]
 
 
 _KEYS: WeakKeyDictionary[nn.Module, BlockKeys] = WeakKeyDictionary()
@@ -117,45 +217,3 @@ def sets_key(hook: object) -> bool:
 def sample_key(seed: int, epoch: int, sample: int) -> int:
     """The key of a sample's augmentation: the same on whichever worker, rank or attempt it is read."""
     return key32(seed, epoch, sample, 0x617567)
-
-
-def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model itself as '', then its blocks by canonical name, each module once."""
-    seen = {id(model)}
-    yield "", model
-    for name, module in _inner_blocks(model, "", top=True):
-        if id(module) not in seen:
-            seen.add(id(module))
-            yield name, module
-
-
-def _inner_blocks(module: nn.Module, prefix: str, *, top: bool) -> Iterator[tuple[str, nn.Module]]:
-    container = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    for name, child in module.named_children():
-        full = f"{prefix}{name}"
-        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and (container or top):
-            yield full, child
-        yield from _inner_blocks(child, f"{full}.", top=False)
-
-
-def draws_nothing(block: nn.Module) -> bool:
-    """Whether a block's training forward certainly draws no random number: all its modules are torch's, none random.
-
-    A class of the user's own may call anything in its forward, so it counts as drawing, unless it says otherwise: a
-    class attribute `draws_nothing = True` speaks for its own code, not for the modules below it.
-    """
-    return all(_silent(type(module)) and not draws_at_random(module) for module in block.modules())
-
-
-def _silent(kind: type) -> bool:
-    return kind.__module__.startswith("torch.nn.") or bool(kind.__dict__.get("draws_nothing", False))
-
-
-def draws_at_random(module: nn.Module) -> bool:
-    """Whether this very module of torch's draws random numbers in training: a dropout with a rate above 0, say."""
-    if not isinstance(module, _RANDOM):
-        return False
-    rate = getattr(module, "p", None)
-    if rate is None:
-        rate = getattr(module, "dropout", 1.0)
-    return not (isinstance(rate, float | int) and rate == 0)

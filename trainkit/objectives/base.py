@@ -81,9 +81,16 @@ class Objective(ABC):
     log_scores: ClassVar[bool] = False
     """Whether outputs are scores whose softmax over the last dim are probabilities: an ensemble averages those."""
 
+    draws_nothing: ClassVar[bool] = False
+    """Whether the code of this very class draws no random number, so that nothing needs to be keyed for it; a class
+    derived from it says so for itself."""
+
     @abstractmethod
     def loss(self, model: Model, batch: Any) -> Loss:
-        """Run the model on one collated shard and sum its loss."""
+        """Run the model on one collated shard and sum its loss.
+
+        What is drawn here is keyed by (seed, step, shard, `objective`), and anew whenever the model returns.
+        """
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """The weight of a sample where it is known without looking at its targets, the same for all.

@@ -33,6 +33,8 @@ class Classification(Supervised):
         ['accuracy', 'top3']
     """
 
+    draws_nothing: ClassVar[bool] = True
+
     log_scores: ClassVar[bool] = True
 
     label_smoothing: Annotated[float, below(0, 1)] = 0.0

@@ -27,6 +27,8 @@ class LanguageModelling(Supervised):
         tensor(2)
     """
 
+    draws_nothing: ClassVar[bool] = True
+
     log_scores: ClassVar[bool] = True
 
     padding: bool = True

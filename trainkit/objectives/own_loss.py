@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class OwnLoss(Objective):
         >>> float(OwnLoss().loss(model, batch).loss_sum)
         6.0
     """
+
+    draws_nothing: ClassVar[bool] = True
 
     labels: str = "labels"
     """The key of the targets in a batch; in a tuple they are its last element."""

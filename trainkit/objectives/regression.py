@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -27,6 +27,8 @@ class Regression(Supervised):
         >>> float(loss.loss_sum), loss.weight
         (3.0, 2.0)
     """
+
+    draws_nothing: ClassVar[bool] = True
 
     error: Literal["mse", "l1", "huber"] = "mse"
     """What is summed: squared, absolute, or absolute beyond `delta` and squared within."""

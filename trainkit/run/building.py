@@ -20,6 +20,7 @@ from trainkit.data.splits import build_splits
 from trainkit.engine.events import Callback
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.numerics.deferred import build_deferred
+from trainkit.numerics.generators import Untouched, seed_host
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.schedules import Schedule
 from trainkit.objectives.base import Objective
@@ -53,7 +54,11 @@ class Parts:
     @cached_property
     def sample(self) -> Any:
         """Any one sample of the training data; None where it has no places."""
-        return self.datasets["train"][0] if hasattr(self.datasets["train"], "__getitem__") else None
+        train = self.datasets["train"]
+        if not hasattr(train, "__getitem__"):
+            return None
+        with Untouched(seed=0):
+            return train[0]
 
     @property
     def weighing(self) -> Weighing:
@@ -109,10 +114,10 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     Raises:
         ConfigError: the target is no model.
     """
-    with torch.random.fork_rng(devices=[]):
+    with Untouched(seed=cfg.seed):
         model = _deferred(cfg) if deferred else None
         if model is None:
-            torch.default_generator.manual_seed(cfg.seed)
+            seed_host(cfg.seed)
             model = build(cfg.model)
     if not isinstance(model, nn.Module):
         rule = f"gives a {type(model).__name__}, not a torch.nn.Module."

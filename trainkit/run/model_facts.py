@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.randomness import draws_at_random
+from trainkit.numerics.drawing import draws_at_random
 from trainkit.run.building import shaping_of
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.layouts import layout_problems

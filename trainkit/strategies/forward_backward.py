@@ -166,9 +166,10 @@ class StepWork:
 
     def _forward(self, shard: int, batch: Any) -> Loss:
         replica = self.replica
-        replica.keys.enter(step=self.ticket.step, shard=shard)
+        objective = self.training.objective
+        replica.keys.enter(step=self.ticket.step, shard=shard, objective=objective)
         with replica.precision.autocast(replica.device_types):
-            return self.training.objective.loss(replica.model, batch)
+            return objective.loss(replica.model, batch)
 
     def _take(self, weight: Tensor | float) -> list[Tensor | None]:
         replica = self.replica

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+from trainkit.numerics.drawing import Drawing
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
@@ -63,6 +64,7 @@ class Synchronous(Strategy):
         spread = self.spread(model, identity, precision)
         for device in spread.devices:
             precision.apply_globally(device.type)
+        drawing = Drawing.of(model)  # sharding changes the classes of modules
         held = self.hold(model, precision, spread)
         masters = held.masters
         reducer = self.make_reducer(collective, numerics)
@@ -77,7 +79,7 @@ class Synchronous(Strategy):
             lanes=reducer.lanes,
             stepper=Stepper(make_optimizer(masters), list(masters.values())),
             buffers=StepBuffers(held.model, precision.master_dtype),
-            keys=BlockKeys(held.model, seed=numerics.seed, devices=spread.devices),
+            keys=BlockKeys(held.model, seed=numerics.seed, devices=spread.devices, drawing=drawing),
             reducer=reducer,
             numerics=numerics,
         )

@@ -149,7 +149,7 @@ class PlainLoop:
 
     def _shard(self, step: int, keyed_as: int, batch: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
         placed, objective = self._placed, self.plan.parts.objective
-        placed.keys.enter(step=step, shard=keyed_as)
+        placed.keys.enter(step=step, shard=keyed_as, objective=objective)
         loss = objective.loss(placed.model, batch)
         after = self.buffers()
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight

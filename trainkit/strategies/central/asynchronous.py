@@ -128,7 +128,7 @@ def hand_out_or_apply(
 def _send(central: Central, flight: Flight, errand: _Errand, batches: Sequence[Any]) -> None:
     copy = central.copies[errand.copy]
     moved = [to_device(batch, copy.device) for batch in batches]
-    work = ThreadWork(copy, errand.ticket, moved, errand.training, lock=central.lock)
+    work = ThreadWork(copy, errand.ticket, moved, errand.training)
     if central.variables.packing is None:
         work.discover()
         central.settle(work.replica)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import RLock
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainkit.numerics.randomness import BlockKeys, draws_nothing
+from trainkit.numerics.generators import GENERATORS_LOCK
+from trainkit.numerics.randomness import BlockKeys, forget_keys
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Placed
 from trainkit.strategies.buffers import StepBuffers
@@ -20,7 +21,7 @@ from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.shaping.recomputing import Recomputed
 
-__all__ = ["Central", "ThreadWork", "computing_copy", "draws_from_one_generator", "refresh", "settle_like"]
+__all__ = ["Central", "ThreadWork", "computing_copy", "refresh", "settle_like"]
 
 
 @dataclass(kw_only=True)
@@ -33,8 +34,6 @@ class Central(Placed):
     """A replica a compute device."""
     threads: ThreadPoolExecutor
     """A thread a copy."""
-    lock: RLock | None
-    """Held through what draws random numbers, where threads draw from one generator."""
     flight: Any = None
     """What is under way, where updates are asynchronous."""
     had_threads: int = field(default_factory=torch.get_num_threads)
@@ -75,11 +74,6 @@ def settle_like(first: Replica, others: Iterable[Replica]) -> None:
         one.packing = first.packing.on(one.device)
 
 
-def draws_from_one_generator(model: nn.Module, devices: Sequence[torch.device]) -> bool:
-    """Whether threads that compute on these devices must take turns while the model draws random numbers."""
-    return sum(device.type == "cpu" for device in devices) > 1 and not draws_nothing(model)
-
-
 @torch.no_grad()
 def _copy(into: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
     for tensor, value in zip(into, values, strict=True):
@@ -97,6 +91,7 @@ def computing_copy(variables: Replica, device: torch.device, *, shares: bool) ->
     """
     held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
     model = copy.deepcopy(variables.model, held).to(device)
+    forget_keys(model)
     params = {name: param for name, param in model.named_parameters() if param.requires_grad}
     return Replica(
         model=model,
@@ -109,7 +104,7 @@ def computing_copy(variables: Replica, device: torch.device, *, shares: bool) ->
         masters=variables.masters if variables.masters_apart else params,
         stepper=variables.stepper,
         buffers=StepBuffers(model, variables.precision.master_dtype),
-        keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device]),
+        keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device], drawing=variables.keys.drawing),
         reducer=variables.reducer,
         numerics=variables.numerics,
     )
@@ -120,23 +115,19 @@ def _on(param: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parame
 
 
 class ThreadWork(StepWork):
-    """The shards of one thread. Threads that draw from one generator take turns while a model draws from it."""
+    """The shards of one thread. Threads take turns while they draw from generators that all of them share."""
 
-    def __init__(self, *args: Any, lock: RLock | None) -> None:
+    def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._lock = lock
-        self._draws_in_backward = lock is not None and any(
-            isinstance(module.forward, Recomputed) for module in self.replica.model.modules()
-        )
+        draws = self.replica.keys.draw_on_host(self.training.objective)
+        recomputes = draws and any(isinstance(module.forward, Recomputed) for module in self.replica.model.modules())
+        self._around_forward = GENERATORS_LOCK if draws else nullcontext()
+        self._around_shard = GENERATORS_LOCK if recomputes else nullcontext()
 
     def _shard(self, shard: int, batch: Any) -> Any:
-        if self._lock is None or not self._draws_in_backward:
-            return super()._shard(shard, batch)
-        with self._lock:
+        with self._around_shard:
             return super()._shard(shard, batch)
 
     def _forward(self, shard: int, batch: Any) -> Loss:
-        if self._lock is None:
-            return super()._forward(shard, batch)
-        with self._lock:
+        with self._around_forward:
             return super()._forward(shard, batch)

@@ -70,7 +70,7 @@ def _works(central: Central, ticket: Ticket, batches: Sequence[Any], training: T
             training.plan.num_shards(ticket.step), rank=place, num_ranks=len(central.copies), lanes=central.lanes
         )
         moved = [to_device(given[shard], copy.device) for shard in own]
-        works.append(ThreadWork(copy, Ticket(ticket.step, own), moved, training, lock=central.lock))
+        works.append(ThreadWork(copy, Ticket(ticket.step, own), moved, training))
     works[0].replica.on_phase = central.on_phase
     return works
 

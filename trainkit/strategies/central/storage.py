@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from threading import RLock
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -27,7 +26,7 @@ from trainkit.strategies.central.asynchronous import (
     restore_flight,
     tickets_to_hand_out,
 )
-from trainkit.strategies.central.copies import Central, computing_copy, draws_from_one_generator
+from trainkit.strategies.central.copies import Central, computing_copy
 from trainkit.strategies.central.step import central_step
 from trainkit.strategies.devices import device_list_problems, device_problems, parse_device
 from trainkit.strategies.limits import no_rollback
@@ -152,7 +151,6 @@ class CentralStorage(Alone):
             variables=variables,
             copies=copies,
             threads=ThreadPoolExecutor(len(devices), thread_name_prefix="compute"),
-            lock=RLock() if draws_from_one_generator(variables.model, devices) else None,
             flight=self._flight(variables, len(devices), make_optimizer) if is_async else None,
         )
         torch.set_num_threads(max(central.had_threads // max(on_cpu, 1), 1))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
-from threading import RLock
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from trainkit.strategies.base import Training
 from trainkit.strategies.central.copies import (
     ThreadWork,
     computing_copy,
-    draws_from_one_generator,
     refresh,
     settle_like,
 )
@@ -73,7 +71,6 @@ class Team:
         self.first = first
         self.replicas = [first, *(computing_copy(first, one, shares=one == first.device) for one in devices[1:])]
         self._apart = first.numerics.reproducible
-        self._lock = RLock() if draws_from_one_generator(first.model, devices) else None
         self._threads = ThreadPoolExecutor(len(devices), thread_name_prefix="compute") if len(devices) > 1 else None
         self._had_threads = torch.get_num_threads()
         if self._threads is not None and first.device.type == "cpu":
@@ -130,7 +127,7 @@ class Team:
                 own_batches = [to_device(batches[place], replica.device) for place in places]
                 if self._apart:
                     own_batches = [own_memory(batch) for batch in own_batches]
-                work = ThreadWork(replica, given, own_batches, training, batch_size, lock=self._lock)
+                work = ThreadWork(replica, given, own_batches, training, batch_size)
                 parts.append(_Part(place=places[0], rank=rank, work=work))
         return parts
 

@@ -33,7 +33,7 @@ class StagedForward:
         program, last = traced.program, replica.cut.num_stages - 1
         tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         outputs: tuple[Tensor, ...] = ()
-        with torch.no_grad():
+        with torch.no_grad(), replica.keys.at(replica.keys.beginning):  # the program itself keys the model's own code
             for stage in replica.stages_here:
                 received = self._received(program, traced.stretches[stage].received, stage)
                 traced.segments[stage].inputs = tensors

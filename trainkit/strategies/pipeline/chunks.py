@@ -52,7 +52,7 @@ class Surroundings:
 
     clock: Clock
 
-    def before_forward(self, chunk: Chunk, *, first: bool) -> None:
+    def before_forward(self, chunk: Chunk) -> None:
         """Keys and buffers of its shard."""
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class ChunkStage(PipelineStage):
         """The forward pass of one microbatch."""
         chunk = self.microbatches[fwd_chunk_id]
         with self._around.clock.running(), _unwrapped():
-            self._around.before_forward(chunk, first=self.is_first)
+            self._around.before_forward(chunk)
             self._segment.inputs = chunk.inputs
             with self._autocast():
                 outputs = super().forward_one_chunk(fwd_chunk_id, chunk.inputs, kwargs, save_forward_output=False)

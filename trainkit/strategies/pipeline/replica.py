@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
-from trainkit.numerics.randomness import sets_key
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage, Clock, Surroundings
 from trainkit.strategies.pipeline.cutting import Cut, run_problems
 from trainkit.strategies.pipeline.groups import Groups
@@ -144,13 +143,9 @@ class PipelineReplica(Replica, Surroundings):
         assert self.score is not None
         return self.score(outputs, int(number))
 
-    def before_forward(self, chunk: Chunk, *, first: bool) -> None:
-        """Key the shard's random numbers; the first stage begins with the model's own code."""
+    def before_forward(self, chunk: Chunk) -> None:
+        """Key the shard's random numbers; the model's own code is keyed by calls of its program."""
         self.keys.enter(step=self.step_now, shard=chunk.shard)
-        if first:
-            for hook in self.model._forward_pre_hooks.values():  # noqa: SLF001 - has no public name
-                if sets_key(hook):
-                    hook(self.model, ())
         if self.buffers.names and not self.settled:
             self.versions = self.buffers.versions()
 

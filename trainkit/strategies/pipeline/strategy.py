@@ -105,10 +105,11 @@ class Pipeline(Grouped):
         if facts.numerics.reproducible:
             rule = "cannot be had with strategy=pipeline, which sums in an order of its own. Leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-        if facts.objective is not None and not isinstance(facts.objective, Supervised):
+        if facts.objective is not None and not _scores_alone(facts.objective):
             named = type(facts.objective).__name__
             rule = (
-                "runs the model itself, and a pipeline has outputs on its last stage only. Use a Supervised objective."
+                "runs the model itself, and a pipeline has outputs on its last stage only. "
+                "Use a Supervised objective without a loss of its own."
             )
             found.append(Problem(key="objective", value=named, rule=rule))
         if self.map == {}:
@@ -276,6 +277,11 @@ def _tried(model: nn.Module, cut: Cut, sample: Any) -> list[Problem]:
     except CannotCut as error:
         return [Problem(key="model", rule=f"cannot be cut into stages: {error}. Use strategy=fsdp.")]
     return run_problems(cut, program)
+
+
+def _scores_alone(objective: Any) -> bool:
+    """Whether an objective needs the model's outputs and the targets only: a loss of its own would not be called."""
+    return isinstance(objective, Supervised) and type(objective).loss is Supervised.loss
 
 
 def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:

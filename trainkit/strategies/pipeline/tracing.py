@@ -20,6 +20,8 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
+from trainkit.numerics.generators import HostStates
+from trainkit.numerics.randomness import noting_keys
 from trainkit.strategies.maps.units import Unit
 from trainkit.strategies.pipeline.program import Call, Held, Program, Shape, Value
 
@@ -67,8 +69,10 @@ def trace(
         recorder = _Recorder(own, shaped)
         stack.callback(recorder.release)
         recorder.watch(model, units)
+        stack.enter_context(noting_keys(recorder.note_key))
         stack.enter_context(autocast)
         stack.enter_context(recorder)
+        host = HostStates.now()
         try:
             outputs = functional_call(model, own, (shaped,))
         except CannotCut:
@@ -76,6 +80,10 @@ def trace(
         except Exception as error:
             said = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
             raise CannotCut(f"{type(error).__name__}: {said}") from error
+        if host.moved():
+            raise CannotCut(
+                "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
+            )
     return recorder.program(outputs)
 
 
@@ -169,6 +177,11 @@ class _Recorder(TorchFunctionMode):
                 versions,
             )
         return result
+
+    def note_key(self, set_key: Callable[[], None]) -> None:
+        """Set the key in every pass, where the model's own code goes on with it; a block sets its own."""
+        if self._depth == 0:
+            self._calls.append(Call(function=set_key))
 
     def _note(self, call: Call, before: dict[int, int]) -> None:
         after = {number: self._tensors[number]._version for number in before}  # noqa: SLF001 - has no public name

@@ -112,6 +112,7 @@ class PipelineWork(StepWork):
         chunk, replica, objective = self._now[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
         leaves = dict(zip(self._program.finals(), outputs, strict=True))
+        replica.keys.enter(step=self.ticket.step, shard=chunk.shard, objective=objective, calls=1)
         with replica.clock.running(), replica.precision.autocast(replica.device_types):
             loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
             total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight

@@ -56,7 +56,7 @@ class Compiled:
 
 def _keep_keys_out(module: nn.Module) -> None:
     """Keep the hooks that key a block's randomness out of what is compiled: there a key would become a constant."""
-    hooks = module._forward_pre_hooks  # noqa: SLF001 - has no public name
-    for number, hook in hooks.items():
-        if sets_key(hook):
-            hooks[number] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
+        for number, hook in hooks.items():
+            if sets_key(hook):
+                hooks[number] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from trainkit.numerics.randomness import BlockKeys, draws_nothing, keys_of
+from trainkit.numerics.drawing import Drawing, Draws
+from trainkit.numerics.generators import HostStates
+from trainkit.numerics.randomness import keys_of
 
 __all__ = ["Recomputed"]
 
@@ -27,7 +30,7 @@ class Recomputed:
 
     def __init__(self, module: nn.Module) -> None:
         self.module, self.inner = module, module.forward
-        self._draws = not draws_nothing(module)
+        self._draws = Drawing.of(module).most
         self._updated: list[tuple[nn.Module, str]] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -39,7 +42,7 @@ class Recomputed:
             self.inner,
             *args,
             use_reentrant=False,
-            preserve_rng_state=self._draws,
+            preserve_rng_state=self._draws is not Draws.nothing,
             context_fn=self._contexts(before),
             **kwargs,
         )
@@ -59,22 +62,26 @@ class Recomputed:
     def _contexts(
         self, before: list[_Entry]
     ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+        around = [lambda: _as_before(before)]
         keys = keys_of(self.module)
-        again = _Again(before, keys, 0 if keys is None else keys.state)
+        if keys is not None:
+            around.append(partial(keys.at, keys.moment))
+        if self._draws is Draws.anything:
+            around.append(HostStates.now().again)
+        again = _Again(around)
         return lambda: (nullcontext(), again)
 
 
 class _Again:
     """Around a recomputation; entered twice where backward comes twice, for inputs and for weights (zero bubble)."""
 
-    def __init__(self, before: list[_Entry], keys: BlockKeys | None, state: int) -> None:
-        self._before, self._keys, self._state = before, keys, state
+    def __init__(self, around: Sequence[Callable[[], AbstractContextManager[None]]]) -> None:
+        self._around = around
         self._entered = ExitStack()
 
     def __enter__(self) -> None:
-        self._entered.enter_context(_as_before(self._before))
-        if self._keys is not None:
-            self._entered.enter_context(self._keys.at(self._state))
+        for make in self._around:
+            self._entered.enter_context(make())
 
     def __exit__(self, *raised: object) -> None:
         self._entered.close()

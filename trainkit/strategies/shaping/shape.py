@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.randomness import draws_at_random, draws_nothing
+from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.strategies.shaping.compiling import Compiled
 from trainkit.strategies.shaping.recomputing import Recomputed
 from trainkit.strategies.shaping.units import units_of

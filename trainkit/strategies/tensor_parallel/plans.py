@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.numerics.randomness import draws_at_random
+from trainkit.numerics.drawing import draws_at_random
 from trainkit.strategies.tensor_parallel.styles import STYLES, Style
 
 __all__ = ["Chosen", "Fitted", "described", "fitted", "repeated_draws"]

@@ -14,8 +14,8 @@ from trainkit.cluster.identity import Identity
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
+from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.numerics.precision import Precision
-from trainkit.numerics.randomness import draws_at_random, draws_nothing
 from trainkit.strategies.base import Facts, Numerics, Training
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
@@ -153,7 +153,7 @@ class TensorParallel(Sharded):
             ConfigError: the plan does not fit the model.
         """
         assert isinstance(spread, OnMesh)
-        fit, places = self._fitted(model), spread.places
+        fit, places, draws = self._fitted(model), spread.places, not draws_nothing(model)
         if fit.problems:
             raise ConfigError(list(fit.problems))
         is_first = places["replicate"] == 0
@@ -161,7 +161,7 @@ class TensorParallel(Sharded):
         hold = Grouped.hold if spread.axes.shard == 1 else Sharded.hold
         held = hold(self, model, precision, spread)
         if spread.mesh is not None and fit.chosen:
-            regions = Regions(place=places["tensor"], devices=spread.devices, draws=not draws_nothing(held.model))
+            regions = Regions(place=places["tensor"], devices=spread.devices, draws=draws)
             exchange_activations(fit, spread.mesh["tensor"], regions)
         cuts = {name: within(cuts[name], param) for name, param in held.model.named_parameters()}
         return CutHeld(model=held.model, params=held.params, masters=held.masters, cuts=cuts, spread=spread)

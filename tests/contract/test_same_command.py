@@ -1,0 +1,42 @@
+"""The same command twice, and with other workers: the same weights, for models and objectives that draw."""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.contract.running import run
+
+POINTS: Final = ("steps=6", "batch.global_size=16", "batch.micro_size=4", "data=slow", "eval.every_steps=3")
+UNTIDY: Final = {
+    "functional_dropout": ("model=functional_dropout", "objective=classification"),
+    "vae": ("model=vae", "objective=classification"),
+    "drop_path": ("model=drop_path", "model.host=true", "objective=classification"),
+    "diffusion": ("model=net", "objective=diffusion"),
+    "two_views": ("model=functional_dropout", "objective=two_views"),
+    "mixup": ("model=net", "objective=mixup"),
+    "masked_words": ("model=attention", "objective=masked_words", "data.of=sentences"),
+}
+
+
+def ended(folder: Path, *overrides: str) -> tuple[str, float]:
+    result = run(folder, *POINTS, *overrides)
+    return result["weights_sha256"], result["metrics"]["val/loss"]
+
+
+@pytest.mark.parametrize("name", UNTIDY)
+def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
+    once = ended(tmp_path / "once", *UNTIDY[name])
+    assert ended(tmp_path / "again", *UNTIDY[name]) == once
+    assert ended(tmp_path / "apart", *UNTIDY[name], "loader.num_workers=2") == once
+
+
+def test_an_evaluation_draws_the_same_on_two_replicas_and_after_a_resume(tmp_path: Path) -> None:
+    vae = (*UNTIDY["vae"], "eval.batch_size=4")
+    _, loss = ended(tmp_path / "whole", *vae)
+    for strategy in ("mirrored", "pipeline", "parameter_server"):
+        _, spread = ended(tmp_path / strategy, *vae, f"strategy={strategy}")
+        assert spread == pytest.approx(loss, rel=1e-12), strategy
+    first = run(tmp_path / "begun", *POINTS, *vae, "stop_at_step=4")
+    _, resumed = ended(tmp_path / "ended", *vae, f"resume={first['last']}")
+    assert resumed == loss

@@ -1,0 +1,124 @@
+"""The default generators of a process: torch's, that of `random` and that of NumPy.
+
+Code of a user's draws from these, whichever thread runs it. Who sets them and needs what follows to be drawn by nobody
+else holds `GENERATORS_LOCK` meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import RLock
+from types import TracebackType
+from typing import Any, Final
+
+import numpy as np
+import torch
+from numpy.random import mtrand
+
+__all__ = ["GENERATORS_LOCK", "HostStates", "Untouched", "generators_of", "seed_host"]
+
+GENERATORS_LOCK: Final = RLock()
+"""Held by a thread while it draws from a default generator of the host."""
+
+
+def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
+    """Return torch's default generators of some devices, that of the CPU first and always."""
+    found = [torch.default_generator]
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+            found.append(torch.cuda.default_generators[device.index or 0])
+    return found
+
+
+def seed_host(key: int) -> None:
+    """Seed the generators that code on the host may draw from: torch's of the CPU, `random` and NumPy.
+
+    Args:
+        key: of any size; NumPy takes the low 32 bits.
+    """
+    torch.default_generator.manual_seed(key)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)  # noqa: NPY002 - the generator that a user's own code may use
+
+
+@dataclass(frozen=True, slots=True)
+class HostStates:
+    """States of the generators of `random` and NumPy; copying and restoring them takes about 75 microseconds."""
+
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> HostStates:
+        """Copy the states of the moment."""
+        return cls(random.getstate(), np.random.get_state())  # noqa: NPY002
+
+    def moved(self) -> bool:
+        """Return whether something has been drawn since."""
+        now = HostStates.now()
+        return bool(now.python != self.python or now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any())
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Return to these states for a `with` block."""
+        now = HostStates.now()
+        self.restore()
+        try:
+            yield
+        finally:
+            now.restore()
+
+    def restore(self) -> None:
+        """Set the generators to these states."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # noqa: NPY002
+
+
+class Untouched:
+    """Seed the default generators for a `with` block, and restore at its end what they were.
+
+    Other threads that hold the lock while they draw wait meanwhile. Costs about 20 microseconds.
+
+    Args:
+        seed: what the host's generators are seeded with inside.
+        devices: the generators of these are restored as well; the CPU's always is.
+
+    Example:
+        >>> before = torch.default_generator.get_state()
+        >>> with Untouched(seed=3):
+        ...     _ = torch.rand(2), random.random(), np.random.rand()
+        >>> torch.equal(torch.default_generator.get_state(), before)
+        True
+    """
+
+    def __init__(self, *, seed: int, devices: Iterable[torch.device] = ()) -> None:
+        self._seed, self._devices = seed, devices
+
+    def __enter__(self) -> None:
+        """Take the lock, remember the states and seed."""
+        GENERATORS_LOCK.acquire()
+        self._torch = [(one, one.get_state()) for one in generators_of(self._devices)]
+        self._python = random.getstate()
+        # Another generator behind np.random takes 0.2 microseconds; copying the state of the one there would take 60.
+        self._numpy = mtrand.get_bit_generator()
+        mtrand.set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937())
+        seed_host(self._seed)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore the states and release the lock."""
+        _SPARE.append(mtrand.get_bit_generator())
+        mtrand.set_bit_generator(self._numpy)
+        random.setstate(self._python)
+        for generator, state in self._torch:
+            generator.set_state(state)
+        GENERATORS_LOCK.release()
+
+
+_SPARE: Final[list[Any]] = []
+"""Generators of NumPy that no block uses at the moment."""
