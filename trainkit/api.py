@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -144,11 +143,5 @@ def launch_of(cfg: RunConfig) -> Launch | None:
 def _hydra_job(composition: Composition) -> Callable[[Path, Callable[[], Any]], Any]:
     """The frame of Hydra around a training: `.hydra/`, loggers, callbacks, environment; secrets stay out of it."""
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
-    from trainkit.run.secrets import redacted, redacted_argument  # noqa: PLC0415
 
-    shown = replace(
-        composition,
-        values=redacted(composition.values)[0],
-        overrides=tuple(redacted_argument(line) for line in composition.overrides),
-    )
-    return lambda folder, task: run_job(shown, folder, task)
+    return lambda folder, task: run_job(composition, folder, task)

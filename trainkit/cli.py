@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,10 @@ from typing import Any, Final
 
 from trainkit import __version__
 from trainkit.config.grammar import is_override
+from trainkit.config.secrets import given_arguments
 from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.process_list import hide_from_process_list
+from trainkit.redaction import knows_secrets, masked_output
 from trainkit.verbs.call import VERBS, Call, Flag
 
 __all__ = ["main", "parse"]
@@ -50,7 +54,13 @@ _SHOWN_PROBLEMS: Final = 30
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with masked_output():
+        return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
+
+
+def _run(arguments: Sequence[str]) -> int:
+    """Run the command line whose secrets are back in place."""
+    hide_from_process_list(arguments)
     # A console script does not see the current folder; the user's own package may be there. It comes last, so that
     # no file of the user's hides a module of Python's.
     if os.getcwd() not in sys.path and "" not in sys.path:  # noqa: PTH109 - pathlib is slower to ask
@@ -67,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader, `head` say, has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:
+        if not knows_secrets():
+            raise
+        sys.stderr.write(traceback.format_exc())  # as Python would print it, were there no secret to mask
+        return 1
 
 
 def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:

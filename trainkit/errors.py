@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
+
 __all__ = [
     "MISSING",
     "CheckpointError",
@@ -58,11 +60,13 @@ MISSING: Final = _Missing()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One mistake in a config, in the words the user reads.
+    """One mistake in a config, in the words the user reads; as text it holds no secret.
 
     Example:
         >>> str(Problem(key="batch.micro_size", value=128, rule="use 100 or less.", origin="command line"))
         'batch.micro_size=128: use 100 or less. (command line)'
+        >>> str(Problem(key="logger.w.api_key", value="k7", rule="is too short."))
+        'logger.w.api_key=(redacted): is too short.'
     """
 
     key: str
@@ -75,9 +79,18 @@ class Problem:
     """Where it was set: `command line`, or `file.yaml:12`."""
 
     def __str__(self) -> str:
-        subject = self.key if self.value is MISSING else f"{self.key}={_shown(self.value)}"
+        key = redacted_argument(self.key)  # an argument that is no key=value is named as a whole
+        subject = key if self.value is MISSING else f"{key}={_shown(self.shown_value)}"
         where = f" ({self.origin})" if self.origin else ""
-        return f"{subject}: {self.rule}{where}"
+        return mask(f"{subject}: {self.rule}{where}")
+
+    @property
+    def shown_value(self) -> Any:
+        """The value; a secret's stand-in where the key names one."""
+        path = tuple(self.key.lstrip("+~").split("."))
+        if is_secret(path) and self.value is not MISSING:
+            return without_secrets({"secret": self.value}, dict(secrets_in({"secret": self.value})))["secret"]
+        return without_secrets(self.value, dict(secrets_in(self.value, path)), path)
 
 
 def _shown(value: Any) -> str:

@@ -2,6 +2,9 @@
 
 A field says its tag in its annotation, `replicas: Annotated[int, placement] = 2`. Fields without one (a user's own
 class, torch's classes) count as maths: nothing that may change the result is ever taken for harmless.
+
+A field that holds a password or a key is marked besides, `pin: Annotated[str, cosmetic, secret]`: its value is neither
+written nor printed, and is no part of a fingerprint (docs/secrets.md).
 """
 
 from __future__ import annotations
@@ -13,7 +16,18 @@ from dataclasses import dataclass, is_dataclass
 from enum import Enum
 from typing import Any, Final
 
-__all__ = ["Tag", "Tagged", "cosmetic", "maths", "placement", "signature_hints", "speed", "tags_of"]
+__all__ = [
+    "Tag",
+    "Tagged",
+    "cosmetic",
+    "maths",
+    "placement",
+    "secret",
+    "secret_fields",
+    "signature_hints",
+    "speed",
+    "tags_of",
+]
 
 
 class Tag(Enum):
@@ -58,6 +72,30 @@ maths: Final = Tagged(tag=Tag.maths)
 placement: Final = Tagged(tag=Tag.placement)
 speed: Final = Tagged(tag=Tag.speed)
 cosmetic: Final = Tagged(tag=Tag.cosmetic)
+
+
+class _Secret:
+    def __repr__(self) -> str:
+        return "secret"
+
+
+secret: Final = _Secret()
+"""Mark of a field whose value is neither written nor printed, beside its tag."""
+
+
+def secret_fields(target: Callable[..., Any]) -> frozenset[str]:
+    """Return the parameters of a class or function that are marked `secret`.
+
+    Args:
+        target: a class (its constructor's parameters count) or a function.
+
+    Example:
+        >>> def f(user: str, pin: typing.Annotated[str, cosmetic, secret]): ...
+        >>> secret_fields(f)
+        frozenset({'pin'})
+    """
+    hints = signature_hints(target)
+    return frozenset(name for name, hint in hints.items() if secret in getattr(hint, "__metadata__", ()))
 
 
 def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:

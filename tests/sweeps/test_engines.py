@@ -60,10 +60,10 @@ class InThreads:
         self.threads = []
         self.asked = []
 
-    def submit(self, path, *, slots):
+    def submit(self, path, *, slots, secrets):
         self.asked.append(slots)
         if not self.loses:
-            thread = threading.Thread(target=run_described, args=(path,))
+            thread = threading.Thread(target=run_described, args=(path, secrets))
             thread.start()
             self.threads.append(thread)
         return self
@@ -93,6 +93,25 @@ def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(
     assert run_described(str(path)) == 3
     assert ended_file(path).read_text() == "3"
     assert (tmp_path / "run/output.log").read_text() == "7\n"
+
+
+def test_a_secret_reaches_a_job_and_no_file(tmp_path):
+    ends, engine, code = SimpleQueue(), InThreads(), "import os, sys; sys.exit(len(os.environ['PIN']))"
+    remote, log = Remote(tmp_path, lambda _: 1), tmp_path / "0" / "output.log"
+    with remote.connected(engine):
+        command = [sys.executable, "-c", code]
+        remote(Start(number=1, command=command, environ={}, log=log, report=ends.put, secrets={"PIN": "canary"}))
+        described_as = [file.read_text() for file in tmp_path.glob(".jobs/*.json")]
+        assert ends.get(timeout=30).code == len("canary")
+    assert "canary" not in described_as[0]
+
+
+def test_engines_that_write_jobs_to_a_disk_carry_no_secret():
+    kinds = {
+        name: getattr(import_module(f"trainkit.sweeps.engines.{file}"), kind) for name, (file, kind) in ENGINES.items()
+    }
+    carrying = {name for name, kind in kinds.items() if kind.carries_secrets}
+    assert carrying == {"joblib"}
 
 
 def test_a_run_that_has_begun_goes_on(tmp_path):
@@ -195,7 +214,7 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
     rule = "hands runs to the launcher submitit_slurm: `trainkit` on the command line does. To train here: "
     assert refused(trainkit.train, run) == [f"cluster=slurm: {rule}hydra.mode=RUN."]
-    command = Loader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
+    command, _ = Loader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
     assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", 'hydra.run.dir="job"')
     assert not trainkit.compose(command[3:5]).is_sweep
 

@@ -11,6 +11,7 @@ from enum import Enum
 from pathlib import Path, PurePath
 from typing import Any, Final
 
+from trainkit.config.secrets import with_variables
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import signature_hints
@@ -147,10 +148,11 @@ def build(node: Mapping[str, Any], /, **injected: Any) -> Any:
         injected: further arguments, such as an optimizer's `params`.
 
     Returns:
-        What the target returns. Lists become tuples, text a Path or enum member, where the annotation says so.
+        What the target returns. Lists become tuples, text a Path or enum member, where the annotation says so. A
+        secret that is a reference to an environment variable becomes its value.
 
     Raises:
-        ConfigError: there is no `_target_`, or it cannot be imported.
+        ConfigError: there is no `_target_`, it cannot be imported, or a variable of a secret is not set.
 
     Example:
         >>> build({"_target_": "fractions.Fraction", "numerator": 3, "denominator": 6})
@@ -160,7 +162,8 @@ def build(node: Mapping[str, Any], /, **injected: Any) -> Any:
         raise ConfigError([Problem(key=TARGET, rule=f"is missing beside {', '.join(map(str, node)) or 'no keys'}.")])
     target = resolve_target(node[TARGET])
     hints = {name: key.hint for name, key in signature_of(target).keys.items()}
-    arguments = {name: _as(_built(value), hints.get(name, Any)) for name, value in node.items() if name != TARGET}
+    given = with_variables(node, target)
+    arguments = {name: _as(_built(value), hints.get(name, Any)) for name, value in given.items() if name != TARGET}
     return target(**arguments, **injected)
 
 

@@ -7,7 +7,7 @@ once. The second imports the targets (those of allowed packages) and holds their
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
 from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, build
@@ -16,6 +16,7 @@ from trainkit.config.effects import without_effect, without_effect_here
 from trainkit.config.neighbours import Neighbours
 from trainkit.config.origins import KeyPath, dotted, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets import target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
@@ -58,6 +59,7 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
         problems += _group(composition, group, neighbours)
     problems += _missing_values(composition)
     problems += _about_hydra(composition)
+    problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
     if not problems:
         problems = list(_rules(composition)) or without_effect(composition, multirun=multirun)[0]
     # What composing said of a key is the cause of what is wrong with its value.
@@ -72,7 +74,8 @@ def check_values(composition: Composition) -> list[Problem]:
     neighbours = Neighbours(composition)
     for path, node in _nodes(composition):
         problems += target_problems(composition, path, node, neighbours)
-    return _once(problems or [*_watched(composition), *without_effect_here(composition)])
+    problems = problems or [*_watched(composition), *without_effect_here(composition)]
+    return _once(composition.without_secrets(problems))
 
 
 def _watched(composition: Composition) -> Iterator[Problem]:

@@ -10,7 +10,9 @@ from typing import Any, Final
 from trainkit.config.documents import Document
 from trainkit.config.origins import NOWHERE, KeyPath, Level, Origin, dotted
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem
+from trainkit.config.secrets import redacted, secret_keys
+from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.redaction import REDACTED
 
 __all__ = ["ChoiceFile", "Composition", "path_of"]
 
@@ -79,7 +81,18 @@ class Composition:
         problems = [
             item if item.origin else replace(item, origin=self.origin(item.key).where) for item in error.problems
         ]
-        return ConfigError(problems)
+        return ConfigError(self.without_secrets(problems))
+
+    def without_secrets(self, problems: Iterable[Problem]) -> list[Problem]:
+        """Return problems whose values are no secrets, also where it is the class that marks the key as one."""
+        redacted(self.values)  # from here on no message shows what an imported class marks
+        secrets = secret_keys(self.values)
+
+        def hidden(item: Problem) -> bool:
+            path = path_of(item.key)
+            return item.value is not MISSING and any(path[:length] in secrets for length in range(1, len(path) + 1))
+
+        return [replace(item, value=REDACTED) if hidden(item) else item for item in problems]
 
     @property
     def cfg(self) -> RunConfig:

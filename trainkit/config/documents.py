@@ -11,8 +11,9 @@ from typing import Any, Final
 import yaml
 
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, mask, secrets_in
 
-__all__ = ["Document", "Trap", "read_document"]
+__all__ = ["Document", "Trap", "read_document", "shown_text"]
 
 KeyPath = tuple[str, ...]
 
@@ -118,6 +119,29 @@ def read_document(file: Path) -> Document:
         defaults_lines=tuple(_item_lines(root)),
         package=_package_in(text),
     )
+
+
+def shown_text(document: Document, group: str) -> str:
+    """Return the text of a file without the secrets in it.
+
+    Args:
+        document: the file.
+        group: the group that it is a choice of; in `logger` and `callbacks` more keys are secrets.
+    """
+    lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
+    above = () if group == "recipe" else (group,) if group not in ("logger", "callbacks") else (group, "NAME")
+    found = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
+    starts = sorted({*document.lines.values(), len(lines) + 1})
+    for path in reversed(found):
+        key = path[: max(length for length in range(1, len(path) + 1) if path[:length] in document.lines)]
+        start = document.lines[key]
+        inner = [line for name, line in document.lines.items() if name[: len(key)] == key]
+        end = next(line for line in starts if line > max(inner))
+        text = lines[start - 1]
+        head = text[: text.index(":") + 1] if ":" in text else text.rstrip()
+        tail = [line for line in lines[start : end - 1] if not line.strip() or line.startswith("#")]
+        lines[start - 1 : end - 1] = [f"{head} {REDACTED}\n", *tail]
+    return mask("".join(lines))
 
 
 def _text_of(file: Path) -> str:

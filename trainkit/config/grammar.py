@@ -6,7 +6,9 @@ import re
 import shlex
 from typing import Final
 
+from trainkit.config.secrets import reference
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, redacted_argument
 
 __all__ = ["COMMAND_LINE", "is_override", "quoted_form", "refusal", "unreadable"]
 
@@ -62,5 +64,11 @@ def unreadable(argument: str) -> Problem:
     if value[:1] in "{[" and value:
         rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
+    if redacted_argument(argument) != argument or value == REDACTED:
+        if value.strip("'\"") == REDACTED:
+            rule = f"stands for a secret that is not kept. Give it again: {key}=... or {reference(key)}."
+        else:
+            rule = f"has a character that needs quotes. Write '{key}=\"...\"', or {reference(key)}."
+        return Problem(key=key, value=REDACTED, rule=rule, origin=COMMAND_LINE)
     rule = f"has a character that needs quotes. Write {quoted_form(argument)}"
     return Problem(key=argument, rule=rule, origin=COMMAND_LINE)

@@ -12,9 +12,11 @@ from typing import Any, Final
 from trainkit.config.build import TARGET, resolve_target, signature_of
 from trainkit.config.origins import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.secrets import redacted, secret_keys
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of
+from trainkit.redaction import variable_of
 
 __all__ = ["Difference", "difference", "fingerprint", "maths_keys", "other_training", "tag_of"]
 
@@ -108,6 +110,8 @@ def _tag_below(target: Callable[..., Any], path: KeyPath) -> Tagged:
 def maths_keys(cfg: RunConfig) -> dict[str, Any]:
     """Every key that decides the result of a run, with its value; those at their neutral value are left out.
 
+    A secret decides nothing: it is left out too, so that no fingerprint is a hash of one.
+
     Example:
         >>> keys = maths_keys(RunConfig(seed=3))
         >>> keys["seed"], "loader.prefetch" in keys
@@ -119,11 +123,23 @@ def maths_keys(cfg: RunConfig) -> dict[str, Any]:
 
 
 def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
-    for path, value in leaves(cfg.to_dict()):
-        tag = tag_of(cfg, path)
-        if _idle(cfg, path):
+    secrets = _secrets_of(cfg)
+    for path, value in leaves(redacted(cfg.to_dict())[0]):
+        if path in secrets or _refers(value) or _idle(cfg, path):
             continue
-        yield path, value, tag
+        yield path, value, tag_of(cfg, path)
+
+
+def _secrets_of(cfg: RunConfig) -> Mapping[KeyPath, Any]:
+    """The secrets of a run, also those that a class marks: every class is imported first."""
+    for path, _ in leaves(cfg.to_dict()):
+        tag_of(cfg, path)
+    return secret_keys(cfg.to_dict())
+
+
+def _refers(value: Any) -> bool:
+    """Whether a value is a reference to a variable that holds a secret."""
+    return variable_of(value) is not None
 
 
 def _idle(cfg: RunConfig, path: KeyPath) -> bool:
@@ -174,10 +190,15 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]
         [('seed', True), ('name', False)]
     """
-    ours, theirs = (dict(leaves(cfg.to_dict())) for cfg in (left, right))
+    secrets = {path for cfg in (left, right) for path in _secrets_of(cfg)}
+    ours, theirs = (dict(leaves(redacted(cfg.to_dict())[0])) for cfg in (left, right))
     found = []
     for path in dict.fromkeys((*ours, *theirs)):
         one, other = ours.get(path), theirs.get(path)
+        if path in secrets or _refers(one) or _refers(other):
+            if one != other:
+                found.append(Difference(key=dotted(path), left=one, right=other, tag=Tag.cosmetic))
+            continue
         if _canonical(one) == _canonical(other) and type(one) is type(other):
             continue
         # A key that only one of the two has: mirrored's compression, against a run of one device.

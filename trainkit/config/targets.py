@@ -11,6 +11,7 @@ from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, Key, build, reso
 from trainkit.config.composition import Composition
 from trainkit.config.neighbours import Neighbours
 from trainkit.config.origins import KeyPath, dotted
+from trainkit.config.secrets import dereferenced, is_reference
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 
@@ -96,8 +97,13 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
     # A default of None says that null is taken, whatever the annotation forgot to say.
     if value is None and key.default is None and not key.required:
         return
-    rule = misfit(value, key.hint)
-    rules = [rule] if rule else [limit.rule for limit in limits_in(key.hint) if limit.broken_by(value)]
+    try:
+        used = dereferenced(value, key=dotted(path)) if is_reference(composition.values, path) else value
+    except ConfigError as error:
+        yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
+        return
+    rule = misfit(used, key.hint)
+    rules = [rule] if rule else [limit.rule for limit in limits_in(key.hint) if limit.broken_by(used)]
     yield from (composition.problem(path, rule, value=value) for rule in rules)
 
 

@@ -9,10 +9,11 @@ import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from secrets import token_hex
-from typing import Final
+from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
+from trainkit.config.secrets import VARIABLE as SECRETS
 from trainkit.run.environment import worker_environ
 from trainkit.run.failure import Failure, culprit, hung
 from trainkit.run.folder import RunFolder
@@ -22,7 +23,6 @@ from trainkit.run.last_words import read_last_words
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
-from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
 
 __all__ = ["Attempts"]
@@ -64,7 +64,7 @@ class Attempts:
         groups: Callable[[int, Callable[[Exited], None]], WorkerGroup],
         meeting: Rendezvous,
         hang_timeout_s: float,
-        secrets: Mapping[str, str],
+        secrets: Mapping[str, Any],
         assistants: Collection[int] = (),
         replaceable: Collection[int] = (),
         max_restarts: int = 0,

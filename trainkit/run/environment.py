@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
 from trainkit.config.schema import RunConfig
+from trainkit.config.secrets import redacted
+from trainkit.redaction import mask, redacted_argument
 from trainkit.run.folder import RunFolder, write_atomically, write_json_atomically
-from trainkit.run.secrets import redacted, redacted_argument
 
 __all__ = [
     "git_state",
@@ -32,7 +33,7 @@ _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omeg
 _GIT_TIMEOUT_S: Final = 2.0
 
 
-def write_resolved(folder: RunFolder, cfg: RunConfig) -> dict[str, str]:
+def write_resolved(folder: RunFolder, cfg: RunConfig) -> dict[str, Any]:
     """Write the config with every value decided, as plain YAML.
 
     Returns:
@@ -69,7 +70,7 @@ def write_environment(
             "devices": _devices(),
             "seed": cfg.seed,
             "fingerprint": fingerprint,
-            "notes": list(notes),
+            "notes": [mask(note) for note in notes],
         },
     )
 

@@ -19,11 +19,12 @@ from pathlib import Path
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
+from trainkit.config.secrets import in_environment, restored
 from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.redaction import masked_output
 from trainkit.run.evaluating import evaluate_beside, training_has_ended
 from trainkit.run.folder import RunFolder
 from trainkit.run.plan import RunPlan, make_plan
-from trainkit.run.secrets import restored
 from trainkit.run.stopping import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
 
@@ -41,7 +42,7 @@ def main(arguments: list[str]) -> int:
         return 2
     folder = RunFolder(Path(arguments[0]))
     task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
-    with StopFlag() as stop:
+    with masked_output(), StopFlag() as stop:
         try:
             evaluate_beside(
                 _plan_of(folder, task.device),
@@ -62,7 +63,9 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     key, told = str(folder.path), "command line"
     if not folder.resolved.is_file():
         raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=told)])
-    cfg = RunConfig.from_dict(restored(load_resolved(folder.resolved).to_dict(), {}))
+    # It writes no log and runs no callback, so that it needs none of their secrets.
+    values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
+    cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
     alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))
     if "val" not in plan.parts.datasets:

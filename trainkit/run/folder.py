@@ -21,6 +21,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trainkit.config.secrets import keys_to_add
+from trainkit.redaction import mask
 from trainkit.run.lock import locked
 
 __all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
@@ -153,12 +155,13 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What to type to continue this run."""
-        return f"trainkit resume {shlex.quote(str(self.path))}"
+        """What to type to continue this run; a secret that it does not keep is named, as a reference to a variable."""
+        return " ".join(["trainkit resume", shlex.quote(str(self.path)), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`."""
-        write_json_atomically(self.result, result)
+        """Write `result.json`; what it quotes of an error holds no secret."""
+        reason = result.get("reason")
+        write_json_atomically(self.result, {**result, "reason": mask(reason)} if isinstance(reason, str) else result)
 
     def read_result(self) -> dict[str, Any] | None:
         """What `result.json` holds; None where there is none, or none that can be read."""

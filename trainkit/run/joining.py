@@ -28,6 +28,7 @@ import torch
 
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
+from trainkit.config.secrets import redacted
 from trainkit.engine import failpoints
 from trainkit.errors import ConfigError
 from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
@@ -45,7 +46,6 @@ from trainkit.run.parting import end_together
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.resume import Start
 from trainkit.run.runner import Job, Result, begin_folder, new_folder, resumed_from, run_task
-from trainkit.run.secrets import redacted
 from trainkit.run.stopping import StopFlag
 
 __all__ = ["train_launched"]
@@ -177,7 +177,7 @@ def _lock(folder: RunFolder, *, patient: bool) -> Iterator[int]:
         yield descriptor
 
 
-def _host(meeting: Meeting, plan: RunPlan, share: int, fence: Fence, secrets: Mapping[str, str]) -> LocalRanks:
+def _host(meeting: Meeting, plan: RunPlan, share: int, fence: Fence, secrets: Mapping[str, Any]) -> LocalRanks:
     """The ranks of this process, where it stands for a host of several devices."""
     first = meeting.launch.rank * share
     return LocalRanks(

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from trainkit import errors
 from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError
+from trainkit.redaction import mask
 from trainkit.run.folder import write_json_atomically
 
 __all__ = ["LastWords", "last_words", "read_last_words", "words_from", "write_last_words"]
@@ -83,8 +84,8 @@ def last_words(rank: int, error: BaseException) -> LastWords:
         rank=rank,
         moment=time.time(),
         kinds=tuple(kind.__name__ for kind in type(error).__mro__),
-        message=str(error),
-        traceback="".join(traceback.format_exception(error)).rstrip(),
+        message=mask(str(error)),
+        traceback=mask("".join(traceback.format_exception(error)).rstrip()),
         exit_code=error.exit_code if isinstance(error, TrainkitError) else 1,
         aftermath=aftermath,
         final=ours and not aftermath,
@@ -106,10 +107,11 @@ def words_from(content: Mapping[str, Any]) -> LastWords:
 
 
 def _shown(problem: Problem) -> dict[str, Any]:
-    content: dict[str, Any] = {"key": problem.key, "rule": problem.rule, "origin": problem.origin}
+    content: dict[str, Any] = {"key": problem.key, "rule": mask(problem.rule), "origin": problem.origin}
     if problem.value is not errors.MISSING:
-        plain = problem.value is None or isinstance(problem.value, bool | int | float | str)
-        content["value"] = problem.value if plain else str(problem.value)
+        value = problem.shown_value
+        plain = value is None or isinstance(value, bool | int | float | str)
+        content["value"] = value if plain else str(value)
     return content
 
 

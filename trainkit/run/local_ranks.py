@@ -18,6 +18,7 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
+from trainkit.config.secrets import VARIABLE as SECRETS
 from trainkit.errors import StoppedError, TerminatedError, TrainkitError
 from trainkit.run import fence
 from trainkit.run.environment import num_cores, worker_environ
@@ -25,7 +26,6 @@ from trainkit.run.failure import culprit
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.ranks import ENTRY, rank_groups
-from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
 
 __all__ = ["VARIABLE", "LocalRanks", "launch_from"]
@@ -49,7 +49,7 @@ class LocalRanks:
     prefix: str
     token: str
     """Of the fence."""
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, Any]
 
     def run(self, folder: RunFolder) -> dict[str, Any] | None:
         """Start the workers and watch them to the end; Ctrl-C and SIGTERM are passed on.

@@ -15,6 +15,7 @@ from trainkit.config.build import TARGET, build
 from trainkit.config.check import ALLOWED_PACKAGES
 from trainkit.config.origins import leaves
 from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
 from trainkit.engine.checkpoint import Loaded, load, newest_valid
 from trainkit.engine.checkpoint.saving import untied
 from trainkit.engine.checkpoint.tensor_file import TensorFile, write_tensors
@@ -59,7 +60,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
 
 def load_run(folder: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
     """The model of a run with the weights of one of its checkpoints; see `load_model`."""
-    cfg = load_resolved(folder / "resolved.yaml")
+    cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
     _refuse_foreign(cfg.model, packages)
     model = build_model(cfg).to(_precision(cfg).master_dtype)
     tensors = _checkpoint(folder, checkpoint).tensors
@@ -126,7 +127,7 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
     folder.mkdir(parents=True, exist_ok=True)
     unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
     record = write_tensors(folder / _WEIGHTS, unique)
-    content = {"format": 1, "model": dict(node), "weights": asdict(record), "tied": tied, **about}
+    content = {"format": 1, **redacted({"model": dict(node)})[0], "weights": asdict(record), "tied": tied, **about}
     write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
 
 
@@ -134,7 +135,7 @@ def _load_written(folder: Path, packages: Sequence[str]) -> nn.Module:
     told = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
     _refuse_foreign(told["model"], packages)
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = build(told["model"])
+        model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"])
     file = TensorFile.verified(folder / _WEIGHTS, FileRecord(**told["weights"]))
     try:
         weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
+from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
 from trainkit.errors import StoppedError, TrainkitError
 from trainkit.numerics.determinism import reproducible_process
@@ -73,6 +74,8 @@ def train(
         return train_launched(cfg, launch, run_dir=run_dir, notes=notes, job=job)
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
+    if plan.engine is not None:
+        refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
     found = model_notes(plan, abstract_model(plan))
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock:
@@ -82,7 +85,7 @@ def train(
             if plan.engine is not None:
                 from trainkit.run.engines.driver import run_on  # noqa: PLC0415 - most runs need none
 
-                return run_on(plan.engine, plan, folder, secrets)
+                return run_on(plan.engine, plan, folder)
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
                 with StopFlag() as stop:
@@ -114,7 +117,7 @@ def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
 
 def begin_folder(
     folder: RunFolder, plan: RunPlan, start: Start, *, notes: Sequence[str]
-) -> tuple[RunConfig, dict[str, str]]:
+) -> tuple[RunConfig, dict[str, Any]]:
     """Write into a run folder, whose lock is held, what the run begins with.
 
     Returns:

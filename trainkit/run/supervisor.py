@@ -48,7 +48,7 @@ def supervise(
     retry_s: float = 60.0,
     hang_timeout_s: float = 600.0,
     pass_fds: Sequence[int] = (),
-    secrets: Mapping[str, str] | None = None,
+    secrets: Mapping[str, Any] | None = None,
     assistants: Collection[int] = (),
     replaceable: Collection[int] = (),
     command: Sequence[str] | None = None,

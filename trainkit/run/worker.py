@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import signal
 import sys
@@ -25,7 +24,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.secrets import in_environment, restored
 from trainkit.engine import failpoints
+from trainkit.redaction import masked_output
 from trainkit.run import lifeline
 from trainkit.run.ending import end_process
 from trainkit.run.fence import Fence
@@ -33,8 +34,6 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import write_last_words
 from trainkit.run.local_ranks import launch_from
 from trainkit.run.rendezvous import HostedStore
-from trainkit.run.secrets import VARIABLE as SECRETS
-from trainkit.run.secrets import restored
 from trainkit.run.stopping import EXIT_CODES, StopFlag, stop_signals, worker_signals
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def main(arguments: list[str]) -> int:
         arguments: the path of `resolved.yaml`, in the run folder.
     """
     signals = worker_signals() if lifeline.VARIABLE in os.environ else stop_signals()
-    with StopFlag(signals=signals) as stop:  # first of all: from here on no signal is lost
+    with masked_output(), StopFlag(signals=signals) as stop:  # first of all: from here on no signal is lost
         supervised = lifeline.hold(os.environ)
         if len(arguments) != 1:
             print("usage: python -m trainkit.run.worker RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
@@ -81,8 +80,7 @@ def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) 
     from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
 
-    secrets = json.loads(os.environ.pop(SECRETS, "{}"))
-    values = restored(load_resolved(resolved).to_dict(), secrets)
+    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
     fence = Fence.handed(folder, os.environ)
     confirm = None if fence is None else fence.check
     cfg, launch = RunConfig.from_dict(values), launch_from(os.environ)

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from trainkit.config.build import TARGET, build
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets import with_own_secrets
 from trainkit.config.semantics import difference, fingerprint
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.folds import folded
@@ -98,7 +99,8 @@ def combine(entries: Sequence[Entry], *, checkpoint: Which = "last", packages: S
         ConfigError: runs that cannot be combined, each key that stands in the way.
         CheckpointError: weights that are damaged or gone.
     """
-    cfgs = [load_resolved(entry.folder / "resolved.yaml") for entry in entries]
+    needed = ("model", "data", "objective")
+    cfgs = [with_own_secrets(load_resolved(entry.folder / "resolved.yaml"), needed) for entry in entries]
     if problems := _at_odds(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -21,15 +21,17 @@ class Job:
     folder: Path
     """Where its run goes; where it holds a run already, that run goes on."""
     overrides: tuple[str, ...]
-    """All arguments of this run."""
+    """All arguments of this run, without secrets."""
     command: tuple[str, ...]
-    """The process to start."""
+    """The process to start, without secrets."""
     slots: int = 1
     """How many it takes."""
     config: str = ""
     """A hash of every key that is not cosmetic: with the same one, a result need not be made again."""
     label: str = ""
     """What sets it apart from the others, in a line; empty: its name does."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables of its environment that hold what its command line lacks; in no file."""
 
 
 class Source(Protocol):

@@ -17,7 +17,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
 from trainkit.config.schema import Sweep as Settings
+from trainkit.config.secrets import missing_secrets
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, redacted_argument
 from trainkit.run.environment import num_cores
 from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
 from trainkit.sweeps.processes import start_fresh
@@ -71,7 +73,7 @@ class Launching:
             slots=slots,
             retries=self.settings.retries,
             on_error=self.settings.on_error,
-            command=tuple(sys.argv[1:]),
+            command=tuple(map(redacted_argument, sys.argv[1:])),
         )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
@@ -143,21 +145,24 @@ class Launching:
         cfg = _run_config(config)
         if self._warm is not None and not self._kept:  # that of the first job: mostly it is that of all
             self._kept = True
-            self._warm.keep(cfg.data)
+            if not missing_secrets({"data": cfg.data}):
+                self._warm.keep(cfg.data)
         key = identity(cfg)
         known = self._jobs.get(key) if going_on is None else going_on
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
-        arguments = [*overrides, *self._config.hydra.overrides.hydra]
+        command, secrets = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
         job = Job(
             name=name,
             folder=folder,
-            overrides=tuple(overrides),
-            command=tuple(self._loader.command(arguments, folder)),
+            overrides=tuple(map(redacted_argument, overrides)),
+            command=command,
+            secrets=secrets,
             slots=self._slots_of(cfg),
             config=key,
             label=self._label(overrides),
         )
         problems = self.sweep.slots.problems([(job.label, job.slots)]) or self._numbering_problems(cfg, job.slots)
+        self._refuse_to_carry([text for text in job.command if REDACTED in text])
         if problems:
             raise ConfigError(problems)
         self._jobs[key] = job
@@ -192,7 +197,10 @@ class Launching:
 
     def _label(self, overrides: Sequence[str]) -> str:
         fixed = set(self._config.hydra.overrides.task)
-        return " ".join(line for line in overrides if line not in fixed)
+        return " ".join(line for line in map(redacted_argument, overrides) if line not in fixed)
+
+    def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
+        """Refuse arguments whose secrets cannot reach the process of a job; processes of this host take any."""
 
 
 def _folder_of(config: DictConfig, settings: Settings) -> Path:

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.schema import Eval
+from trainkit.config.secrets import keys_to_add, reference
 from trainkit.config.watched import Watched
+from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
 from trainkit.sweeps.entries import NOT_RUN, PRUNED, Entry, goal_of, read_entries, read_entry, relative, swept
@@ -129,17 +131,19 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """What to do next, and the command that does it; nothing where no job has a figure.
 
+        A secret, which no file keeps, is named as a reference to an environment variable.
+
         Args:
             folder: of the sweep, as a command names it.
         """
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
             return []
-        again = [text for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
+        again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
         then = ["trainkit", "top", str(folder), "--k", "1", "--then", "strategy=mirrored"]
         return [
-            ("the best once more", shlex.join(["trainkit", *again])),
-            ("the best on all devices", shlex.join(then)),
+            ("the best once more", " ".join(["trainkit", *again])),
+            ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 
     def markdown(self, *, base: Path) -> str:
@@ -172,6 +176,12 @@ class Leaderboard:
             figures += [_blank(entry.steps), _blank(entry.seconds)]
             table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
+
+
+def _runnable(argument: str) -> str:
+    """An argument as a shell takes it, with a variable in place of a secret."""
+    key, _, value = argument.partition("=")
+    return reference(key) if REDACTED in value else shlex.quote(argument)
 
 
 def _blank(value: float | None) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -38,11 +38,13 @@ class Start:
     """Takes what it prints."""
     report: Callable[[Exited], None]
     """Is told of its end, from another thread."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Further variables of its environment, which are in no file."""
 
     @property
     def whole_environ(self) -> dict[str, str]:
         """All that it finds there. A job that is killed keeps what it printed."""
-        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ}
+        return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ, **self.secrets}
 
 
 Starter = Callable[[Start], JobProcess]

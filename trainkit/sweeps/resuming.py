@@ -8,8 +8,10 @@ from typing import Any, Final
 
 from trainkit.config.origins import dotted, leaves
 from trainkit.config.schema import RunConfig
+from trainkit.config.secrets import redacted, secret_keys
 from trainkit.config.semantics import tag_of
 from trainkit.fields import Tag
+from trainkit.redaction import variable_of
 
 __all__ = ["identity"]
 
@@ -20,17 +22,21 @@ def identity(cfg: RunConfig) -> str:
     """A hash that two configs share where the result of one can stand for that of the other.
 
     `name`, when to log and to save, and what concerns the sweep as a whole do not count; where and how fast it runs
-    does, unlike in the fingerprint: a point of a sweep over strategies is a point of its own.
+    does, unlike in the fingerprint: a point of a sweep over strategies is a point of its own. A secret does not count.
 
     Example:
         >>> one, other = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)
         >>> identity(one) == identity(other) != identity(RunConfig(seed=1))
         True
     """
+    secrets = secret_keys(cfg.to_dict())
     counted = {
         dotted(path): _canonical(value)
-        for path, value in leaves(cfg.to_dict())
-        if path[0] != _OF_THE_SWEEP and tag_of(cfg, path).tag is not Tag.cosmetic
+        for path, value in leaves(redacted(cfg.to_dict())[0])
+        if path not in secrets
+        and variable_of(value) is None
+        and path[0] != _OF_THE_SWEEP
+        and tag_of(cfg, path).tag is not Tag.cosmetic
     }
     return hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

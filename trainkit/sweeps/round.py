@@ -152,6 +152,7 @@ class Round:
                     environ=grant.environ,
                     log=job.folder / LOG,
                     report=self._news.put,
+                    secrets=job.secrets,
                 )
             )
         except BaseException:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.emit import ENGINES, Engine, Job
 from trainkit.cluster.emit.job import seconds_of
+from trainkit.config.secrets import reference
 from trainkit.config.values import closest
 from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.redaction import mask, redacted_argument, variable_of
 from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -59,8 +62,28 @@ def run(call: Call) -> int:
     composition = call.compose()
     job = _job(call, composition)
     _refuse_what_cannot_run(composition, engine, job)
-    sys.stdout.write(engine.write(job))
+    sys.stdout.write(_with_remark(engine.write(job), call.overrides))
     return 0
+
+
+def _with_remark(text: str, overrides: Sequence[str]) -> str:
+    """The script or manifest, with a comment that says which variables its secrets are to be in."""
+    hidden = [line for line in overrides if redacted_argument(line) != line]
+    if not hidden:
+        return text
+    names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({_key(line)})" for line in hidden)
+    remark = f"# Secrets are not written here. Set these variables where the run starts: {names}\n"
+    first, newline, rest = text.partition("\n")
+    return f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
+
+
+def _runnable(line: str) -> str:
+    """An argument with a reference to a variable in place of its secret."""
+    return line if redacted_argument(line) == line else shlex.split(reference(line.partition("=")[0]))[0]
+
+
+def _key(line: str) -> str:
+    return line.partition("=")[0].lstrip("+")
 
 
 def _engine(call: Call) -> Engine:
@@ -142,13 +165,19 @@ def _misfit(flag: str, text: str, engine: Engine) -> str | None:
     if flag == "time":
         return None if seconds_of(text) else "must be [DAYS-]HH:MM:SS, as in 12:00:00."
     if flag == "setup":
-        return None if text.isprintable() else "must be one line. Put more into a script of your own."
+        return _misfit_of_setup(text)
     if flag == "shared":
         server, colon, path = text.partition(":")
         if engine.shares_nfs:
             return None if server and path.startswith("/") and _WORD.fullmatch(text) else "must be SERVER:/PATH of NFS."
         return None if not colon and _WORD.fullmatch(text) else "must be the name of a volume."
     return None if _WORD.fullmatch(text) else "must be a word: letters, digits and . _ : / @ , + - only."
+
+
+def _misfit_of_setup(text: str) -> str | None:
+    if mask(text) != text:
+        return "holds a password in a URL, which no script may hold. Read it from a file or a variable there."
+    return None if text.isprintable() else "must be one line. Put more into a script of your own."
 
 
 def _job(call: Call, composition: Composition) -> Job:
@@ -171,7 +200,7 @@ def _arguments(call: Call) -> Iterator[str]:
         yield from ("--config-dir", os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder))
     if call.packages:
         yield from ("--allow-package", ",".join(call.packages))
-    yield from call.overrides
+    yield from map(_runnable, call.overrides)
 
 
 def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: Job) -> None:

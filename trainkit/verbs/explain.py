@@ -39,6 +39,7 @@ def explanation(call: Call) -> Iterator[str]:
     """
     from trainkit.api import compose  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.origins import dotted, leaves, lookup  # noqa: PLC0415
+    from trainkit.config.secrets import redacted  # noqa: PLC0415
     from trainkit.config.values import closest  # noqa: PLC0415
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
@@ -49,7 +50,7 @@ def explanation(call: Call) -> Iterator[str]:
         near = closest(key, [*keys, *composition.values])
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(composition.values)}."
         raise ConfigError([Problem(key=key, rule=f"no such key in this composition. {hint}", origin="command line")])
-    value = lookup(composition.values, path)
+    value = lookup(redacted(composition.values)[0], path)
     choice = composition.choices.get(key)
     if choice is not None:
         yield f"{key}={'[' + ','.join(choice) + ']' if isinstance(choice, list) else choice}"

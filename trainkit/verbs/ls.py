@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
-from trainkit.config.documents import Document, read_document
+from trainkit.config.documents import Document, read_document, shown_text
 from trainkit.config.places import shipped_conf, shipped_recipes
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
@@ -35,7 +35,7 @@ def run(call: Call) -> int:
         return 0
     if call.arguments[1] not in choices:
         raise _unknown(f"{group}={call.arguments[1]}", "no such choice.", choices)
-    sys.stdout.write(choices[call.arguments[1]].file.read_text(encoding="utf-8"))
+    sys.stdout.write(shown_text(choices[call.arguments[1]], group))
     return 0
 
 

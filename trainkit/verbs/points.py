@@ -9,7 +9,9 @@ from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.secrets import secret_keys
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, is_secret
 
 if TYPE_CHECKING:
     from trainkit.verbs.call import Call
@@ -32,16 +34,40 @@ def sweep_points(call: Call) -> list[Composition]:
 
     composer = Composer(call.config_dirs, call.packages)
     _refuse_swept_settings(composer, call.overrides)
-    return _checked(composer, asked(composer, call.overrides).points)
+    points = _checked(composer, asked(composer, call.overrides).points)
+    _refuse_swept_secrets(composer, call.overrides, points)
+    return points
 
 
 def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
     """What concerns the sweep as a whole has one value."""
     rule = "is about the sweep as a whole: give it one value."
+    swept = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
     problems = [
         Problem(key=item.key_or_group, value=item.get_value_string(), rule=rule, origin=COMMAND_LINE)
-        for item in composer.parse(overrides)[0]
-        if item.is_sweep_override() and item.key_or_group.startswith("sweep.")
+        for item in swept
+        if item.key_or_group.startswith("sweep.")
+    ]
+    if problems:
+        raise ConfigError(problems)
+    _refuse_swept_secrets(composer, overrides)
+
+
+def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: Sequence[Composition] = ()) -> None:
+    """A folder, a leaderboard and a search would name jobs by them.
+
+    Args:
+        composer: parses the arguments.
+        overrides: the arguments.
+        points: once they are checked: what their classes mark is known then.
+    """
+    rule = "is a secret, which no sweep tries several of: give it one value, in quotes where it holds a comma."
+    marked = {path for point in points for path in secret_keys(point.values)}
+    paths = [tuple(item.key_or_group.split(".")) for item in composer.parse(overrides)[0] if item.is_sweep_override()]
+    problems = [
+        Problem(key=".".join(path), value=REDACTED, rule=rule, origin=COMMAND_LINE)
+        for path in paths
+        if is_secret(path) or path in marked
     ]
     if problems:
         raise ConfigError(problems)

@@ -11,6 +11,7 @@ from trainkit.config.grammar import refusal
 from trainkit.config.schema import Eval
 from trainkit.config.watched import Watched
 from trainkit.errors import ConfigError
+from trainkit.redaction import redacted_argument
 from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
     from trainkit.api import train  # noqa: PLC0415 - for --then only
     from trainkit.config.check import check_names  # noqa: PLC0415
     from trainkit.config.resuming import compose_anew  # noqa: PLC0415
-    from trainkit.run.secrets import restored  # noqa: PLC0415
     from trainkit.verbs.train import exit_code  # noqa: PLC0415
 
     best = board.entries[0]
@@ -84,8 +84,8 @@ def _train_anew(board: Leaderboard, call: Call) -> int:
     problems = check_names(composition)
     if problems:
         raise ConfigError(problems)
-    restored(composition.values, {})  # a secret that no file keeps is asked for before anything starts
-    sys.stdout.write(f"\n{' '.join(['the config of', str(best.folder), *call.overrides])}\n")
+    shown = map(redacted_argument, call.overrides)
+    sys.stdout.write(f"\n{' '.join(['the config of', str(best.folder), *shown])}\n")
     sys.stdout.flush()
     return exit_code(train(composition))
 

@@ -22,6 +22,7 @@ from trainkit.config.origins import Level, dotted
 from trainkit.config.places import shipped_conf, shipped_recipes
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.errors import ConfigError, Problem
+from trainkit.process_list import hide_from_process_list
 
 __all__ = ["Composer", "foreign_keys"]
 
@@ -101,7 +102,8 @@ class Composer:
             if for_others and (foreign := foreign_keys(composition)):
                 kept = [line for line in overrides if _key_of(line) not in foreign]
                 composition = Composing(self, kept).run()
-            return composition
+        hide_from_process_list(overrides)  # by now it is known what the user's classes mark as secret
+        return composition
 
     def space(self, overrides: Sequence[str]) -> Space:
         """What the points of a sweep have in common, and the axes they differ along.

@@ -20,8 +20,10 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.origins import Layered, Level, Origin, lookup
 from trainkit.config.places import shipped_conf, shipped_recipes
 from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.secrets import redacted
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, redacted_argument, remember
 
 if TYPE_CHECKING:
     from trainkit.config.compose.composer import Composer
@@ -37,6 +39,7 @@ class Composing:
     def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
         self.composer = composer
         self.repository = Repository(composer.loader.repository)
+        self.given = tuple(overrides)
         self.parsed, self.problems = composer.parse(overrides)
         self.layers = Layers()
 
@@ -57,7 +60,9 @@ class Composing:
         for override in about_hydra:
             if "." in override.key_or_group:
                 self._apply(override, layers.hydra)
-        values = layers.finish(files, choices)
+        self._remember_arguments()
+        values = layers.finish(files, choices, self.composer.packages)
+        redacted(values)  # from here on no message shows a secret
         run_dir = lookup(layers.hydra.values, ("hydra", "run", "dir"))
         return Composition(
             values=values,
@@ -75,6 +80,12 @@ class Composing:
             run_dir=layers.folder(run_dir, values),
             run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
         )
+
+    def _remember_arguments(self) -> None:
+        """Let no message quote a secret that stands in an argument, also in one that cannot be read."""
+        for argument in self.given:
+            if redacted_argument(argument).endswith(f"={REDACTED}"):
+                remember(argument.partition("=")[2].strip("'\""))
 
     # -- the arguments ------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ the values that were checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
+from hydra.core.utils import env_override
 from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -27,7 +28,9 @@ from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, HydraFiles, hydra_state
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.secrets import hidden_arguments, redacted
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 
 __all__ = ["Loader", "complete", "hydra_config", "hydra_problems", "multirun", "run_job"]
 
@@ -43,6 +46,8 @@ class Loader(ConfigLoaderImpl):
         super().__init__(composer.loader.config_search_path)
         self.composer = composer
         self._composition = Composition(values={})
+        self.hydra_arguments: list[str] = []
+        """Arguments for Hydra of the sweep, with their secrets: the config of a sweep has none."""
         self.check = check
         """Called with every composition that a sweep makes."""
         self.lenient = lenient
@@ -76,28 +81,39 @@ class Loader(ConfigLoaderImpl):
         OmegaConf.set_struct(cfg, False)
         for key in [key for key in cfg if key != "hydra"]:
             del cfg[key]
-        for name, value in composition.values.items():
+        for name, value in redacted(composition.values)[0].items():
             cfg[name] = value
         with open_dict(cfg.hydra):
-            cfg.hydra.overrides.task = [item.input_line for item in task]
-            cfg.hydra.overrides.hydra = [item.input_line for item in parsed if item.is_hydra_override()]
+            cfg.hydra.overrides.task = _shown(item.input_line for item in task)
+            cfg.hydra.overrides.hydra = _shown(item.input_line for item in parsed if item.is_hydra_override())
             cfg.hydra.runtime.choices.update(composition.choices)
             folder = _sweep_folder(composition.values.get("sweep", {}))
             if folder and not any(item.key_or_group == "hydra.sweep.dir" for item in parsed):
                 cfg.hydra.sweep.dir = folder
             naming = cfg.hydra.job.config.override_dirname
+            single = [item for item in task if not item.is_sweep_override()]
             cfg.hydra.job.override_dirname = get_overrides_dirname(
-                overrides=[item for item in task if not item.is_sweep_override()],
+                overrides=[item for item in single if redacted_argument(item.input_line or "") == item.input_line],
                 kv_sep=naming.kv_sep,
                 item_sep=naming.item_sep,
                 exclude_keys=naming.exclude_keys,
             )
         return cfg
 
-    def command(self, overrides: Sequence[str], folder: Path) -> tuple[str, ...]:
-        """The command that runs one point of a sweep in a folder, in a process of its own.
+    def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
+        """The config of a job of a sweep, without secrets."""
+        config = self.load_configuration(CONFIG, [*self.hydra_arguments, *sweep_overrides], RunMode.RUN)
+        OmegaConf.copy_cache(from_config=master_config, to_config=config)
+        redact_hydra(config)
+        return config
+
+    def command(self, overrides: Sequence[str], folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Return the command that runs one point of a sweep in a folder, in a process of its own.
 
         Keys of a group that this point's choice does not have are left out: they are meant for the other choices.
+
+        Returns:
+            The command without secrets, and the variables of its environment that hold them.
         """
         composition = self.composer.compose(_kept(overrides), for_others=True)
         applicable = [*composition.overrides, *composition.hydra_overrides]
@@ -106,13 +122,29 @@ class Loader(ConfigLoaderImpl):
         if composition.hands_on:  # the job itself is to train, not to be handed on once more
             applicable.append("hydra.mode=RUN")
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
-        return (sys.executable, "-m", "trainkit", *flags, *applicable, f'hydra.run.dir="{escaped}"')
+        shown, secrets = hidden_arguments([*flags, *applicable, f'hydra.run.dir="{escaped}"'])
+        return (sys.executable, "-m", "trainkit", *shown), secrets
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
     ) -> tuple[list[Override], CachingConfigRepository]:
         del config_name
         return self.composer.parse(overrides)[0], HydraFiles(self.composer.loader.repository, self._composition)
+
+
+def redact_hydra(cfg: DictConfig) -> dict[tuple[str, ...], Any]:
+    """Take the secrets out of Hydra's own node, `hydra.job.env_set` or `hydra.launcher`; return them by their path."""
+    values: Any = OmegaConf.to_container(cfg.hydra, resolve=False, throw_on_missing=False)
+    found = dict(secrets_in(values))
+    with open_dict(cfg):
+        for path, value in found.items():
+            remember(value)
+            OmegaConf.update(cfg.hydra, ".".join(path), REDACTED, merge=False, force_add=True)
+    return found
+
+
+def _shown(lines: Iterable[str | None]) -> list[str]:
+    return [redacted_argument(line or "") for line in lines]
 
 
 def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
@@ -127,7 +159,7 @@ def hydra_config(composition: Composition) -> DictConfig:
     composer = Composer(composition.config_dirs, composition.packages)
     parsed, _ = composer.parse([*composition.overrides, *composition.hydra_overrides])
     cfg = Loader(composer).configuration(composition, parsed, RunMode.RUN)
-    cfg.hydra.overrides.task = list(composition.overrides)
+    cfg.hydra.overrides.task = _shown(composition.overrides)
     return cfg
 
 
@@ -174,6 +206,8 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
             cfg.hydra.mode = RunMode.RUN
             if (folder / ".hydra").exists():
                 cfg.hydra.output_subdir = None
+        hidden = redact_hydra(cfg)
+        variables = {path[-1]: str(value) for path, value in hidden.items() if path[:2] == ("job", "env_set")}
         hydra_utils.JobRuntime.instance().set("name", cfg.hydra.job.name)
         callbacks = Callbacks(cfg)
         callbacks.on_run_start(config=cfg, config_name=CONFIG)
@@ -181,7 +215,8 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
 
         def guarded(_: DictConfig) -> T | None:
             try:
-                return task()
+                with env_override(variables):  # Hydra has set those without secrets
+                    return task()
             except Exception as error:
                 raised.append(error)
                 raise
@@ -223,6 +258,9 @@ def multirun(
     """
     with hydra_state():
         loader = Loader(Composer(config_dirs, packages), check)
+        parsed = loader.composer.parse(overrides)[0]
+        arguments = [item.input_line or "" for item in parsed if not item.is_hydra_override()]
+        loader.hydra_arguments = [item.input_line or "" for item in parsed if item.is_hydra_override()]
         cfg = loader.load_configuration(CONFIG, list(overrides), RunMode.MULTIRUN)
         with open_dict(cfg):
             cfg.hydra.mode = RunMode.MULTIRUN
@@ -231,18 +269,28 @@ def multirun(
         callbacks.on_multirun_start(config=cfg, config_name=CONFIG)
         context = HydraContext(config_loader=loader, callbacks=callbacks)
         sweeper = Plugins.instance().instantiate_sweeper(config=cfg, hydra_context=context, task_function=task)
-        result = sweeper.sweep(arguments=list(cfg.hydra.overrides.task))
+        redact_hydra(cfg)
+        _given.update({redacted_argument(line): line for line in overrides if redacted_argument(line) != line})
+        try:
+            result = sweeper.sweep(arguments=arguments)
+        finally:
+            _given.clear()
         callbacks.on_multirun_end(config=cfg, config_name=CONFIG)
         return result
 
 
-def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], str]:
-    """The command of the job that Hydra is in, and its folder: for launchers that know of no trainkit."""
+def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
+    """The command of the job that Hydra is in, its secrets, and its folder: for launchers that know of no trainkit."""
     hydra = HydraConfig.get()
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     loader = Loader(Composer(dirs, packages))
     folder = str(hydra.runtime.output_dir)
-    return loader.command([*hydra.overrides.task, *_kept(hydra.overrides.hydra)], Path(folder)), folder
+    lines = [_given.get(line, line) for line in (*hydra.overrides.task, *_kept(hydra.overrides.hydra))]
+    return (*loader.command(lines, Path(folder)), folder)
+
+
+_given: dict[str, str] = {}
+"""Arguments without their secrets -> as they were given; of the sweep that this process runs."""
 
 
 def _kept(overrides: Sequence[str]) -> list[str]:
@@ -277,7 +325,10 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
 def show(composition: Composition, kind: str) -> None:
     """Print the config as YAML: `job`, `hydra` or `all`."""
     with hydra_state():
-        cfg = hydra_config(composition) if kind != "job" else OmegaConf.create(composition.values)
+        shown = redacted(composition.values)[0]
+        cfg = hydra_config(composition) if kind != "job" else OmegaConf.create(shown)
+        if kind != "job":
+            redact_hydra(cfg)
         if kind == "hydra":
             cfg = OmegaConf.create({"hydra": cfg.hydra})
         sys.stdout.write(OmegaConf.to_yaml(cfg))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,8 @@ from trainkit.config.exclusive import settle
 from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, leaves, lookup
 from trainkit.config.places import shipped_conf, shipped_recipes
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.errors import Problem
+from trainkit.config.secrets import dereferenced, import_marks, redacted, reference_paths
+from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Layers", "first_line", "shown"]
 
@@ -43,8 +45,17 @@ class Layers:
         for rank, file in enumerate(files):
             self._lay(file, rank, swapped)
 
-    def finish(self, files: Sequence[ChoiceFile], choices: Mapping[str, Any]) -> dict[str, Any]:
-        """Once the arguments lie on top: names, exclusive keys, interpolations, and reports on the files."""
+    def finish(
+        self, files: Sequence[ChoiceFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Once the arguments lie on top: names, exclusive keys, interpolations, and reports on the files.
+
+        Args:
+            files: in their order.
+            choices: group -> choice.
+            packages: the user's own, whose classes can mark secrets.
+        """
+        import_marks(self.tree.values, packages)
         self._complete(choices)
         notes, problems = settle(self.tree)
         self.notes += notes
@@ -107,9 +118,12 @@ class Layers:
                 self.tree.put(path, str(Path(value).expanduser()), self.tree.origin_of(path))
 
     def _resolved(self) -> dict[str, Any]:
-        """The values with `${...}` filled in."""
+        """The values with `${...}` filled in; a secret that is a reference to a variable stays one."""
         values = self.tree.values
+        kept = self._references(values)
+        redacted(values)  # from here on no message shows a secret
         open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
+        open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
         if not open_leaves:
             return values
         config = OmegaConf.create(values)
@@ -122,6 +136,17 @@ class Layers:
                 self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
                 self._set(values, path, None)
         return values
+
+    def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
+        """The keys of secrets that are references to environment variables, each of which must be set."""
+        kept = set(reference_paths(values))
+        for path in kept:
+            try:
+                dereferenced(lookup(values, path), key=dotted(path))
+            except ConfigError as error:
+                where = self.tree.origin_of(path).where
+                self.problems += [replace(problem, origin=where) for problem in error.problems]
+        return kept
 
     @staticmethod
     def _set(values: dict[str, Any], path: KeyPath, value: Any) -> None:

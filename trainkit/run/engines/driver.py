@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
@@ -17,7 +16,6 @@ from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.run.plan import RunPlan
 from trainkit.run.rendezvous import HostedStore
-from trainkit.run.secrets import VARIABLE as SECRETS
 from trainkit.run.stopping import StopFlag
 
 __all__ = ["run_on"]
@@ -25,7 +23,7 @@ __all__ = ["run_on"]
 _POLL_S: Final = 0.2
 
 
-def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[str, str]) -> dict[str, Any]:
+def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
     """Run a plan on an engine, to the end.
 
     Ctrl-C and SIGTERM are passed on as a request to save and stop; a second Ctrl-C ends everything at once. Call it
@@ -35,7 +33,6 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[st
         engine: built from the config's `cluster`.
         plan: what was decided.
         folder: the run folder, written and locked; on a file system that all hosts share.
-        secrets: what `resolved.yaml` does not hold, by full key.
 
     Returns:
         The content of `result.json`.
@@ -56,7 +53,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder, secrets: Mapping[st
             folder,
             kind=engine.name,
             store=store.address,
-            environ={**environ, **({SECRETS: json.dumps(secrets)} if secrets else {})},
+            environ=environ,
             cuda=cuda,
             hang_s=plan.cfg.supervisor.hang_timeout_s,
         )

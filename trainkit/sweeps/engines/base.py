@@ -34,8 +34,14 @@ class Handle(Protocol):
 class Submitter(Protocol):
     """An engine that answers."""
 
-    def submit(self, path: str, *, slots: int) -> Handle:
-        """Hand over a job: `run_described(path)`, with room for so many processes."""
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Handle:
+        """Hand over a job: `run_described(path, secrets)`, with room for so many processes.
+
+        Args:
+            path: of the file that describes it.
+            slots: its processes.
+            secrets: variables that no file may hold; none where the engine does not carry them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,9 @@ class JobEngine:
     """The packages it is made of."""
     extra: ClassVar[str]
     """The extra of trainkit's that installs them."""
+
+    carries_secrets: ClassVar[bool] = False
+    """Whether it can hand variables to a job without writing them to a disk."""
 
     jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
     """Processes whose jobs are handed over at a time; auto: a core each here, or as many as a cluster queues."""

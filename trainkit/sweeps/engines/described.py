@@ -90,7 +90,7 @@ class Described:
     driver: Driver
 
     def write(self, path: Path) -> None:
-        """Describe it, for this user alone to read: an argument may be a secret."""
+        """Describe it, for this user alone to read."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
@@ -130,11 +130,12 @@ def end_with(driver: Driver) -> None:
     threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
 
 
-def run_described(path: str) -> int:
+def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
     """Run a job to its end; what every engine calls.
 
     Args:
         path: of the file that describes it.
+        secrets: variables of its environment that the file does not hold.
 
     Returns:
         Its exit code.
@@ -146,7 +147,7 @@ def run_described(path: str) -> int:
     if not log.with_name(_BEGUN).is_file():  # killed before it began, its run would take the folder for another's
         log.with_name(".lock").unlink(missing_ok=True)
     with WorkerGroup(0, exits.put) as group:
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ}
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ, **(secrets or {})}
         group.start(0, told.line, environ, log, cwd=Path(told.cwd))
         _NOW.append(group)
         try:

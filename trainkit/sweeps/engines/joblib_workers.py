@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ class Joblib(JobEngine):
     name: ClassVar[str] = "joblib"
     packages: ClassVar[tuple[str, ...]] = ("joblib",)
     extra: ClassVar[str] = "joblib"
+    carries_secrets: ClassVar[bool] = True  # through the pipe of a worker
 
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Workers]:  # noqa: ARG002 - it keeps nothing
@@ -43,9 +44,9 @@ class Joblib(JobEngine):
 class _Workers:
     executor: Any
 
-    def submit(self, path: str, *, slots: int) -> _Future:  # noqa: ARG002 - the width counts them
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Future:  # noqa: ARG002 - the width counts them
         """Hand over a job."""
-        return _Future(self.executor.submit(run_described, path))
+        return _Future(self.executor.submit(run_described, path, dict(secrets)))
 
 
 @dataclass(frozen=True)

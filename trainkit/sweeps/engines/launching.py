@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
@@ -12,7 +12,9 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig
 
 from trainkit.config.schema import RunConfig
+from trainkit.config.secrets import refuse_to_carry
 from trainkit.errors import Problem
+from trainkit.redaction import redacted_argument
 from trainkit.sweeps.engines.base import JobEngine
 from trainkit.sweeps.engines.starting import FOLDER, Remote
 from trainkit.sweeps.jobs import Source
@@ -48,6 +50,7 @@ class EngineLaunching(Launching):
         self, *, hydra_context: HydraContext, config: DictConfig, launcher: str, keys: Mapping[str, Any]
     ) -> None:
         super().__init__(hydra_context=hydra_context, config=config)
+        self._launcher = launcher
         module, name = ENGINES[launcher]
         kind: type[JobEngine] = getattr(import_module(f"trainkit.sweeps.engines.{module}"), name)
         self._engine = kind.of(keys)
@@ -61,13 +64,17 @@ class EngineLaunching(Launching):
             retries=self.settings.retries,
             on_error=self.settings.on_error,
             start=self._remote,
-            command=tuple(sys.argv[1:]),
+            command=tuple(map(redacted_argument, sys.argv[1:])),
         )
 
     def run(self, source: Source) -> None:
         """Run all jobs of a source on the engine, and show the leaderboard."""
         with self._engine.connect(self._folder / FOLDER) as submitter, self._remote.connected(submitter):
             super().run(source)
+
+    def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
+        if not self._engine.carries_secrets:
+            refuse_to_carry(secrets, f"a job of {self._engine.name}", key=f"hydra/launcher={self._launcher}")
 
     def _slots_of(self, cfg: RunConfig) -> int:
         return self._engine.slots_of(super()._slots_of(cfg))

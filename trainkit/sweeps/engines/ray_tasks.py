@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ class _Cluster:
     cpus: float
     gpus: float
 
-    def submit(self, path: str, *, slots: int) -> _Task:
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Task:  # noqa: ARG002 - a job with secrets is refused before
         """Hand over a job with room for its processes; what failed is tried again by the sweep, not by Ray."""
         task = self.ray.remote(run_described).options(
             num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0

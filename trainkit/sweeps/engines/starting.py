@@ -119,7 +119,7 @@ class Remote:
             driver=Driver.here(),
         )
         described.write(path)
-        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent))
+        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent), secrets=job.secrets)
         remote = _Remote(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
         self._jobs.append(remote)
         return remote

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,7 +144,7 @@ class _Executor:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def submit(self, path: str, *, slots: int) -> _Job:  # noqa: ARG002 - the allocation says how much there is
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Job:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
         """Take a job."""
         job = _Job(path)
         with self._lock:

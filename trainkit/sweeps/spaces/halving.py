@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainkit.config.watched import Watched
+from trainkit.redaction import redacted_argument
 from trainkit.sweeps.jobs import Job
 from trainkit.sweeps.spaces.rows import figure_at
 
@@ -135,9 +136,10 @@ class Halving:
         """The job of a point on this rung; it goes on where the point has been before."""
         point = self._points[number]
         stop = self._stop(number)
-        former = self._jobs.get(number) or self._known.get(point)
+        shown = tuple(map(redacted_argument, point))
+        former = self._jobs.get(number) or self._known.get(shown)
         lines = point if stop is None else (*point, f"stop_at_step={stop}")
-        job = replace(self._job(lines, number, going_on=former), overrides=point)
+        job = replace(self._job(lines, number, going_on=former), overrides=shown)
         self._jobs[number] = job
         return job
 

@@ -1,0 +1,246 @@
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.vault import Vault
+from trainkit.config.build import build
+from trainkit.config.compose import compose
+from trainkit.config.documents import read_document, shown_text
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets import (
+    given_arguments,
+    hidden_arguments,
+    redacted,
+    refuse_to_carry,
+    restored,
+    with_own_secrets,
+)
+from trainkit.config.semantics import fingerprint, other_training
+from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import masked_output, remember
+from trainkit.run.alikeness import likeness
+from trainkit.run.environment import git_state, packages, write_environment, write_resolved
+from trainkit.run.folder import RunFolder
+from trainkit.run.last_words import last_words
+from trainkit.sweeps.resuming import identity
+
+ANYWHERE = """
+api_key apikey apiKey API_KEY wandb_api_key password db_passwd pwd secret client_secret secret_key token
+hub_token wandb_token github_token auth basic_auth authorization webhook_url pat credentials"""
+NOWHERE = """
+image_key special_tokens tokens headers bos_token num_tokens key author secretary pass_through path pattern
+authored"""
+
+
+@pytest.mark.parametrize("key", re.findall(r"\w+", ANYWHERE))
+def test_a_secret_is_known_by_its_key_anywhere(key: str) -> None:
+    assert redacted({"data": {key: "s3"}}) == ({"data": {key: "(redacted)"}}, {f"data.{key}": "s3"})
+
+
+@pytest.mark.parametrize("key", ["signing_key", "bos_token", "tokens", "headers", "x_headers", "X-Api-Key"])
+@pytest.mark.parametrize("group", ["logger", "callbacks"])
+def test_loggers_and_callbacks_have_more_names_of_secrets(group: str, key: str) -> None:
+    assert redacted({group: {"w": {key: "s3"}}})[1] == {f"{group}.w.{key}": "s3"}
+
+
+@pytest.mark.parametrize("key", re.findall(r"\w+", NOWHERE))
+def test_what_only_sounds_like_a_secret_stays(key: str) -> None:
+    values = {"data": {key: "s3"}, "logger": {"auth": {"image_key": "x", "special_tokens": ["y"]}}}
+    assert redacted(values) == (values, {})
+
+
+def test_an_image_key_is_stored(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    assert write_resolved(folder, RunConfig(data={"image_key": "x", "tokens": 5, "special_tokens": ["a"]})) == {}
+    assert "  image_key: x\n  tokens: 5\n" in folder.resolved.read_text()
+
+
+def test_a_container_under_a_secret_key_is_a_secret_as_a_whole() -> None:
+    values = {"data": {"auth": {"user": "me", "pin": 5}}, "logger": {"w": {"tokens": [7]}}}
+    shown, secrets = redacted(values)
+    assert shown == {"data": {"auth": "(redacted)"}, "logger": {"w": {"tokens": "(redacted)"}}}
+    assert secrets == {"data.auth": {"user": "me", "pin": 5}, "logger.w.tokens": [7]}
+
+
+def test_only_the_password_of_a_url_is_hidden() -> None:
+    values = {"logger": [{"uri": "http://me:pw@host/x"}], "data": {"url": "redis://:p@host"}}
+    assert redacted(values) == (
+        {"logger": [{"uri": "http://me:(redacted)@host/x"}], "data": {"url": "redis://:(redacted)@host"}},
+        {"logger.0.uri": "http://me:pw@host/x", "data.url": "redis://:p@host"},
+    )
+
+
+def test_another_key_that_quotes_a_secret_hides_it() -> None:
+    shown, secrets = redacted({"data": {"token": "canary-alias", "call": "get ?k=canary-alias"}})
+    assert shown["data"]["call"] == "get ?k=(redacted)"
+    assert secrets["data.call"] == "get ?k=canary-alias"
+
+
+def test_switches_and_absence_are_no_secrets() -> None:
+    values = {"data": {"token": None, "api_key": True, "secret": "", "auth": {}}}
+    assert redacted(values) == (values, {})
+
+
+def test_what_a_class_marks_is_a_secret_also_in_its_parts() -> None:
+    node = {"_target_": f"{Vault.__module__}.Vault", "mark": "m1", "door": {"code": 5}, "project": "p"}
+    assert redacted({"callbacks": {"v": node}})[1] == {"callbacks.v.mark": "m1", "callbacks.v.door.code": 5}
+
+
+def test_secrets_come_back_to_their_place() -> None:
+    values = {"logger": {"w": {"api_key": "k", "tags": ["a"], "headers": {"A": 1}}}, "data": {"url": "x://a:b@c"}}
+    assert restored(*redacted(values)) == values
+
+
+def test_a_secret_that_was_not_given_is_asked_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        restored({"logger": {"w": {"api_key": "(redacted)"}}}, {})
+    assert str(caught.value) == (
+        "1 problem in the config\n"
+        "  logger.w.api_key=(redacted): a secret is not kept in the run folder. "
+        "Give it again: logger.w.api_key=... on the command line, or 'logger.w.api_key=${oc.env:W_API_KEY}'."
+    )
+
+
+def test_a_command_without_key_value_takes_secrets_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = RunConfig(data={"token": "(redacted)"}, logger={"w": {"api_key": "(redacted)"}})
+    with pytest.raises(ConfigError) as caught:
+        with_own_secrets(cfg, ("data",))
+    assert str(caught.value) == (
+        "1 problem in the config\n  data.token=(redacted): a secret is not kept in the run folder. "
+        'Give it in the environment: TRAINKIT_SECRETS=\'{"data.token": "..."}\'.'
+    )
+    monkeypatch.setenv("TRAINKIT_SECRETS", '{"data.token": "t"}')
+    assert with_own_secrets(cfg, ("data",)).data == {"token": "t"}
+
+
+def test_what_would_write_a_secret_to_a_disk_is_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_to_carry(["logger.w.api_key=(redacted)"], "a job of submitit", key="hydra/launcher=submitit_slurm")
+    assert str(caught.value) == (
+        "1 problem in the config\n  logger.w.api_key=(redacted): a job of submitit would write it to a disk. Set a "
+        "variable where the processes run, and refer to it: 'logger.w.api_key=${oc.env:W_API_KEY}'. "
+        "(hydra/launcher=submitit_slurm)"
+    )
+
+
+def test_a_job_gets_its_secret_arguments_in_its_environment() -> None:
+    given = ["seed=1", "logger.w={api_key: k7}", "data.url=http://a:b@c", "data.image_key=x"]
+    shown, environ = hidden_arguments(given)
+    assert shown == ("seed=1", "logger.w=(redacted)", "data.url=http://a:(redacted)@c", "data.image_key=x")
+    assert given_arguments([*shown, "resume=auto"], environ) == [*given, "resume=auto"]
+    assert environ == {}
+
+
+@pytest.mark.parametrize("secret", ["k7", "${oc.env:K}", "(redacted)"])
+def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training(secret: str) -> None:
+    one, other = (RunConfig(data={"token": text}) for text in (secret, "another"))
+    assert fingerprint(one) == fingerprint(other)
+    assert identity(one) == identity(other)
+    assert likeness(RunConfig(data={"token": "k7"})) == likeness(other)
+    assert other_training(one, other, run=Path("a")) == []
+
+
+def test_a_reference_with_a_default_is_a_secret_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = compose(["recipe=null", "+data.token=${oc.env:NOT_SET_HERE,k7}"])
+    assert redacted(given.values)[1]["data.token"] == "k7"
+    monkeypatch.setenv("SET_HERE", "/pictures")
+    assert compose(["recipe=null", "+data.path=${oc.env:SET_HERE}"]).values["data"]["path"] == "/pictures"
+
+
+def test_a_variable_of_a_secret_is_looked_up_where_the_object_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_KEY", "k7")
+    monkeypatch.setenv("ALL", "{A: k8}")
+    node = {"_target_": f"{Vault.__module__}.Vault", "api_key": "${oc.env:A_KEY}", "project": "${oc.env:A_KEY}"}
+    vault = build({**node, "headers": "${oc.decode:${oc.env:ALL}}", "mark": "Bearer ${oc.env:A_KEY}"})
+    assert (vault.api_key, vault.project, vault.headers) == ("k7", "${oc.env:A_KEY}", {"A": "k8"})
+    assert vault.mark == "Bearer k7"
+
+
+def test_a_file_of_the_users_is_listed_without_its_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("# Mine\nname: x\napi_key: k7\nheaders:\n  A: k8\n\n# more\nurl: http://a:b@c\n")
+    assert shown_text(read_document(file), "logger") == (
+        "# Mine\nname: x\napi_key: (redacted)\nheaders: (redacted)\n\n# more\nurl: http://a:(redacted)@c\n"
+    )
+
+
+def test_a_problem_shows_no_secret_in_its_value_or_in_a_node() -> None:
+    node = {"api_key": "k7", "project": "p"}
+    problems = [
+        Problem(key=key, value=value, rule="is bad.") for key, value in {"+a.token": 5, "logger.w": node}.items()
+    ]
+    assert list(map(str, problems)) == [
+        "+a.token=(redacted): is bad.",
+        "logger.w={'api_key': '(redacted)', 'project': 'p'}: is bad.",
+    ]
+
+
+def test_only_distinct_secrets_are_masked_in_other_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    with masked_output():
+        remember(["12345678", "tiny", "sesame", "long-secret"])
+        sys.stdout.write("12345678 tiny sesame sesames xlong-secretx http://a:b@c\n")
+    sys.stdout.write("long-secret")
+    assert capsys.readouterr().out == "12345678 tiny (redacted) sesames x(redacted)x http://a:(redacted)@c\nlong-secret"
+
+
+def test_a_traceback_and_its_record_hold_no_secret() -> None:
+    with masked_output():
+        remember("canary-words")
+        words = last_words(1, ConfigError([Problem(key="data.token", value="k7", rule="canary-words is wrong.")]))
+    assert words.problems == (
+        {"key": "data.token", "rule": "(redacted) is wrong.", "origin": "", "value": "(redacted)"},
+    )
+    assert "canary-words" not in words.message + words.traceback
+
+
+def test_resolved_yaml_is_read_back_by_plain_yaml_without_the_secret(tmp_path):
+    folder, cfg = RunFolder(tmp_path), RunConfig(logger={"w": {"_target_": "x.Y", "api_key": "k7"}}, seed=3)
+    assert write_resolved(folder, cfg) == {"logger.w.api_key": "k7"}
+    assert "k7" not in folder.resolved.read_text()
+    assert load_resolved(folder.resolved).seed == 3
+    assert write_resolved(folder, RunConfig(seed=4)) == {}
+    assert load_resolved(folder.resolved) == RunConfig(seed=4)
+
+
+def test_environment_json_tells_where_a_run_came_from(tmp_path):
+    folder = RunFolder(tmp_path)
+    argv = ["trainkit", "logger.w.api_key=k7", "--hub-token=t", "seed=3"]
+    write_environment(folder, cfg=RunConfig(seed=3), fingerprint="f00", notes=["a note"], argv=argv)
+    content = json.loads(folder.environment.read_text())
+    assert content["argv"] == ["trainkit", "logger.w.api_key=(redacted)", "--hub-token=(redacted)", "seed=3"]
+    assert (content["seed"], content["fingerprint"], content["notes"]) == (3, "f00", ["a note"])
+    assert content["packages"]["torch"]
+    assert content["devices"]["cores"] >= 1
+
+
+def test_the_packages_of_targets_are_told():
+    values = {
+        "model": {"_target_": "safetensors.X"},
+        "callbacks": {"a": {"_target_": "yaml.Y"}, "b": [{"_target_": "pytest.Z"}]},
+    }
+    assert {"torch", "safetensors", "pytest"} <= packages(values).keys()
+
+
+def test_outside_a_repository_there_is_no_commit(cwd):
+    assert git_state() is None
+
+
+def test_a_repository_tells_commit_and_changes(cwd):
+    import subprocess
+
+    def git(*arguments):
+        subprocess.run(
+            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True
+        )
+
+    git("init", "-b", "main")
+    (cwd / "file").write_text("one")
+    git("add", "file")
+    git("commit", "-m", "one")
+    state = git_state()
+    assert (len(state["commit"]), state["branch"], state["dirty"]) == (40, "main", False)
+    (cwd / "file").write_text("two")
+    assert git_state()["dirty"]

@@ -1,0 +1,373 @@
+"""The secrets of a config: out of what is written, and back in place where a process needs them.
+
+A secret that is given as it is goes to the workers of its run through their environment. One that is given as a
+reference, `${oc.env:X}`, stays a reference in the config and in every file: the process that builds the object looks
+the variable up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from trainkit.config.schema import RunConfig
+from trainkit.config.values import plain
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import secret_fields, signature_hints
+from trainkit.redaction import (
+    REDACTED,
+    is_secret_name,
+    mask,
+    redacted_argument,
+    remember,
+    remember_passwords,
+    secrets_in,
+    variable_of,
+    without_secrets,
+)
+
+__all__ = [
+    "ARGUMENTS",
+    "VARIABLE",
+    "dereferenced",
+    "from_environment",
+    "given_arguments",
+    "hidden_arguments",
+    "import_marks",
+    "in_environment",
+    "is_reference",
+    "keys_to_add",
+    "marked_in",
+    "missing_secrets",
+    "redacted",
+    "reference",
+    "reference_paths",
+    "refuse_to_carry",
+    "restored",
+    "secret_keys",
+    "with_own_secrets",
+    "with_variables",
+]
+
+VARIABLE: Final = "TRAINKIT_SECRETS"
+"""The environment variable that holds key -> value, as JSON, for processes that read the config from a run folder."""
+ARGUMENTS: Final = "TRAINKIT_SECRET_ARGUMENTS"
+"""The environment variable that holds position -> argument, as JSON, for a job whose command line lacks them."""
+_TARGET: Final = "_target_"
+_CONTAINERS: Final = ("headers", "tokens")
+"""Ends of keys whose value is a mapping or list."""
+
+
+def secret_keys(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+    """Return the secrets of a config that stand under a key of their own, by their path.
+
+    Which names are secret, `trainkit.redaction` decides; a class that is imported adds the fields that it marks.
+    """
+    return dict(secrets_in(values, marks=_marks))
+
+
+def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a copy without secrets, and the secrets by their full key.
+
+    A text that holds a password in a URL, or the value of another secret, keeps the rest of it.
+
+    Example:
+        >>> redacted({"logger": {"w": {"api_key": "k7", "project": "digits"}}})
+        ({'logger': {'w': {'api_key': '(redacted)', 'project': 'digits'}}}, {'logger.w.api_key': 'k7'})
+    """
+    found = secret_keys(values)
+    remember(list(found.values()))
+    for _, text in _texts(values):
+        remember_passwords(text)
+    shown = without_secrets(values, found)
+    kept = {path: text for path, text in _texts(values) if path not in found and not _is_below(path, found)}
+    masked = {path: text for path, text in kept.items() if mask(text) != text}
+    return shown, {".".join(path): value for path, value in {**found, **masked}.items()}
+
+
+def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with their secrets back in place.
+
+    Raises:
+        ConfigError: a secret is needed that was not given.
+    """
+    stored = dict(_texts(values))
+    for key, value in secrets.items():
+        if stored.get(tuple(key.split(".")), REDACTED) == REDACTED:
+            remember(value)
+        else:  # a part of it is no secret: a URL but for its password
+            remember_passwords(str(value))
+    whole: dict[str, Any] = _replaced(values, (), secrets)
+    if problems := missing_secrets(whole):
+        raise ConfigError(problems)
+    return whole
+
+
+def in_environment(environ: MutableMapping[str, str]) -> dict[str, Any]:
+    """Take the secrets of a run out of an environment, so that no further process inherits them."""
+    found: dict[str, Any] = json.loads(environ.pop(VARIABLE, "{}"))
+    return found
+
+
+def from_environment() -> dict[str, Any]:
+    """Return the secrets that the user set in the environment for commands that take no `key=value`."""
+    found: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
+    return found
+
+
+def with_own_secrets(cfg: RunConfig, groups: Sequence[str]) -> RunConfig:
+    """Return the config of a run with the secrets of some groups back in place, from the environment.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    values = cfg.to_dict()
+    given = from_environment()
+    problems = [
+        Problem(key=key, value=REDACTED, rule=f"a secret is not kept in the run folder. {_by_variable(key)}")
+        for key in _lacking({group: values[group] for group in groups})
+        if key not in given
+    ]
+    if problems:
+        raise ConfigError(problems)
+    whole = _replaced(values, (), given)
+    return replace(cfg, **{group: whole[group] for group in groups})
+
+
+def _by_variable(key: str) -> str:
+    return f"Give it in the environment: {VARIABLE}='{json.dumps({key: '...'})}'."
+
+
+def missing_secrets(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each secret that a run folder does not keep and that was not given again."""
+    return [
+        Problem(
+            key=key,
+            value=REDACTED,
+            rule=f"a secret is not kept in the run folder. Give it again: {key}=... on the command line, or "
+            f"{reference(key)}.",
+        )
+        for key in _lacking(values)
+    ]
+
+
+def keys_to_add(resolved: Path) -> list[str]:
+    """Return arguments that a command about this run needs, one for each secret that its folder does not keep."""
+    try:
+        text = resolved.read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return []
+    if REDACTED not in text:
+        return []
+    values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are the safe ones
+    return [reference(key) for key in _lacking(values)]
+
+
+def reference(key: str) -> str:
+    """Return the argument that refers to an environment variable for a key, as a shell takes it.
+
+    Example:
+        >>> print(reference("logger.wandb.api_key"), reference("logger.w.headers"))
+        'logger.wandb.api_key=${oc.env:WANDB_API_KEY}' 'logger.w.headers=${oc.decode:${oc.env:W_HEADERS}}'
+    """
+    name = re.sub(r"\W", "_", "_".join(key.lstrip("+~").split(".")[-2:])).upper()
+    variable = f"${{oc.env:{name}}}"
+    return shlex.quote(f"{key}=${{oc.decode:{variable}}}" if key.endswith(_CONTAINERS) else f"{key}={variable}")
+
+
+def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:
+    """Refuse secrets that would have to be written down to reach the processes that need them.
+
+    Args:
+        secrets: their full keys, or arguments without their values.
+        carrier: what would carry them, in words.
+        key: the key that chose it.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    names = [text.partition("=")[0] for text in secrets]
+    rule = f"{carrier} would write it to a disk. Set a variable where the processes run, and refer to it: "
+    problems = [Problem(key=name, value=REDACTED, rule=f"{rule}{reference(name)}. ({key})") for name in names]
+    if problems:
+        raise ConfigError(problems)
+
+
+def hidden_arguments(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return a command line without secrets, and the variable that hands them to its process.
+
+    Example:
+        >>> hidden_arguments(["seed=1", "logger.w.api_key=k7"])
+        (('seed=1', 'logger.w.api_key=(redacted)'), {'TRAINKIT_SECRET_ARGUMENTS': '{"1": "logger.w.api_key=k7"}'})
+    """
+    shown = tuple(map(redacted_argument, arguments))
+    hidden = {str(place): text for place, text in enumerate(arguments) if text != shown[place]}
+    return shown, {ARGUMENTS: json.dumps(hidden)} if hidden else {}
+
+
+def given_arguments(arguments: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
+    """Return a command line with the arguments that `hidden_arguments` took out of it."""
+    hidden = json.loads(environ.pop(ARGUMENTS, "{}"))
+    return [hidden.get(str(place), text) for place, text in enumerate(arguments)]
+
+
+def dereferenced(value: Any, *, key: str) -> Any:
+    """Return a value with its references to environment variables filled in, in mappings and lists too.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    if isinstance(value, Mapping):
+        return {name: dereferenced(inner, key=f"{key}.{name}") for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [dereferenced(inner, key=key) for inner in value]
+    variable = variable_of(value)
+    if variable is None:
+        return value
+    if variable not in os.environ:
+        rule = f"refers to the environment variable {variable}, which is not set here. Set it to the secret."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    text = value[: value.index("${")] + os.environ[variable]
+    found = yaml.safe_load(text) if "oc.decode" in value else text
+    remember(found)
+    return found
+
+
+def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
+    """Return a node with the environment variables that its secrets refer to filled in.
+
+    Args:
+        node: plain values; where it stands in the config need not be known.
+        target: the class that it describes.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    return _filled(node, marked_in(target) if _refers_anywhere(node) else frozenset(), ())
+
+
+def _refers_anywhere(values: Any) -> bool:
+    return any(variable_of(text) is not None for _, text in _texts(values))
+
+
+def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: tuple[str, ...]) -> dict[str, Any]:
+    filled = {}
+    for name, value in node.items():
+        inner = (*path, str(name))
+        if is_secret_name(inner[-1], in_observer=True) or inner in marked:
+            filled[name] = dereferenced(value, key=".".join(inner))
+        else:
+            filled[name] = _filled(value, marked, inner) if isinstance(value, Mapping) else value
+    return filled
+
+
+def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
+    """Return the keys of secrets that are references to environment variables; of a list of them, that of the list."""
+    hidden = secret_keys(_opaque(values))  # a reference counts as a secret here, so that its key is found
+    below = [(path, text) for path, text in _texts(values) if path in hidden or _is_below(path, hidden)]
+    found = {path for path, text in below if variable_of(text) is not None}
+    return {_of_mapping(values, path) for path in found}
+
+
+def is_reference(values: Mapping[str, Any], path: tuple[str, ...]) -> bool:
+    """Return whether the value of a key is a secret that refers to an environment variable, or a container of such."""
+    return any(path == one[: len(path)] for one in reference_paths(values))
+
+
+def _opaque(values: Any) -> Any:
+    if isinstance(values, Mapping):
+        return {name: _opaque(value) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_opaque(value) for value in values]
+    return REDACTED if variable_of(values) is not None else values
+
+
+def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
+    """The path of the leaf that holds an item, as `trainkit.config.origins.leaves` has it: a list is a leaf."""
+    here: Any = values
+    for depth, name in enumerate(path):
+        if not isinstance(here, Mapping):
+            return path[:depth]
+        here = here[name]
+    return path
+
+
+def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
+    """Import the classes of the user's own packages, so that what they mark as secret is known before it is shown.
+
+    One that cannot be imported is left to the check, which says why.
+
+    Args:
+        values: of a config.
+        packages: those that the user allows.
+    """
+    for path, text in _texts(values) if packages else ():
+        if path[-1] == _TARGET and text.partition(".")[0] in packages:
+            with contextlib.suppress(Exception):
+                import_module(text.rpartition(".")[0])
+
+
+def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
+    """Return the paths of what a class marks as secret, also inside of its dataclass fields."""
+    found = {(*path, name) for name in secret_fields(target)}
+    for name, hint in signature_hints(target).items():
+        kind = plain(hint)
+        if isinstance(kind, type) and is_dataclass(kind) and kind is not target:
+            found |= marked_in(kind, (*path, name))
+    return frozenset(found)
+
+
+def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
+    """Marks of the class that a node names, where it has been imported: nothing is imported to look."""
+    named = node.get(_TARGET)
+    parts = named.split(".") if isinstance(named, str) else []
+    for length in range(len(parts) - 1, 0, -1):
+        target: Any = sys.modules.get(".".join(parts[:length]))
+        if target is not None:
+            with contextlib.suppress(Exception):  # whatever the module's own __getattr__ raises
+                for name in parts[length:]:
+                    target = getattr(target, name)
+                return marked_in(target)
+            break
+    return frozenset()
+
+
+def _lacking(values: Any) -> list[str]:
+    return [".".join(path) for path, text in _texts(values) if REDACTED in text]
+
+
+def _is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> bool:
+    return any(path[:length] in found for length in range(1, len(path)))
+
+
+def _texts(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from _texts(value, (*path, str(key)))
+    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
+        for index, value in enumerate(values):
+            yield from _texts(value, (*path, str(index)))
+    elif isinstance(values, str) and path:
+        yield path, values
+
+
+def _replaced(values: Any, path: tuple[str, ...], by_key: Mapping[str, Any]) -> Any:
+    key = ".".join(path)
+    if key in by_key:
+        return by_key[key]
+    if isinstance(values, Mapping):
+        return {name: _replaced(value, (*path, str(name)), by_key) for name, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [_replaced(value, (*path, str(index)), by_key) for index, value in enumerate(values)]
+    return values

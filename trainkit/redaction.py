@@ -1,0 +1,281 @@
+"""Which texts are secrets, by the name of their key, and how a text is printed without them.
+
+This module decides; it knows names and texts only. `trainkit.config.secrets` applies it to the values of a config,
+where the class behind a `_target_` can mark further fields with `trainkit.fields.secret`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
+
+__all__ = [
+    "REDACTED",
+    "is_secret",
+    "is_secret_name",
+    "knows_secrets",
+    "mask",
+    "masked_output",
+    "redacted_argument",
+    "remember",
+    "remember_passwords",
+    "secrets_in",
+    "variable_of",
+    "without_secrets",
+]
+
+REDACTED: Final = "(redacted)"
+"""What is written or printed in place of a secret."""
+
+_SERVICES: Final = (
+    "api|auth|access|bearer|refresh|id|jwt|oauth|session|bot|user|private|personal|secret|deploy|security|service|hf|hub"
+    "|huggingface|wandb|github|gitlab|bitbucket|slack|discord|telegram|neptune|comet|mlflow|clearml|databricks|azure"
+    "|aws|gcp|google|kaggle|openai|anthropic|replicate"
+)
+_ANYWHERE: Final = re.compile(
+    r"(.*_)?(secret|passw(or)?d|passphrase|pwd|api_?key|access_key|secret_key|private_key|credentials?|auth"
+    rf"|authorization|webhook_url)|token|(.*_)?({_SERVICES})_token|pat|(github|gitlab|azure|devops|personal)_pat"
+)
+_IN_OBSERVERS: Final = re.compile(r".*_key|.*_token|tokens|(.*_)?headers")
+"""Further names of secrets in the nodes of `logger` and `callbacks`, which talk to services."""
+_NEVER: Final = frozenset({"image_key", "special_tokens"})
+_OBSERVERS: Final = frozenset({"logger", "callbacks"})
+_WORD_BOUNDARY: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+_PASSWORD_IN_URL: Final = re.compile(r"(://[^/\s:@'\"]*:)([^/\s'\"]+)@")
+_SCHEME: Final = re.compile(r"(Bearer|Basic|Token) ", re.IGNORECASE)
+_VARIABLE: Final = r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*\}"
+_REFERENCE: Final = re.compile(
+    rf"(?:{_SCHEME.pattern})?{_VARIABLE}|\$\{{oc\.decode:\s*{_VARIABLE}\s*\}}", re.IGNORECASE
+)
+_SHORTEST: Final = 6
+"""Characters of a secret that `mask` looks for in any text; a shorter one is hidden by its key alone."""
+_WHOLE_WORDS: Final = 8
+"""A secret shorter than this is masked where it stands as a word of its own, not inside of another word."""
+
+_known: set[str] = set()
+
+
+def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
+    """Return whether a key of this name holds a secret.
+
+    Args:
+        name: one key, without those above it; `api_key`, `apiKey` and `Api-Key` are the same name.
+        in_observer: whether it stands in a node of `logger` or `callbacks`.
+
+    Example:
+        >>> [is_secret_name(name) for name in ("api_key", "wandb_token", "image_key", "special_tokens", "tokens")]
+        [True, True, False, False, False]
+        >>> is_secret_name("tokens", in_observer=True), is_secret_name("image_key", in_observer=True)
+        (True, False)
+    """
+    plain = _WORD_BOUNDARY.sub("_", name).lower().replace("-", "_")
+    if plain in _NEVER:
+        return False
+    return bool(_ANYWHERE.fullmatch(plain)) or (in_observer and bool(_IN_OBSERVERS.fullmatch(plain)))
+
+
+def is_secret(path: Sequence[str]) -> bool:
+    """Return whether a key is secret by its full path: its own name, or that of a key above it, is one of a secret.
+
+    Example:
+        >>> is_secret(("logger", "w", "headers", "X-Team")), is_secret(("data", "headers")), is_secret(("data", "auth"))
+        (True, False, True)
+    """
+    in_observer = path[0] in _OBSERVERS if path else False
+    # the name that the user chose for a logger or callback, logger.NAME, is no key
+    names = path[2:] if in_observer and len(path) > 2 else path
+    return any(is_secret_name(name, in_observer=in_observer) for name in names)
+
+
+def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None = None) -> Iterator[Found]:
+    """Find the secrets below a node; a mapping or list under the key of a secret is one as a whole.
+
+    Nothing, a switch, an empty text and a reference to an environment variable are no secrets.
+
+    Args:
+        values: plain values.
+        path: their full key.
+        marks: returns for a mapping what its class marks as secret: paths below it.
+
+    Yields:
+        The full key of each secret, and its value.
+
+    Example:
+        >>> list(secrets_in({"logger": {"w": {"api_key": "k7", "headers": {"X": 1}, "project": "digits"}}}))
+        [(('logger', 'w', 'api_key'), 'k7'), (('logger', 'w', 'headers'), {'X': 1})]
+    """
+    yield from _below(values, path, marks, frozenset())
+
+
+Found = tuple[tuple[str, ...], Any]
+Marks = Callable[[Mapping[str, Any]], frozenset[tuple[str, ...]]]
+
+
+def _below(
+    values: Any, path: tuple[str, ...], marks: Marks | None, marked: frozenset[tuple[str, ...]]
+) -> Iterator[Found]:
+    if isinstance(values, Mapping):
+        if marks is not None:
+            marked |= marks(values)
+        items: Any = ((str(key), value) for key, value in values.items())
+    elif isinstance(values, list | tuple):
+        items = ((str(index), value) for index, value in enumerate(values))
+    else:
+        return
+    for name, value in items:
+        inner = (*path, name)
+        if (name,) in marked or _is_named(inner, value):
+            if _is_given(value):
+                yield inner, value
+        else:
+            yield from _below(value, inner, marks, frozenset(one[1:] for one in marked if one[0] == name and one[1:]))
+
+
+def _is_named(path: tuple[str, ...], value: Any) -> bool:
+    in_observer = path[0] in _OBSERVERS
+    if in_observer and len(path) <= 2 and isinstance(value, Mapping):  # logger.NAME is the user's name for a node
+        return False
+    return is_secret_name(path[-1], in_observer=in_observer)
+
+
+def _is_given(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_given, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_given, value))
+    return value is not None and value != "" and not isinstance(value, bool) and variable_of(value) is None
+
+
+def without_secrets(values: Any, secrets: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = ()) -> Any:
+    """Return values with a stand-in for each secret, and with masked texts."""
+    if path in secrets:
+        return REDACTED
+    if isinstance(values, Mapping):
+        return {key: without_secrets(value, secrets, (*path, str(key))) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [without_secrets(value, secrets, (*path, str(index))) for index, value in enumerate(values)]
+    return mask(values) if isinstance(values, str) else values
+
+
+def variable_of(value: Any) -> str | None:
+    """Return the environment variable that a value refers to, where it is nothing but a reference to one; else None.
+
+    `${oc.decode:${oc.env:X}}` is one too: what the variable holds is read as YAML, a mapping or list of secrets. A
+    reference with a default, `${oc.env:X,abc}`, is none: its default could be the secret itself.
+
+    Example:
+        >>> variable_of("${oc.env:API_KEY}"), variable_of("Bearer ${oc.env:API_KEY}"), variable_of("${oc.env:X,abc}")
+        ('API_KEY', 'API_KEY', None)
+    """
+    match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+    return match[2] or match[3] if match else None
+
+
+def remember(value: Any) -> None:
+    """Let `mask` hide a secret, and every text inside of it, in whatever is printed from now on."""
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            remember(inner)
+    elif isinstance(value, str):
+        _known.update(text for text in (value, _SCHEME.sub("", value)) if _is_distinct(text))
+        remember_passwords(value)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            remember(inner)
+
+
+def remember_passwords(text: str) -> None:
+    """Let `mask` hide the passwords of the URLs in a text, wherever they stand alone."""
+    _known.update(match[2] for match in _PASSWORD_IN_URL.finditer(text) if _is_distinct(match[2]))
+
+
+def _is_distinct(text: str) -> bool:
+    """Whether a text is long enough to be told from ordinary words; a number could be any figure on the screen."""
+    return len(text) >= _SHORTEST and not text.isdecimal() and text != REDACTED and variable_of(text) is None
+
+
+def knows_secrets() -> bool:
+    """Return whether this process has been given secrets that `mask` looks for."""
+    return bool(_known)
+
+
+def mask(text: str) -> str:
+    """Return a text without the secrets that this process knows, and without passwords in URLs.
+
+    Example:
+        >>> mask("cannot reach http://me:pw@host/x")
+        'cannot reach http://me:(redacted)@host/x'
+    """
+    for secret in sorted(_known, key=len, reverse=True):
+        if secret in text:
+            whole = rf"(?<!\w){re.escape(secret)}(?!\w)" if len(secret) < _WHOLE_WORDS else re.escape(secret)
+            text = re.sub(whole, REDACTED, text)
+    return _PASSWORD_IN_URL.sub(rf"\1{REDACTED}@", text) if "://" in text else text
+
+
+def redacted_argument(argument: str) -> str:
+    """Return a command-line argument without its secret.
+
+    Example:
+        >>> redacted_argument("logger.wandb.api_key=k7"), redacted_argument("optimizer.lr=0.1")
+        ('logger.wandb.api_key=(redacted)', 'optimizer.lr=0.1')
+        >>> redacted_argument("logger.w={api_key: k7}")
+        'logger.w=(redacted)'
+    """
+    key, separator, value = argument.partition("=")
+    path = tuple(key.lstrip("+~-").split("."))
+    plain = value.strip("'\"")
+    if not separator or plain in ("", "null", "true", "false", REDACTED) or variable_of(plain) is not None:
+        return mask(argument)
+    return f"{key}={REDACTED}" if is_secret(path) or _holds_secret_keys(path, value) else mask(argument)
+
+
+def _holds_secret_keys(path: Sequence[str], value: str) -> bool:
+    """Whether a mapping on the command line, `{api_key: k7}`, has a key of a secret."""
+    if value[:1] not in "{[":
+        return False
+    names = re.findall(r"""([\w-]+)['"]?\s*:""", value)
+    return any(is_secret_name(name, in_observer=path[0] in _OBSERVERS) for name in names)
+
+
+class _MaskedStream:
+    """A text stream that masks what is written to it."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text without secrets."""
+        self._stream.write(mask(text))
+        return len(text)
+
+    def writelines(self, lines: Any) -> None:
+        """Write texts without secrets."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def masked_output() -> Iterator[None]:
+    """Mask secrets in all that Python prints to standard output and standard error while the block runs.
+
+    Secrets that become known in the block are forgotten at its end.
+    """
+    out, err, before = sys.stdout, sys.stderr, set(_known)
+    masked_out, masked_err = (cast("Any", _MaskedStream(stream)) for stream in (out, err))
+    sys.stdout, sys.stderr = masked_out, masked_err
+    try:
+        yield
+    finally:
+        if sys.stdout is masked_out:
+            sys.stdout = out
+        if sys.stderr is masked_err:
+            sys.stderr = err
+        _known.clear()
+        _known.update(before)
