@@ -91,6 +91,7 @@ TASKS = {
     "functional_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, Classification),
     "vae": Trial(zoo.vae, zoo.Points, zoo.classes_sum, Classification),
     "drop_path": Trial(zoo.drop_path, zoo.Points, zoo.classes_sum, Classification),
+    "drawing_body": Trial(zoo.drawing_body, zoo.Points, zoo.classes_sum, Classification),
     "diffusion": Trial(zoo.Net, zoo.Points, zoo.classes_sum, zoo.Diffusion),
     "diffusion_in_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.Diffusion),
     "two_views": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.TwoViews),

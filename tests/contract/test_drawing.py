@@ -23,7 +23,7 @@ PLACES: Final[dict[str, dict[str, Any]]] = {
     "parameter_server": {},
     "pipeline": {},
 }
-MODELS: Final = ("functional_dropout", "vae", "drop_path", "noisy_scores")
+MODELS: Final = ("functional_dropout", "vae", "drop_path", "drawing_body", "noisy_scores")
 OBJECTIVES: Final = ("diffusion", "diffusion_in_dropout", "two_views", "mixup", "masked_words")
 BASE: Final = Case(global_size=16, micro_size=4, num_steps=4, rate_scale=0.3)
 

@@ -339,6 +339,33 @@ class CountedTokens(Supervised):
         return Loss(loss_sum=loss, weight=(flat != PAD).sum())
 
 
+class _Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.dropout = nn.Linear(FEATURES, 7), nn.Dropout(0.3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.dropout(self.first(inputs))
+        for layer in self.layers:
+            hidden = functional.dropout(layer(hidden), 0.2, self.training)
+        return hidden
+
+
+class DrawingBody(nn.Sequential):
+    """A body that draws in its own code around its layers, and a head; the body is one child, as in GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = _Body(), nn.Linear(7, CLASSES)
+        fill(self)
+
+
+def drawing_body() -> nn.Module:
+    """Draws in the code of a child that holds the layers; for the points."""
+    return DrawingBody()
+
+
 class Diffusion(Objective):
     """The model finds the noise in its inputs; the objective draws the noise, and after the model a weight a sample."""
 
