@@ -37,7 +37,7 @@ def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: 
 
 def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str]:
     assert refusals(strategy, model, sample) == []
-    return [part.modules for part in strategy.parts(model, Facts())]
+    return [part.modules for part in strategy.parts(model, Facts(sample=sample))]
 
 
 def test_auto_fills_every_stage_with_runs_of_blocks_balanced_by_bytes() -> None:
@@ -77,14 +77,16 @@ def test_a_map_names_blocks_with_their_stages_and_tied_weights_may_be_on_two() -
             {"blocks.1": 1, "rest": 0},
             (
                 "strategy.map: goes back from stage 1 (blocks.1) to stage 0 (blocks.2); activations change "
-                "their stage 2 times, and 1 would do. A pipeline runs forwards: use {embed:0,blocks.0-3:0,head:1}."
+                "their stage 2 times, and 1 would do. A pipeline runs forwards: use "
+                "{embed:0,blocks.0-1:0,blocks.2-3:1,head:1}."
             ),
         ),
         (
             {"embed": 1, "rest": 0},
             (
                 "strategy.map: goes back from stage 1 (embed) to stage 0 (blocks.0); activations change "
-                "their stage 1 time, and 1 would do. A pipeline runs forwards: use {embed:0,blocks.0-3:0,head:1}."
+                "their stage 1 time, and 1 would do. A pipeline runs forwards: use "
+                "{embed:0,blocks.0-1:0,blocks.2-3:1,head:1}."
             ),
         ),
         ({}, "strategy.map={}: places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."),
@@ -228,10 +230,10 @@ class Numbers(Backwards):
     [
         (
             Backwards(),
-            "auto",
+            {"head": 0, "rest": 1},
             (
-                "strategy.map: goes back from stage 1 (neck) to stage 0 (head); activations change their stage 2 "
-                "times, and 1 would do. A pipeline runs forwards: use {body:0,neck:0,head:1}."
+                "strategy.map: goes back from stage 1 (neck) to stage 0 (head); activations change their stage 1 "
+                "time, and 1 would do. A pipeline runs forwards: use {body:0,neck:1,head:1}."
             ),
         ),
         (
@@ -239,7 +241,7 @@ class Numbers(Backwards):
             {"body": 0, "neck": 1, "head": 1},
             (
                 "strategy.map: goes back from stage 1 (neck) to stage 0 (body), and the model runs body more than "
-                "once. Put all blocks between its calls on its stage."
+                "once. Put all blocks between its calls on its stage. Use {body:0,neck:0,head:1}."
             ),
         ),
         (
@@ -257,9 +259,10 @@ def test_what_a_model_does_must_fit_its_stages(model: nn.Module, given: Any, sai
     assert refusals(Pipeline(map=given), model.to("meta"), sample) == [said]
 
 
-def test_the_order_that_is_advised_is_taken() -> None:
-    given = {"body": 0, "neck": 1, "head": 1}
-    assert stages(Pipeline(map=given), Backwards().to("meta"), (torch.zeros(4), 0)) == ["body", "head, neck"]
+def test_auto_goes_by_the_order_in_which_blocks_run_and_keeps_calls_of_one_block_together() -> None:
+    sample = (torch.zeros(4), 0)
+    assert stages(Pipeline(), Backwards().to("meta"), sample) == ["body", "neck, head"]
+    assert stages(Pipeline(), Twice().to("meta"), sample) == ["body, neck", "head"]
 
 
 def test_a_model_that_looks_at_its_numbers_cannot_be_cut() -> None:

@@ -23,6 +23,7 @@ from trainkit.models import resnet
 from trainkit.models.gpt import Gpt
 from trainkit.objectives.base import Loss, Model, Objective, Supervised
 from trainkit.objectives.classification import Classification
+from trainkit.objectives.outputs import scores_of
 
 FEATURES, CLASSES, TOKENS, LENGTH, PAD = 6, 3, 11, 5, -100
 
@@ -332,10 +333,10 @@ class CountedTokens(Supervised):
         del sample
         return float(LENGTH)
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Cross entropy over the tokens that count."""
         flat = targets.flatten()
-        loss = functional.cross_entropy(outputs.flatten(0, 1), flat, ignore_index=PAD, reduction="sum")
+        loss = functional.cross_entropy(scores_of(outputs).flatten(0, 1), flat, ignore_index=PAD, reduction="sum")
         return Loss(loss_sum=loss, weight=(flat != PAD).sum())
 
 

@@ -15,6 +15,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic
 from trainkit.objectives.base import Loss, Metric, Supervised
 from trainkit.objectives.metrics import TopK, fresh_metrics
+from trainkit.objectives.outputs import scores_of
 
 __all__ = ["Classification"]
 
@@ -66,8 +67,9 @@ class Classification(Supervised):
         del sample
         return 1.0 if self.class_weights is None else None
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, classes) scores against (samples,) int64 classes."""
+        outputs = scores_of(outputs)
         scores = outputs if outputs.dtype in _EXACT else outputs.float()
         if self.class_weights is None:
             loss_sum = functional.cross_entropy(scores, targets, reduction="sum", label_smoothing=self.label_smoothing)

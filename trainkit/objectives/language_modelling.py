@@ -13,6 +13,7 @@ from torch.nn import functional
 from trainkit.fields import cosmetic
 from trainkit.objectives.base import Collective, Loss, Metric, Supervised, Tally, split_batch
 from trainkit.objectives.metrics import fresh_metrics
+from trainkit.objectives.outputs import scores_of
 
 __all__ = ["LanguageModelling", "Perplexity"]
 
@@ -49,8 +50,9 @@ class LanguageModelling(Supervised):
         """The length of a sample, padding included."""
         return float(torch.as_tensor(split_batch(sample)[1]).numel())
 
-    def score(self, outputs: Tensor, targets: Tensor) -> Loss:
+    def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""
+        outputs = scores_of(outputs)
         scores = outputs if outputs.dtype in {torch.float32, torch.float64} else outputs.float()
         loss_sum = functional.cross_entropy(
             scores.flatten(0, -2), targets.flatten(), reduction="sum", ignore_index=self.ignore_index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
-from trainkit.strategies.maps.units import Unit
+from trainkit.strategies.maps.units import Unit, units_of
 
 __all__ = ["REST", "Assigned", "Place", "assign", "collapsed"]
 
@@ -40,7 +40,7 @@ def assign(model: nn.Module, units: Sequence[Unit], given: Mapping[str, Place], 
 
     Args:
         model: knows all module names, for the words.
-        units: of `units_of`.
+        units: of `units_of`, or the parts of them.
         given: module name, prefix, range or `rest` -> place.
         key: the map's own key in the config, for the problems.
 
@@ -48,20 +48,20 @@ def assign(model: nn.Module, units: Sequence[Unit], given: Mapping[str, Place], 
         Places by unit, and as problems unknown names, cuts within a block, and units that two keys name.
 
     Example:
-        >>> from trainkit.strategies.maps.units import units_of
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
         >>> assign(model, units_of(model), {"0-1": 0, "rest": 1}, key="strategy.map").places
         (0, 0, 1)
     """
     keys: list[str | None] = [None] * len(units)
+    blocks = {unit.name for unit in units_of(model)}
     problems = []
     for word, place in given.items():
         if word == REST:
             continue
         found, rule = _named(word, units, model)
-        taken = [at for at in found if not _gives_way(word, keys[at], units[at], units)]
+        taken = [at for at in found if not _gives_way(word, keys[at], units[at], blocks)]
         clash = next(
-            (at for at in taken if keys[at] is not None and not _gives_way(keys[at], word, units[at], units)), None
+            (at for at in taken if keys[at] is not None and not _gives_way(keys[at], word, units[at], blocks)), None
         )
         if clash is not None:
             rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
@@ -80,11 +80,11 @@ def assign(model: nn.Module, units: Sequence[Unit], given: Mapping[str, Place], 
     return Assigned(places=places, keys=tuple(keys), problems=problems)
 
 
-def _gives_way(word: str | None, other: str | None, unit: Unit, units: Sequence[Unit]) -> bool:
+def _gives_way(word: str | None, other: str | None, unit: Unit, blocks: Collection[str]) -> bool:
     """Whether a key that names a block leaves one inside it to another key: `transformer` beside `transformer.h.3`."""
     if word is None or other is None:
         return False
-    return word != unit.name and any(one.name == word for one in units)
+    return word != unit.name and word in blocks
 
 
 def _named(word: str, units: Sequence[Unit], model: nn.Module) -> tuple[list[int], str | None]:

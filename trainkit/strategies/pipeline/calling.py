@@ -29,7 +29,8 @@ class StagedForward:
     def __call__(self, inputs: Any) -> Any:
         """What the model makes of its inputs."""
         replica = self._replica
-        traced = replica.trace(inputs)
+        with torch.no_grad():
+            traced = replica.trace(inputs)
         program, last = traced.program, replica.cut.num_stages - 1
         tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         outputs: tuple[Tensor, ...] = ()

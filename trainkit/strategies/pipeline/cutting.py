@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from torch import Tensor, nn
 
@@ -14,9 +14,10 @@ from trainkit.strategies.maps.balance import balanced
 from trainkit.strategies.maps.judging import uncovered
 from trainkit.strategies.maps.syntax import Place, assign, collapsed
 from trainkit.strategies.maps.units import Unit, units_of
+from trainkit.strategies.pipeline.ordering import in_forward_order, leaders_among
 from trainkit.strategies.pipeline.program import Program
 
-__all__ = ["Cut", "blocks_to_cut", "cut_blocks", "order_problems", "run_problems"]
+__all__ = ["Cut", "blocks_to_cut", "cut_blocks", "names_parts"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,8 @@ def blocks_to_cut(model: nn.Module) -> tuple[Unit, ...]:
         >>> [unit.name for unit in blocks_to_cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
         ['0', '1']
     """
-    return tuple(_single(model))
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(_single(model), key=lambda unit: order[unit.name]))
 
 
 def _single(model: nn.Module) -> Iterator[Unit]:
@@ -80,6 +82,7 @@ def cut_blocks(
     num_stages: int,
     bytes_of: Callable[[Tensor], int],
     activations: Callable[[nn.Module, Sequence[Unit]], Sequence[int] | None] = lambda _model, _units: None,
+    programs: Sequence[Program] = (),
 ) -> Cut | list[Problem]:
     """Cut a model, which may be on the meta device.
 
@@ -89,13 +92,15 @@ def cut_blocks(
         num_stages: stages that there are.
         bytes_of: what a tensor costs.
         activations: bytes that each block keeps of a shard for backward; None where that is not known.
+        programs: what the model does in its forward passes; empty where that is not known, and then blocks are taken
+            to run in the order in which the model names them.
 
     Returns:
-        The cut, or every problem of the map.
+        The cut, with the blocks in the order in which they run, or every problem of the map.
     """
-    units = blocks_to_cut(model)
+    units = in_forward_order(blocks_to_cut(model), programs)
     if given is None:
-        return _balanced(units, num_stages, bytes_of, activations(model, units))
+        return _balanced(units, num_stages, bytes_of, activations(model, units), leaders_among(units, programs))
     assigned = assign(model, units, given, key="strategy.map")
     problems = assigned.problems or [
         *_number_problems(given, num_stages),
@@ -103,19 +108,26 @@ def cut_blocks(
     ]
     if problems:
         return problems
-    stages = _filled_in(assigned.places)
+    stages = _with_parts_moved_on(_filled_in(assigned.places), units, model, assigned.keys)
     cut = Cut(units=units, stages=stages, num_stages=num_stages)
     return _empty_problems(cut) or cut
 
 
 def _balanced(
-    units: Sequence[Unit], num_stages: int, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
+    units: Sequence[Unit],
+    num_stages: int,
+    bytes_of: Callable[[Tensor], int],
+    kept: Sequence[int] | None,
+    leaders: Sequence[int],
 ) -> Cut | list[Problem]:
     sizes = [sum(bytes_of(tensor) for tensor in _distinct(unit)) for unit in units]
     counted = [size if _is_trained(unit) else 0 for unit, size in zip(units, sizes, strict=True)]
     if kept is not None:
         counted = _with_kept(counted, kept)
-    found = balanced(counted, [math.inf] * num_stages, leaders=range(len(units)), fill=True)
+    anywhere = [math.inf] * num_stages
+    found = balanced(counted, anywhere, leaders=leaders, fill=True)
+    if found is None:  # what the model does then says which blocks must be together
+        found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
     if found is None:
         most = sum(size > 0 for size in counted)
         rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
@@ -176,52 +188,26 @@ def _empty_problems(cut: Cut) -> list[Problem]:
     ]
 
 
-def order_problems(cut: Cut, ran: Sequence[str]) -> list[Problem]:
-    """Whether the stages follow each other as the blocks do.
+def _with_parts_moved_on(
+    stages: Sequence[int], units: Sequence[Unit], model: nn.Module, keys: Sequence[str | None]
+) -> tuple[int, ...]:
+    """Move the parts of a block that a key names as a whole forward to the stage of the blocks before them.
 
-    Args:
-        cut: the stage of each block.
-        ran: the blocks in the order in which the model runs them, or names them where that is not known.
+    `{transformer:0,transformer.h.1:1}` names the embedding and the last norm of a `transformer` at once, for a device
+    map cuts between blocks only. A pipeline runs forwards: the norm goes with the layer before it.
     """
-    stages = [cut.stage_of[name] for name in ran]
-    at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
-    if at is None:
-        return []
-    said = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
-    twice = next((name for name in ran if ran.count(name) > 1), None)
-    if twice is not None:
-        rule = f"{said}, and the model runs {twice} more than once. Put all blocks between its calls on its stage."
-        return [Problem(key="strategy.map", rule=rule)]
-    changes = sum(one != other for one, other in pairwise(stages))
-    by_name = {unit.name: unit for unit in cut.units}
-    in_order = tuple(by_name[name] for name in ran)
-    better = Cut(units=in_order, stages=tuple(sorted(stages)), num_stages=cut.num_stages)
-    rule = (
-        f"{said}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
-        f"would do. A pipeline runs forwards: use {better.words()}."
-    )
-    return [Problem(key="strategy.map", rule=rule)]
+    whole = {unit.name for unit in units_of(model)}
+    moved, furthest = [], 0
+    for stage, unit, key in zip(stages, units, keys, strict=True):
+        is_part = key in whole and unit.name not in whole
+        moved.append(max(stage, furthest) if is_part else stage)
+        furthest = max(furthest, moved[-1])
+    return tuple(moved)
 
 
-def run_problems(cut: Cut, program: Program) -> list[Problem]:
-    """Whether what the model does fits the stages: blocks in their order, and tensors where they are used."""
-    return order_problems(cut, program.blocks()) or _reach_problems(cut, program)
-
-
-def _reach_problems(cut: Cut, program: Program) -> list[Problem]:
-    homes, tensors = dict[int, set[int]](), dict[str, int]()
-    for unit, stage in zip(cut.units, cut.stages, strict=True):
-        for name, tensor in unit.tensors():  # a tied one is at home on several stages
-            homes.setdefault(id(tensor), set()).add(stage)
-            tensors[name] = id(tensor)
-    problems = []
-    for stage, stretch in enumerate(program.cut(cut.stage_of, cut.num_stages)):
-        for name in sorted(stretch.held()):
-            if name in tensors and stage not in homes[tensors[name]]:
-                there = ", ".join(map(str, sorted(homes[tensors[name]])))
-                rule = f"the model's own code uses {name} on stage {stage}, and its block is on stage {there}."
-                problems.append(Problem(key="strategy.map", rule=f"{rule} Put the blocks between them on one stage."))
-    return problems
+def names_parts(model: nn.Module, given: Mapping[str, Place]) -> bool:
+    """Whether a key of a map names a block of maps that a pipeline cuts into parts."""
+    return any(unit.name in given and len(unit.entries) > 1 for unit in units_of(model))
 
 
 def _distinct(unit: Unit) -> list[Tensor]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten
 
-__all__ = ["Call", "Held", "Program", "Shape", "Stretch", "Value"]
+__all__ = ["Call", "Held", "Modes", "Program", "Shape", "Stretch", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,24 @@ class Shape:
         return torch.empty(self.size, dtype=self.dtype, device=device)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Modes:
+    """The modes of torch that a call is made in."""
+
+    grad: bool
+    """Whether what the call does is kept for backward."""
+    device_type: str
+    autocast: torch.dtype | None
+    """The dtype of autocast on that type of device; None where it is off."""
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Set the modes for the calls inside."""
+        autocast = torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None)
+        with torch.set_grad_enabled(self.grad), autocast:
+            yield
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call: of a block, or of a function of torch by the model's own code."""
@@ -50,6 +69,8 @@ class Call:
     kwargs: Any = field(default_factory=dict)
     outputs: Any = None
     """What it gives, likewise."""
+    modes: Modes | None = None
+    """The modes that the model's own code has set around it (`torch.no_grad`); None: those of the forward pass."""
 
     def reads(self) -> Iterator[Value | Held]:
         """The tensors among its arguments."""
@@ -89,7 +110,9 @@ class Program:
     shapes: dict[int, Shape]
     """Number of a value -> its shape."""
     written: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Place of a call -> the values that it writes into."""
+    """Place of a call -> the values whose memory it writes into."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Number of a value -> its memory: views of one tensor have one."""
 
     def blocks(self) -> list[str]:
         """The blocks in the order in which they run."""
@@ -98,6 +121,23 @@ class Program:
     def finals(self) -> tuple[int, ...]:
         """The numbers of the tensors that the model gives, each once."""
         return tuple(dict.fromkeys(one.number for one in _tensors(self.outputs) if isinstance(one, Value)))
+
+    def shared_memory(self) -> Iterator[list[int]]:
+        """The calls that must be on one stage because of memory, by place: a tensor that is sent is a copy.
+
+        One of them writes into a memory that later calls know under several names, views of one tensor that the others
+        make; or into an input of the model, which each stage has by itself, and which the others read.
+        """
+        uses = [{one.number for one in (*call.reads(), *call.makes()) if isinstance(one, Value)} for call in self.calls]
+        for write, numbers in self.written.items():
+            later = set(self.finals()).union(*uses[write:])
+            for storage in {self.storages[number] for number in numbers}:
+                live = {number for number in numbers & later if self.storages[number] == storage}
+                inputs = {number for number in live if number < self.num_inputs}
+                if len(live) > 1 or inputs:
+                    makers = [at for at in range(write) if any(one.number in live for one in self.calls[at].makes())]
+                    readers = [at for at in range(write + 1, len(uses)) if uses[at] & inputs]
+                    yield [*makers, write, *readers]
 
     def stages_of_calls(self, stage_of: dict[str, int]) -> list[int]:
         """The stage of each call; what runs between blocks belongs to the block before it."""

@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage, Clock, Surroundings
-from trainkit.strategies.pipeline.cutting import Cut, run_problems
+from trainkit.strategies.pipeline.cutting import Cut
 from trainkit.strategies.pipeline.groups import Groups
+from trainkit.strategies.pipeline.judging import run_problems
 from trainkit.strategies.pipeline.program import Program, Stretch
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.segment import Blocks, Segment
@@ -85,9 +86,10 @@ class PipelineReplica(Replica, Surroundings):
         Raises:
             TrainingError: it cannot be cut into these stages.
         """
-        key = (shape_key(inputs), self.model.training)
+        grad = torch.is_grad_enabled()
+        key = (shape_key(inputs), self.model.training, grad)
         if key not in self.traced:
-            program = self._program(inputs)
+            program = self._program(inputs, grad=grad)
             problems = run_problems(self.cut, program)
             if problems:
                 raise TrainingError("; ".join(map(str, problems)))
@@ -96,7 +98,7 @@ class PipelineReplica(Replica, Surroundings):
             self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
         return self.traced[key]
 
-    def _program(self, inputs: Any) -> Program:
+    def _program(self, inputs: Any, *, grad: bool) -> Program:
         with self.as_a_whole():
             try:
                 return trace(
@@ -105,9 +107,10 @@ class PipelineReplica(Replica, Surroundings):
                     inputs,
                     device=self.device,
                     autocast=self.precision.autocast(self.device_types),
+                    grad=grad,
                 )
             except CannotCut as error:
-                raise TrainingError(f"the model cannot be cut into stages: {error}.") from error
+                raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
 
     @contextmanager
     def as_a_whole(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,7 +63,9 @@ class Segment(nn.Module):
             args, kwargs = filled((call.args, call.kwargs), values, self.blocks.tensors)
             run = call.function if call.block is None else self.blocks.by_name[call.block]
             assert run is not None
-            tree_map(_keeper(values), call.outputs, run(*args, **kwargs))
+            with nullcontext() if call.modes is None else call.modes.entered():
+                made = run(*args, **kwargs)
+            tree_map(_keeper(values), call.outputs, made)
         # What is sent is received as a tensor without gaps.
         return tuple(values[number].contiguous() for number in self.stretch.sent)
 

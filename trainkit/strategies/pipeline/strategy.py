@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from trainkit.cluster.identity import Identity
 from trainkit.config.values import above, at_least
-from trainkit.data.collate import collate
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Collective, Supervised, split_batch
+from trainkit.objectives.base import Collective, Supervised
 from trainkit.strategies.base import Facts, Numerics, Part, Training
 from trainkit.strategies.forward_backward import StepWork
 from trainkit.strategies.grouped import Grouped
@@ -27,10 +24,12 @@ from trainkit.strategies.maps.activations import activations_in
 from trainkit.strategies.maps.fitting import model_bytes
 from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.pieces import Piece, Pieces, assembled
-from trainkit.strategies.pipeline.cutting import Cut, cut_blocks, order_problems, run_problems
+from trainkit.strategies.pipeline.cutting import Cut, cut_blocks, names_parts
 from trainkit.strategies.pipeline.holding import Kept
+from trainkit.strategies.pipeline.judging import misfits
 from trainkit.strategies.pipeline.limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
+from trainkit.strategies.pipeline.trying import programs_of
 from trainkit.strategies.reducers import LocalReducer, Reducer
 from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
 from trainkit.strategies.sparse import sparse_problems
@@ -123,12 +122,20 @@ class Pipeline(Grouped):
         return Limits(given=self.max_memory, num_ranks=self.stages)
 
     def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
-        """What is wrong with the map for this model."""
+        """What is wrong with the map for this model, and with the model for a pipeline."""
         cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             return cut
         sparse = sparse_problems(model, "which are not summed")
-        return self._exceeded(model, cut, facts) or sparse or _tried(model, cut, facts.sample)
+        return self._exceeded(model, cut, facts) or sparse or self._misfits(model, cut, facts)
+
+    def _misfits(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
+        """What the model does that does not fit its stages, with the map of `auto` where that fits."""
+        programs = programs_of(model, facts.sample)
+        if isinstance(programs, list):
+            return programs
+        better = self._cut_by(None, model, facts.precision, facts)
+        return misfits(cut, programs) and misfits(cut, programs, better=better if isinstance(better, Cut) else None)
 
     def _exceeded(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
         if self.max_memory is None:
@@ -161,23 +168,30 @@ class Pipeline(Grouped):
         return max(by_place, key=lambda held: sum(held.values()))
 
     def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Pipeline:
-        """With a map in the place of `auto`: what a shard keeps in each block is known here, not where it is placed."""
-        if self.map != "auto":
+        """With a stage for each block: what a shard keeps in each, and their order, are known here, not in `spread`."""
+        model = build()
+        if isinstance(self.map, Mapping) and not names_parts(model, self.map):
             return self
-        cut = self._cut(build(), facts.precision, facts)
+        cut = self._cut(model, facts.precision, facts)
         if not isinstance(cut, Cut):
             raise ConfigError(cut)
         return replace(self, map={unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)})
 
     def _cut(self, model: nn.Module, value: str, facts: Facts | None = None) -> Cut | list[Problem]:
-        given = self.map if isinstance(self.map, Mapping) else None
+        return self._cut_by(self.map if isinstance(self.map, Mapping) else None, model, value, facts)
+
+    def _cut_by(
+        self, given: Mapping[str, int | str] | None, model: nn.Module, value: str, facts: Facts | None
+    ) -> Cut | list[Problem]:
         precision = Precision(value=value)  # type: ignore[arg-type]
+        programs = () if facts is None else programs_of(model, facts.sample)
         return cut_blocks(
             model,
             given,
             num_stages=self.num_stages,
             bytes_of=model_bytes(precision),
             activations=activations_in(facts, precision),
+            programs=() if isinstance(programs, list) else programs,
         )
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002
@@ -259,24 +273,6 @@ class Pipeline(Grouped):
 
     def _own_state(self, placed: Replica) -> dict[str, Tensor]:
         return {key: tensor for key, tensor in replica_state(placed).items() if not tensor.is_meta}
-
-
-def _tried(model: nn.Module, cut: Cut, sample: Any) -> list[Problem]:
-    """Whether what the model does with two samples can be cut so."""
-    if sample is None:
-        return order_problems(cut, [unit.name for unit in cut.units])
-    from trainkit.strategies.pipeline.tracing import CannotCut, trace  # noqa: PLC0415 - heavy
-
-    # The model here is in float32, whatever the run's precision makes of model and inputs.
-    inputs = tree_map(
-        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-        split_batch(collate([sample, sample], [0, 0]))[0],
-    )
-    try:
-        program = trace(model, cut.units, inputs, device=torch.device("cpu"), autocast=nullcontext())
-    except CannotCut as error:
-        return [Problem(key="model", rule=f"cannot be cut into stages: {error}. Use strategy=fsdp.")]
-    return run_problems(cut, program)
 
 
 def _scores_alone(objective: Any) -> bool:

@@ -1,35 +1,37 @@
-"""Seeing what a model does, from a forward pass without numbers: which blocks run, and what lies between.
+"""Seeing what a model does, from forward passes without numbers: which blocks run, and what lies between.
 
-The pass is run on tensors that have shapes and no memory. Calls of blocks are noted as a whole, and so is each function
-of torch that the model's own code calls between them. What comes out is what the model has done, not what its classes
-say: blocks may branch, take several inputs, and be declared in any order. It holds for inputs of the same shapes.
+The passes are run on tensors that have shapes and no memory. Calls of blocks are noted as a whole, and so is each
+function of torch that the model's own code calls between them. What comes out is what the model has done, not what its
+classes say: blocks may branch, take several inputs, and be declared in any order. It holds for inputs of the same
+shapes.
+
+The model's own Python code is not run again. So whatever it computes without torch must come out alike in every pass:
+two passes are compared, and what a pass changes in Python objects is refused.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import noting_keys
+from trainkit.strategies.contents import Contents
+from trainkit.strategies.crossing import same_constant
 from trainkit.strategies.maps.units import Unit
-from trainkit.strategies.pipeline.program import Call, Held, Program, Shape, Value
+from trainkit.strategies.pipeline.program import Call, Program
+from trainkit.strategies.pipeline.recording import CannotCut, Recorder, whole_functions
 
 __all__ = ["CannotCut", "trace"]
-
-
-class CannotCut(Exception):  # noqa: N818 - the reason why, which becomes a problem or an error elsewhere
-    """A forward pass that cannot be written down."""
 
 
 def trace(
@@ -39,6 +41,7 @@ def trace(
     *,
     device: torch.device,
     autocast: AbstractContextManager[Any],
+    grad: bool = True,
 ) -> Program:
     """Write down what a model does; nothing is computed, and the model is left as it was.
 
@@ -48,10 +51,19 @@ def trace(
         inputs: what it is called with: tensors, or tuples, lists and dicts of them; only their shapes matter.
         device: where it shall compute.
         autocast: the context of its forward pass.
+        grad: whether its forward pass is followed by a backward pass.
 
     Raises:
-        CannotCut: it needs numbers on the way, or gives what is not made of tensors.
+        CannotCut: it needs numbers on the way, gives what is not made of tensors, or passes Python objects on that a
+            pass changes.
     """
+    with _as_it_was(model, device), autocast:
+        first, second = (_pass(model, units, inputs, device=device, grad=grad) for _ in range(2))
+    _compare(first, second)
+    return first
+
+
+def _pass(model: nn.Module, units: Sequence[Unit], inputs: Any, *, device: torch.device, grad: bool) -> Program:
     # Heavy, and needed where there are stages only.
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
@@ -59,18 +71,20 @@ def trace(
         if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_log("torch._subclasses.fake_tensor"))
-        stack.enter_context(torch.no_grad())
+        stack.enter_context(torch.set_grad_enabled(grad))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         own = {
-            name: torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            name: torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+            )
             for name, tensor in chain(model.named_parameters(), model.named_buffers())
         }
-        shaped = tree_map(lambda leaf: _without_numbers(leaf, device), inputs)
-        recorder = _Recorder(own, shaped)
+        shaped = tree_map(lambda leaf: _without_numbers(leaf, device) if isinstance(leaf, Tensor) else leaf, inputs)
+        recorder = Recorder(model, own, shaped, device_type=device.type)
         stack.callback(recorder.release)
-        recorder.watch(model, units)
+        recorder.watch(units)
         stack.enter_context(noting_keys(recorder.note_key))
-        stack.enter_context(autocast)
+        stack.enter_context(whole_functions(recorder))
         stack.enter_context(recorder)
         host = HostStates.now()
         try:
@@ -84,7 +98,20 @@ def trace(
             raise CannotCut(
                 "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
             )
-    return recorder.program(outputs)
+        return recorder.program(outputs)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back what the passes change beside tensors: attributes of modules, and the states of random generators."""
+    attributes = Contents(model.named_modules())
+    host = HostStates.now()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        attributes.restore()
+        host.restore()
 
 
 @contextmanager
@@ -98,133 +125,33 @@ def _without_log(name: str) -> Iterator[None]:
         logger.disabled = was
 
 
-def _without_numbers(leaf: Any, device: torch.device) -> Any:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, Tensor) else leaf
+def _without_numbers(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
 
-class _Recorder(TorchFunctionMode):
-    """Notes the calls that happen outside of blocks."""
-
-    def __init__(self, own: Mapping[str, Tensor], inputs: Any) -> None:
-        super().__init__()
-        self._own = dict(own)
-        self._names: dict[int, Value | Held] = {id(tensor): Held(name) for name, tensor in own.items()}
-        self._kept: list[Tensor] = [*own.values()]  # alive, so that no other tensor gets its id
-        self._shapes: dict[int, Shape] = {}
-        self._calls: list[Call] = []
-        self._written: dict[int, frozenset[int]] = {}
-        self._tensors: dict[int, Tensor] = {}
-        self._depth = 1  # nothing counts before the model's own forward begins
-        self._handles: list[Any] = []
-        self._pending: tuple[Any, Any, dict[int, int]] = ((), {}, {})
-        tree_map(self._numbered, inputs)
-        self._num_inputs = len(self._shapes)
-
-    def watch(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        """Look on at the model and at each of its blocks."""
-        for unit in units:
-            (module,) = unit.entries
-            enter, leave = self._block_hooks(unit.name)
-            self._handles += [
-                module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True),
-                module.register_forward_hook(leave, with_kwargs=True),
-            ]
-        inside = {name for unit in units for name, _ in unit.tensors()}
-        self._handles += [
-            model.register_forward_pre_hook(self._begin, prepend=True),
-            model.register_forward_hook(lambda *_: self._end(model, inside)),
-        ]
-
-    def release(self) -> None:
-        """Look away."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _begin(self, _module: nn.Module, _args: Any) -> None:
-        self._depth -= 1
-
-    def _end(self, model: nn.Module, inside: set[str]) -> None:
-        self._depth += 1
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if name not in inside and name in self._own and tensor is not self._own[name]:
-                raise CannotCut(f"its own code puts another tensor in the place of {name}")
-
-    def _block_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(_module: nn.Module, args: Any, kwargs: Any) -> None:
-            if self._depth == 0:
-                self._pending = self._refs(args), self._refs(kwargs), self._versions((args, kwargs))
-            self._depth += 1
-
-        def leave(_module: nn.Module, _args: Any, _kwargs: Any, outputs: Any) -> None:
-            self._depth -= 1
-            if self._depth == 0:
-                args, kwargs, versions = self._pending
-                self._note(Call(block=name, args=args, kwargs=kwargs, outputs=self._numbers(outputs)), versions)
-
-        return enter, leave
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if self._depth:
-            return func(*args, **kwargs)
-        versions = self._versions((args, kwargs))
-        result = func(*args, **kwargs)
-        made = any(isinstance(leaf, Tensor) for leaf in tree_flatten(result)[0])
-        if made or (result is None and versions):
-            refs = self._refs(args), self._refs(kwargs)
-            self._note(
-                Call(function=func, args=refs[0], kwargs=refs[1], outputs=self._numbers(result) if made else None),
-                versions,
+def _compare(first: Program, second: Program) -> None:
+    """Refuse a model whose second pass is not its first."""
+    last = "its first block"
+    for one, other in zip_longest(first.calls, second.calls):
+        if one is None or other is None or not _is_same(one, other):
+            raise CannotCut(
+                f"two forward passes differ after {last}: something in its Python code changes from pass to pass",
+                remedy="Compute it from the inputs, or use strategy=mirrored.",
             )
-        return result
-
-    def note_key(self, set_key: Callable[[], None]) -> None:
-        """Set the key in every pass, where the model's own code goes on with it; a block sets its own."""
-        if self._depth == 0:
-            self._calls.append(Call(function=set_key))
-
-    def _note(self, call: Call, before: dict[int, int]) -> None:
-        after = {number: self._tensors[number]._version for number in before}  # noqa: SLF001 - has no public name
-        written = frozenset(number for number, version in after.items() if version != before[number])
-        if written:
-            self._written[len(self._calls)] = written
-        self._calls.append(call)
-
-    def _versions(self, tree: Any) -> dict[int, int]:
-        refs = ((leaf, self._names.get(id(leaf))) for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor))
-        return {ref.number: leaf._version for leaf, ref in refs if isinstance(ref, Value)}  # noqa: SLF001
-
-    def _refs(self, tree: Any) -> Any:
-        return tree_map(self._ref, tree)
-
-    def _ref(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        known = self._names.get(id(leaf))
-        if known is None and type(leaf).__name__ == "FakeTensor":
-            raise CannotCut("a tensor goes from block to block inside of something that is no tuple, list or dict")
-        return leaf if known is None else known  # one that the model keeps beside its parameters and buffers
-
-    def _numbers(self, tree: Any) -> Any:
-        return tree_map(self._numbered, tree)
-
-    def _numbered(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        if id(leaf) not in self._names:
-            number = len(self._shapes)
-            self._names[id(leaf)] = Value(number)
-            self._kept.append(leaf)
-            self._tensors[number] = leaf
-            self._shapes[number] = Shape(tuple(leaf.shape), leaf.dtype)
-        return self._names[id(leaf)]
-
-    def program(self, outputs: Any) -> Program:
-        """What was noted."""
-        return Program(
-            calls=tuple(self._calls),
-            num_inputs=self._num_inputs,
-            outputs=self._refs(outputs),
-            shapes=self._shapes,
-            written=self._written,
+        last = last if one.block is None else one.block
+    if not _are_same(first.outputs, second.outputs):
+        raise CannotCut(
+            "what it returns differs between two forward passes, beside its tensors",
+            remedy="Compute it from the inputs, or use strategy=mirrored.",
         )
+
+
+def _is_same(one: Call, other: Call) -> bool:
+    if (one.block, one.modes) != (other.block, other.modes) or not same_constant(one.function, other.function):
+        return False
+    return _are_same((one.args, one.kwargs, one.outputs), (other.args, other.kwargs, other.outputs))
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    (leaves, spec), (others, shape) = tree_flatten(one), tree_flatten(other)
+    return spec == shape and all(map(same_constant, leaves, others))

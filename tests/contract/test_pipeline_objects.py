@@ -1,0 +1,227 @@
+"""Models that make Python objects in their forward passes: trained as on one device, or refused beforehand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.running import run
+from tests.contract.stepping import Case, oracle, train
+from tests.support import object_models, reference, refused_models
+from tests.support.decoders import Decoder
+from tests.support.pool import Pool
+from trainkit.errors import ConfigError
+from trainkit.strategies.base import Facts
+from trainkit.strategies.pipeline import Pipeline
+
+POINT = (torch.zeros(6), 0)
+ELSEWHERE = "or use strategy=mirrored."
+
+
+MODELS: dict[str, type[nn.Module]] = object_models.EQUAL | refused_models.REFUSED | {"Decoder": Decoder}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untidy(Case):
+    """A training of one of the models above."""
+
+    named: str
+    strategy: str = "pipeline"
+    global_size: int = 11
+    micro_size: int = 4
+
+    def make_model(self) -> nn.Module:
+        """The model of its name."""
+        return MODELS[self.named]()
+
+
+@pytest.mark.parametrize("named", object_models.EQUAL)
+def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_device(named: str, pool: Pool) -> None:
+    # 11 points are 4, 4 and 3: two traces. In bf16_mixed the autocast that a model turns off itself shows.
+    case = Untidy(named=named, precision="bf16_mixed" if named == "FullPrecision" else "fp64")
+    (expected,) = train(pool, replace(case, strategy="one_device"))
+    for rank in train(pool, case):
+        assert rank.losses == expected.losses
+        assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        (
+            "ObjectBetweenBlocks",
+            (
+                "the block first is given an object of the class tests.Notes, which would be the same object in every "
+                f"pass. Use tensors and immutable values, in tuples, lists or dicts, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "ListBetweenBlocks",
+            (
+                "the block first changes the list that it is given, which a pipeline makes anew for every block. "
+                f"Return what it adds, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "DictBetweenBlocks",
+            (
+                "the block first changes the dict that it is given, which a pipeline makes anew for every block. "
+                f"Return what it adds, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "CacheBetweenBlocks",
+            (
+                "the block first is given an object of the class tests.Cache, which would be the same object in every "
+                "pass. Use model.config.use_cache=false."
+            ),
+        ),
+        (
+            "Counting",
+            (
+                "its own code changes calls (int) before the block second, and a pipeline runs that code once. Compute "
+                f"it from the inputs, move it into a block, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "CountingOutside",
+            (
+                "two forward passes differ after first: something in its Python code changes from pass to pass. "
+                f"Compute it from the inputs, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "Remembering",
+            (
+                "its own code changes last (Tensor) before the block second, and a pipeline runs that code once. "
+                f"Compute it from the inputs, move it into a block, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "Tossing",
+            (
+                "its forward draws from Python's random or NumPy, which are keyed by shard and not by block. "
+                "Use strategy=fsdp."
+            ),
+        ),
+        (
+            "Seeding",
+            (
+                "its own code seeds torch's generator before it calls torch.randn. Leave the seed to seed=N, "
+                f"{ELSEWHERE}"
+            ),
+        ),
+        (
+            "OwnGenerator",
+            (
+                "its own code gives torch.randn an object of the class torch.Generator, which would be the same object "
+                f"in every pass. Use tensors and immutable values, in tuples, lists or dicts, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "Averaging",
+            (
+                "its own code writes into mean between its blocks. Move the tensor and that code into a block, "
+                f"{ELSEWHERE}"
+            ),
+        ),
+        (
+            "ReadingAttribute",
+            (
+                "its own code uses a tensor that no call has returned to it: an attribute or an object has kept it. "
+                f"Return it from the block that makes it, {ELSEWHERE}"
+            ),
+        ),
+        (
+            "SharingAList",
+            (
+                "second.seen (list) of the block second is changed outside of the block. Pass it as an argument, "
+                f"{ELSEWHERE}"
+            ),
+        ),
+        (
+            "WritingIntoInputs",
+            (
+                "strategy.map: the model writes in place into a tensor that stage 0 (its own code) and stage 1 "
+                "(second) share. Put the blocks between them on one stage, or write the model "
+                "without the in-place operation."
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words(named: str, said: str) -> None:
+    model = refused_models.REFUSED[named]().to("meta")
+    found = Pipeline().problems_with(model, Facts(sample=POINT))
+    whole = said if said.startswith("strategy.map: ") else f"model: cannot be cut into stages: {said}"
+    assert [str(problem) for problem in found] == [whole]
+
+
+def test_every_model_that_is_refused_has_its_words() -> None:
+    (mark,) = test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words.pytestmark
+    assert {named for named, _ in mark.args[1]} == set(refused_models.REFUSED)
+
+
+def test_looking_at_a_model_leaves_its_attributes_and_all_generators_as_they_were() -> None:
+    model = object_models.BlockThatCounts()
+    state = torch.get_rng_state()
+    assert Pipeline().problems_with(model, Facts(sample=POINT)) == []
+    assert (model.first.calls, model.first.sizes) == (0, [0])
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"the block first is given an object of the class tests\.Notes"):
+        run(
+            tmp_path / "run",
+            "model._target_=tests.support.refused_models.ObjectBetweenBlocks",
+            *("model=net", "~model.width", "~model.norm", "~model.dropout"),
+            *("data=points", "strategy=pipeline", "steps=2"),
+        )
+    assert not (tmp_path / "run").exists()
+
+
+SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("given", "stages"),
+    [
+        (
+            "auto",
+            ["transformer.wte, transformer.wpe, transformer.h.0-1", "transformer.h.2-3, transformer.ln_f, lm_head"],
+        ),
+        (
+            {"transformer": 0, "transformer.h.3": 1, "lm_head": 1},
+            ["transformer.wte, transformer.wpe, transformer.h.0-2", "transformer.h.3, transformer.ln_f, lm_head"],
+        ),
+    ],
+)
+def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_parent(
+    given: Any, stages: list[str], pool: Pool
+) -> None:
+    strategy = Pipeline(map=given)
+    model, facts = Decoder().to("meta"), Facts(sample=SENTENCE)
+    assert strategy.problems_with(model, facts) == []
+    assert [part.modules for part in strategy.parts(model, facts)] == stages
+    decided = strategy.decided(lambda: model, facts).map
+    case = Untidy(task="tokens", named="Decoder", global_size=8, micro_size=2, settings={"map": decided}, resume_at=4)
+    expected = oracle(case)
+    for rank in train(pool, case):
+        assert reference.differences(rank.weights, expected) == []
+
+
+@pytest.mark.parametrize("given", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])
+def test_the_map_that_is_advised_is_balanced_and_taken(given: Any) -> None:
+    model, facts = Decoder().to("meta"), Facts(sample=SENTENCE)
+    (problem,) = Pipeline(map=given).problems_with(model, facts)
+    advised = problem.rule.partition("A pipeline runs forwards: use {")[2].removesuffix("}.")
+    assert advised == (
+        "transformer.wte:0,transformer.wpe:0,transformer.h.0-1:0,transformer.h.2-3:1,transformer.ln_f:1,lm_head:1"
+    )
+    pasted = {name: int(stage) for name, _, stage in (pair.rpartition(":") for pair in advised.split(","))}
+    assert Pipeline(map=pasted).problems_with(model, facts) == []

@@ -1,0 +1,80 @@
+"""GPT-2 of transformers, from its config: trained in stages as on one device, or refused with the key to set."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.stepping import Case, train
+from tests.support import zoo
+from tests.support.pool import Pool
+from trainkit.objectives.language_modelling import LanguageModelling
+from trainkit.strategies.base import Facts
+from trainkit.strategies.pipeline import Pipeline
+
+SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
+
+
+def gpt2(**settings: Any) -> nn.Module:
+    """Four layers, as `transformers.AutoModelForCausalLM.from_config` makes them."""
+    from transformers import AutoModelForCausalLM, GPT2Config  # slow: only the tests of this file pay for it
+
+    sizes = {"vocab_size": zoo.TOKENS, "n_positions": zoo.LENGTH, "n_embd": 8, "n_layer": 4, "n_head": 2}
+    config = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None, **settings)
+    made: nn.Module = AutoModelForCausalLM.from_config(config)
+    return made
+
+
+class Scores(nn.Module):
+    """A user's own module around a decoder of transformers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """(samples, length) int64 -> (samples, length, tokens)."""
+        scores: torch.Tensor = self.inner(tokens).logits
+        return scores
+
+
+def refusals(model: nn.Module) -> list[str]:
+    return [str(problem) for problem in Pipeline().problems_with(model.to("meta"), Facts(sample=SENTENCE))]
+
+
+def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() -> None:
+    refused = (
+        "model: cannot be cut into stages: the block {} is given an object of the class "
+        "transformers.DynamicCache, which would be the same object in every pass. Use {}."
+    )
+    assert refusals(gpt2()) == [refused.format("transformer.h.0", "model.config.use_cache=false")]
+    within = "config.use_cache=false of model.inner"
+    assert refusals(Scores(gpt2())) == [refused.format("inner.transformer.h.0", within)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformers(Case):
+    """A training of GPT-2 with dropout, without the cache."""
+
+    def make_model(self) -> nn.Module:
+        """Its weights by formula."""
+        return zoo.fill(gpt2(use_cache=False, attn_pdrop=0.0))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_it_trains_in_stages_of_auto_as_on_one_device(stages: int, pool: Pool) -> None:
+    model, facts = gpt2(use_cache=False).to("meta"), Facts(sample=SENTENCE, objective=LanguageModelling())
+    strategy = Pipeline(stages=stages)
+    assert strategy.problems_with(model, facts) == []
+    decided = strategy.decided(lambda: model, facts).map
+    settings = {"map": decided, "stages": stages}
+    case = Transformers(task="tokens", global_size=8, micro_size=2, num_steps=6, settings=settings, strategy="pipeline")
+    (expected,) = train(pool, replace(case, strategy="one_device", settings={}))
+    for rank in train(pool, case):
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-12)
+        for name, tensor in expected.weights.items():
+            torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
