@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from trainkit.cli import main
+from trainkit.run.diagnosis import Examiner
 from trainkit.run.proof import compare
 
 MEANS = "_target_: tests.end_to_end.wrong.MeanOfMeans\ndevice: auto\n"
@@ -59,6 +60,19 @@ def test_a_candidate_with_another_config_breaks_no_rule(cwd: Path, capfd: pytest
     assert prove("strategy=device_map", "clip.max_norm=0.3,0.1") == 1
     explained = [line.strip() for line in capfd.readouterr().out.splitlines() if "explained" in line]
     assert explained == ["explained by: the config: clip.max_norm is 0.1 here and 0.3 in the reference"]
+
+
+def test_an_optimizer_that_cannot_step_alone_leaves_the_answer_standing(
+    cwd: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        msg = "step() needs a closure"
+        raise TypeError(msg)
+
+    monkeypatch.setattr(Examiner, "replay", fails)
+    assert prove("strategy=device_map", "clip.max_norm=0.3,0.1") == 1
+    explained = [line.strip() for line in capfd.readouterr().out.splitlines() if "explained" in line]
+    assert explained == ["not explained: an update cannot be taken again alone (TypeError: step() needs a closure)"]
 
 
 def tensors(*values: float) -> dict[int, dict[str, torch.Tensor]]:

@@ -62,8 +62,8 @@ def test_a_block_of_commands_does_what_it_says(block: Block, cwd: Path) -> None:
     )  # fmt: skip
     assert done.returncode == block.code, done.stdout + done.stderr
     if block.prints:
-        printed = iter(rounded(done.stdout).splitlines())
-        for line in rounded(block.answer or "").splitlines():
+        printed = (line.strip() for line in rounded(done.stdout).splitlines())
+        for line in map(str.strip, rounded(block.answer or "").splitlines()):
             assert line in printed, f"{line}\n is not in\n{done.stdout}"
     elif block.answer is not None:
         assert done.stderr == block.answer

@@ -85,7 +85,11 @@ def _explained(
     elif case.candidate.numerics.reproducible and is_rounding(case.expected, case.found):
         yield explain_order()
     else:
-        updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
+        try:
+            updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
+        except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
+            yield f"not explained: an update cannot be taken again alone ({type(error).__name__}: {error})"
+            return
         if apart and not updates.differences:
             keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
             yield f"explained by: the config: {keys}"
