@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.support import zoo
 from trainkit.numerics.drawing import Drawing
-from trainkit.numerics.generators import Untouched
+from trainkit.numerics.generators import GENERATORS_LOCK, Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
 from trainkit.objectives.classification import Classification
 
@@ -124,3 +125,8 @@ def test_generators_are_restored_after_another_use() -> None:
                 numbers()
 
     assert with_a_break(use) == with_a_break(lambda: None)
+
+
+def test_a_thread_that_draws_waits_while_another_use_lasts() -> None:
+    with Untouched(seed=0), ThreadPoolExecutor(1) as threads:
+        assert not threads.submit(GENERATORS_LOCK.acquire, blocking=False).result()
