@@ -10,7 +10,7 @@ from tests.contract.running import run, weights
 from tests.support import reference, zoo
 from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.engine.checkpoint import load
-from trainkit.errors import ConfigError, NonFiniteError
+from trainkit.errors import ConfigError, NonFiniteError, TrainingError
 
 ORDER = reference.order(37, seed=3, epoch=0)
 BAD = ORDER[20]
@@ -186,14 +186,15 @@ def test_no_checkpoint_holds_weights_that_are_not_finite(tmp_path: Path) -> None
     assert [path.name for path in (tmp_path / "run" / "checkpoints").glob("step_*")] == ["step_00000001"]
 
 
-def test_a_run_that_stops_names_step_and_samples(tmp_path: Path) -> None:
-    with pytest.raises(NonFiniteError) as caught:
-        run(tmp_path / "run", *POISONED, "steps=3")
+@pytest.mark.parametrize(("replicas", "where"), [(1, ""), (2, " on rank 0")])
+def test_a_run_that_stops_names_step_rank_and_samples(replicas: int, where: str, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError) as caught:
+        run(tmp_path / "run", *POISONED, "steps=3", "strategy=mirrored", f"strategy.replicas={replicas}")
     samples = ", ".join(str(sample) for sample in ORDER[16:24])
-    assert str(caught.value) == (
-        f"step 1: the loss is nan, of the samples {samples} and 8 more. Lower optimizer.lr, set clip.max_norm or add "
-        "warmup.steps, or leave such steps out with numerics.on_nonfinite=skip."
-    )
+    assert (
+        f"step 1: the loss is nan{where}, of the samples {samples} and 8 more. Lower optimizer.lr, set clip.max_norm "
+        "or add warmup.steps, or leave such steps out with numerics.on_nonfinite=skip."
+    ) in str(caught.value)
     assert result_of(tmp_path / "run")["skipped_steps"] == []
 
 

@@ -92,6 +92,7 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake):
         "reason": str(caught.value),
         "last": f"{folder.path}/checkpoints/step_00000003",
         "steps": 3,
+        "skipped_steps": [],
         "resume": f"trainkit resume {folder.path}",
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -58,14 +58,16 @@ class Journal:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        losses, weights, norms, skips = self._totals(outcomes)
+        by_rank = [seen.cpu() for seen in self._placed.collective.gather(self._seen(outcomes))]
+        losses, weights, norms, skips = _added(by_rank).tolist()
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
-            self._refuse(outcomes[place], losses[place], weights[place], norms[place])
+            at = [rank for rank, seen in enumerate(by_rank) if not math.isfinite(seen[0, place])]
+            self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
         return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
 
-    def _totals(self, outcomes: list[Outcome]) -> list[list[float]]:
-        """Return loss, weight, gradient norm and skips of each step, summed over ranks; a skipped step adds nothing."""
+    def _seen(self, outcomes: list[Outcome]) -> Tensor:
+        """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step weighs nothing."""
         device = self._placed.device
         zero = torch.zeros((), device=device)
         skips = [one.status is Status.skipped for one in outcomes]
@@ -78,11 +80,9 @@ class Journal:
             weights = torch.tensor(given, dtype=torch.float64, device=device)
         norms = torch.stack([zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]).double()
         skipped = torch.tensor(skips, dtype=torch.float64, device=device)
-        total = self._placed.collective.sum(torch.stack([losses, weights, norms, skipped]))
-        rows: list[list[float]] = total.tolist()
-        return rows
+        return torch.stack([losses, weights, norms, skipped])
 
-    def _refuse(self, outcome: Outcome, loss_sum: float, weight: float, norm: float) -> None:
+    def _refuse(self, outcome: Outcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int]) -> None:
         step = outcome.step
         if weight == 0:
             raise ZeroWeightError(
@@ -90,6 +90,8 @@ class Journal:
             )
         if not math.isfinite(loss_sum) or not math.isfinite(norm):
             found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+            if ranks and self._placed.num_ranks > 1:
+                found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
             left_out = self._run.state.left_out
             samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
             of = f", of the samples {samples}" if samples else ""
@@ -125,3 +127,11 @@ class Journal:
             row["skipped_steps"] = state.skipped
         self._seconds, self._samples, self._wait = seconds, samples, waited
         return row
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum in the order of the ranks, which makes the bits the same on all of them."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total

@@ -21,6 +21,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.run.last_words import LastWords, last_words, words_from, write_last_words
 from trainkit.run.meeting import Meeting
+from trainkit.run.skipped import skipped_in
 
 __all__ = ["end_together"]
 
@@ -91,7 +92,8 @@ def _explained(
     told = _first_failure(meeting, None if hosts_ranks else folder, words)
     with contextlib.suppress(TrainkitError):  # fenced off: the folder is not ours to write to
         confirm()
-        folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(told)})
+        kept = folder.read_result() or skipped_in(folder.checkpoints)
+        folder.write_result({**kept, "status": "failed", "reason": str(told)})
     with contextlib.suppress(RuntimeError):
         meeting.tell("reported", str(told).splitlines()[0])
     return told

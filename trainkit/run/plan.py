@@ -13,7 +13,7 @@ from torch import nn
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
 from trainkit.config.build import build, resolve_target
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import Numerics, RunConfig
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
@@ -112,6 +112,7 @@ class RunPlan:
             "parameters": f"{num_params:,}",
             "recomputed": _recomputed(cfg.activation_checkpointing),
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
+            "not finite": _told_of_skips(cfg.numerics),
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
@@ -121,6 +122,14 @@ def _told(tasks: Sequence[Task]) -> str | None:
     """How many of each role there are, where not all do the same."""
     counts = Counter(task.role for task in tasks)
     return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
+
+
+def _told_of_skips(numerics: Numerics) -> str | None:
+    """Return what becomes of a step that is not finite, where the run does not end with it."""
+    if numerics.on_nonfinite == "skip":
+        share = f"{numerics.max_skipped_share * 100:g} %"
+        return f"left out, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
+    return "trained again from the last checkpoint" if numerics.on_nonfinite == "rollback" else None
 
 
 def make_plan(

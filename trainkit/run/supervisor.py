@@ -33,6 +33,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
+from trainkit.run.skipped import skipped_in
 from trainkit.run.stopping import REASONS, Reason, StopFlag
 
 __all__ = ["supervise"]
@@ -120,7 +121,8 @@ def _record(folder: RunFolder, error: TrainkitError) -> None:
         status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
         found = scan(folder.checkpoints)
         last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
-        folder.write_result({"status": status, "reason": str(error), **last, "resume": folder.resume_command})
+        kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
+        folder.write_result({"status": status, "reason": str(error), **kept})
 
 
 def _until_done(

@@ -16,6 +16,7 @@ from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.run.plan import RunPlan
 from trainkit.run.rendezvous import HostedStore
+from trainkit.run.skipped import skipped_in
 from trainkit.run.stopping import StopFlag
 
 __all__ = ["run_on"]
@@ -115,7 +116,8 @@ def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
     """Leave a result, where the owner of the folder did not live to write one."""
     if folder.read_result() is None:
         status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
-        folder.write_result({"status": status, "reason": str(error), "resume": folder.resume_command})
+        kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command}
+        folder.write_result({"status": status, "reason": str(error), **kept})
     return error
 
 

@@ -1,0 +1,89 @@
+"""Counting the steps that are left out, and when they are too many."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainkit.config.schema import Numerics
+from trainkit.engine.left_out import LeftOutSteps, RollbackNeeded, Suspect
+from trainkit.engine.state import State
+from trainkit.errors import CheckpointError, NonFiniteError
+from trainkit.numerics.batch import BatchPlan
+from trainkit.numerics.precision import LossScale, Scaling
+from trainkit.run.rollbacks import FILE, note_rollback, rollbacks_of, suspect_of
+from trainkit.strategies.base import LeftOut
+
+PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
+
+
+def counting(settings: Numerics, *steps: int) -> LeftOutSteps:
+    found = LeftOutSteps(settings, lambda ticket: range(ticket.step * 300, ticket.step * 300 + 300))
+    for step in steps:
+        found.take(LeftOut.whole(PLAN, step))
+    return found
+
+
+def test_a_row_is_counted_from_its_first_step() -> None:
+    skip = Numerics(on_nonfinite="skip", max_skips_in_a_row=3)
+    assert counting(skip, 1, 2, 5, 6).in_a_row == 2
+    with pytest.raises(NonFiniteError, match=r"^numerics\.max_skips_in_a_row=3: steps 5 to 7 were left out"):
+        counting(skip, 1, 2, 5, 6, 7)
+
+
+@pytest.mark.parametrize(("steps", "done"), [(1, 100), (2, 200), (50, 99)])
+def test_a_share_is_too_large_only_above_the_limit_and_from_step_100_on(steps: int, done: int) -> None:
+    found = counting(Numerics(on_nonfinite="skip"), *range(0, 2 * steps, 2))
+    found.judge_share(done)
+    with pytest.raises(NonFiniteError, match=r"^numerics\.max_skipped_share=0\.01: "):
+        counting(Numerics(on_nonfinite="skip"), *range(0, 2 * steps + 2, 2)).judge_share(max(done, 100))
+
+
+def test_of_many_steps_and_samples_the_first_are_listed() -> None:
+    found = counting(Numerics(), *range(0, 2200, 2)).findings()
+    assert len(found["skipped_steps"]) == 1000
+    assert found["skipped_steps_not_listed"] == 100
+    assert found["skipped_steps"][1] == {"step": 2, "samples": list(range(600, 856)), "num_samples": 300}
+
+
+def test_the_suspect_is_known_until_a_checkpoint_holds_what_came_after_it() -> None:
+    found = counting(Numerics(on_nonfinite="rollback"))
+    found.train_again(Suspect(step=7, checkpoint=4))
+    found.saved(7)
+    found.take(LeftOut.whole(PLAN, 7))
+    found.saved(8)
+    with pytest.raises(RollbackNeeded, match="step 9"):
+        found.take(LeftOut.whole(PLAN, 9))
+
+
+@pytest.mark.parametrize(("checkpoint", "known"), [(3, False), (4, True), (7, True), (8, False)])
+def test_a_resumed_run_knows_the_step_that_it_trains_for_the_second_time(
+    checkpoint: int, known: bool, tmp_path: Path
+) -> None:
+    note_rollback(tmp_path, Suspect(step=2, checkpoint=0))
+    note_rollback(tmp_path, Suspect(step=7, checkpoint=4))
+    assert rollbacks_of(tmp_path) == [{"step": 2, "checkpoint": 0}, {"step": 7, "checkpoint": 4}]
+    assert (suspect_of(tmp_path, checkpoint=checkpoint) is not None) == known
+
+
+def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text(json.dumps({"rollbacks": [{"step": 1}]}))
+    with pytest.raises(CheckpointError) as caught:
+        rollbacks_of(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / FILE} is no record of rollbacks: 'checkpoint'. Remove it to resume without it."
+    )
+
+
+def test_a_checkpoint_of_an_earlier_version_is_restored() -> None:
+    state = State(plan=PLAN)
+    state.restore({"step": 7, "seconds": 1.5, "best": None, "retries": 0, "skipped": 3})
+    assert (state.step, state.skipped, state.left_out.steps) == (7, 3, [])
+
+
+def test_a_loss_scale_goes_back_to_that_before_the_overflows_of_a_step_left_out() -> None:
+    scale = LossScale(scale=8.0, scaling=Scaling(growth_interval=9, min_scale=1.0, max_overflows=3), good_steps=4)
+    lower = scale.after(overflow=True).after(overflow=True)
+    assert (lower.scale, lower.may_retry) == (2.0, False)
+    assert lower.after_skip() == scale
+    assert lower.after(overflow=False).after_skip().scale == 2.0
