@@ -116,6 +116,16 @@ def test_a_command_without_key_value_takes_secrets_from_the_environment(monkeypa
     assert with_own_secrets(cfg, ("data",)).data == {"token": "t"}
 
 
+def test_a_variable_that_holds_no_secrets_by_key_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINKIT_SECRETS", "canary")
+    with pytest.raises(ConfigError) as caught:
+        with_own_secrets(RunConfig(), ("data",))
+    assert str(caught.value) == (
+        "1 problem in the config\n  TRAINKIT_SECRETS: must be a JSON object of full keys and their secrets: "
+        'TRAINKIT_SECRETS=\'{"data.token": "..."}\'.'
+    )
+
+
 def test_what_would_write_a_secret_to_a_disk_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         refuse_to_carry(["logger.w.api_key=(redacted)"], "a job of submitit", key="hydra/launcher=submitit_slurm")

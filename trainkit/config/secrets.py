@@ -115,14 +115,33 @@ def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str,
 
 
 def in_environment(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Take the secrets of a run out of an environment, so that no further process inherits them."""
-    found: dict[str, Any] = json.loads(environ.pop(VARIABLE, "{}"))
-    return found
+    """Take the secrets of a run out of an environment, so that no further process inherits them.
+
+    Raises:
+        ConfigError: the variable holds no JSON of keys and values.
+    """
+    return _read(environ.pop(VARIABLE, ""))
 
 
 def from_environment() -> dict[str, Any]:
-    """Return the secrets that the user set in the environment for commands that take no `key=value`."""
-    found: dict[str, Any] = json.loads(os.environ.get(VARIABLE, "{}"))
+    """Return the secrets that the user set in the environment for commands that take no `key=value`.
+
+    Raises:
+        ConfigError: the variable holds no JSON of keys and values.
+    """
+    return _read(os.environ.get(VARIABLE, ""))
+
+
+def _read(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        rule = (
+            f"must be a JSON object of full keys and their secrets: {VARIABLE}='{json.dumps({'data.token': '...'})}'."
+        )
+        raise ConfigError([Problem(key=VARIABLE, rule=rule)]) from None
     return found
 
 

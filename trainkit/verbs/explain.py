@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import Tag
+from trainkit.redaction import REDACTED
 from trainkit.verbs.call import Call, Flag
 
 __all__ = ["FLAGS", "USAGE", "explanation", "run"]
@@ -39,7 +40,7 @@ def explanation(call: Call) -> Iterator[str]:
     """
     from trainkit.api import compose  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.origins import dotted, leaves, lookup  # noqa: PLC0415
-    from trainkit.config.secrets import redacted  # noqa: PLC0415
+    from trainkit.config.secrets import redacted, secret_keys  # noqa: PLC0415
     from trainkit.config.values import closest  # noqa: PLC0415
 
     composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
@@ -51,6 +52,8 @@ def explanation(call: Call) -> Iterator[str]:
         hint = f"Did you mean {near}?" if near else f"There are: {', '.join(composition.values)}."
         raise ConfigError([Problem(key=key, rule=f"no such key in this composition. {hint}", origin="command line")])
     value = lookup(redacted(composition.values)[0], path)
+    if any(path[:length] in secret_keys(composition.values) for length in range(1, len(path))):
+        value = REDACTED  # a part of a secret
     choice = composition.choices.get(key)
     if choice is not None:
         yield f"{key}={'[' + ','.join(choice) + ']' if isinstance(choice, list) else choice}"
