@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import pytest
 # before torch is imported, here and in every process a test starts: two cores, and several processes to share them
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
+# proofs are kept in the user's cache: tests have one of their own, here and in every process a test starts
+os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR") or str(Path.home() / ".cache" / "matplotlib")
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 
 from tests.support import quick
 from tests.support.leaks import look, settled_leaks
@@ -64,6 +69,7 @@ def pool() -> Iterator[Pool]:
 def pytest_sessionfinish() -> None:
     """End what lived for the session."""
     quick.end()
+    shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

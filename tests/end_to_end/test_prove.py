@@ -10,49 +10,133 @@ from trainkit.run.diagnosis import Examiner
 from trainkit.run.proof import compare
 
 MEANS = "_target_: tests.end_to_end.wrong.MeanOfMeans\ndevice: auto\n"
-SMALL = ["recipe=null", "batch.micro_size=10", "optimizer=sgd", "optimizer.lr=0.1", "--steps", "4"]
+SMALL = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.1", "--steps", "4"]
+THREADS = ["strategy=central_storage", "strategy.compute_devices=[cpu,cpu]"]
+OURS = ["--allow-package", "tests"]
+ROOT = Path(__file__).resolve().parents[2]
+MIRRORED = ["strategy=mirrored", "strategy.replicas=2"]
+SAME = "  the same training as that of one_device, as each would be started: "
+CUTS = "    batch.micro_size is 32 here and 64 under one_device"
+NEITHER = ", and the model and the objective neither draw random numbers nor couple the samples of a shard"
+NUMBERS = "  the same numbers at one cut, batch.micro_size="
 
 
 def prove(*arguments: str) -> int:
     return main(["prove", *arguments, *SMALL])
 
 
+def with_strategy(text: str) -> list[str]:
+    path = Path("conf/strategy/wrong.yaml")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    return ["strategy=wrong", "--config-dir", "conf", *OURS]
+
+
 def test_mirrored_is_the_training_of_one_device(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert prove("strategy=one_device,mirrored", "strategy.replicas=2") == 0
+    assert prove(*MIRRORED) == 0
     out = capfd.readouterr().out.splitlines()
-    assert out[0] == "strategy=one_device, 1 replica, 4 steps in fp64: equal, every bit"
-    assert out[2] == "  4 gradients against a plain loop's: equal to rounding"
-    assert out[4].startswith("strategy=mirrored strategy.replicas=2, 2 replicas, 4 steps in fp64: equal")
+    assert out[:3] == [f"{' '.join(MIRRORED)}, 2 replicas", f"{SAME}yes", f"{CUTS}{NEITHER}"]
+    assert out[3].startswith(f"{NUMBERS}32: yes, equal")
+    assert out[4] == "    4 steps in fp64"
     assert list(cwd.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "does"),
+    [
+        (["model.dropout=0.2", "model.batch_norm=true"], "draws random numbers and couples the samples of a shard"),
+        (["model._target_=tests.end_to_end.wrong.Mixing", *OURS], "couples the samples of a shard"),
+    ],
+)
+def test_a_model_that_draws_or_couples_is_the_same_training_at_one_cut_alone(
+    cwd: Path, capfd: pytest.CaptureFixture[str], model: list[str], does: str
+) -> None:
+    assert prove(*THREADS, *model) == 1
+    out = capfd.readouterr().out.splitlines()
+    remedy = "    both are the same training with batch.micro_size=32"
+    assert out[1:4] == [f"{SAME}NO", f"{CUTS}, and the model {does}", remedy]
+    assert out[4].startswith(f"{NUMBERS}32: yes, equal")
+    only = "only at an equal batch.micro_size (here 32)."
+    assert out[-1] == f"  note: the model {does}: on another number of replicas it is the same training {only}"
+    assert prove(*THREADS, *model, "batch.micro_size=32") == 0
+    out = capfd.readouterr().out.splitlines()
+    assert out[1:3] == [f"{SAME}yes", "    both have batch.micro_size=32, and no other maths key differs"]
+    assert prove(*THREADS, *model, "--same-cut") == 0
+    assert capfd.readouterr().out.splitlines()[1].startswith(f"{NUMBERS}32: yes, equal")
+
+
+def test_what_cannot_be_probed_is_not_said_to_be_the_same(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    why = "coupling: not probed, a pass on the CPU failed (RuntimeError: not four at a time)"
+    assert prove(*THREADS, "model._target_=tests.end_to_end.wrong.Shy", *OURS) == 1
+    out = capfd.readouterr().out.splitlines()
+    assert out[1:3] == [f"{SAME}NOT KNOWN", f"{CUTS}; {why}"]
+    assert out[-1] == f"  note: {why}."
 
 
 def test_a_mean_of_means_is_named_with_its_first_step_and_parameter(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = cwd / "conf/strategy/mean_of_means.yaml"
-    path.parent.mkdir(parents=True)
-    path.write_text(MEANS)
-    assert prove("strategy=mean_of_means", "--config-dir", "conf", "--allow-package", "tests") == 1
+    assert prove(*with_strategy(MEANS), "batch.micro_size=10") == 1
     out = capfd.readouterr().out.splitlines()
-    assert out[0] == "strategy=mean_of_means, 1 replica, 4 steps in fp64: DIFFERENT"
-    assert out[1].startswith("  first after step 1: param/layers.0.weight, relative error ")
-    assert out[2].startswith("  explained by: rule 3 (gradient): the mean of the shards' means; gradient/layers.")
-    assert out[2].endswith("(docs/numbers.md#3-gradient)")
+    assert out[0] == "strategy=wrong, 1 replica"
+    assert out[1:4] == [
+        f"{SAME}yes",
+        "    both have batch.micro_size=10, and no other maths key differs",
+        f"{NUMBERS}10: NO",
+    ]
+    assert out[5].startswith("    first after step 1: param/layers.0.weight, relative error ")
+    assert out[6].startswith("    explained by: rule 3 (gradient): the mean of the shards' means; gradient/layers.")
+    assert out[6].endswith("(docs/numbers.md#3-gradient)")
 
 
-def test_local_sgd_is_said_to_be_another_training_unless_every_step_is_averaged(
+def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the_same(
     cwd: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    alike = ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=1")
-    assert prove(*alike) == 0
+    assert prove("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=1,3") == 1
     out = capfd.readouterr().out.splitlines()
-    assert out[0] == f"{' '.join(alike)}, 2 replicas, 4 steps in fp64: equal to rounding"
-    assert out[1] == "  this strategy is another training than that of one device, and says so"
-    assert prove("strategy=local_sgd", "strategy.average_every=3") == 1
-    out = capfd.readouterr().out.splitlines()
-    assert out[0] == "strategy=local_sgd strategy.average_every=3, 2 replicas, 6 steps in fp64: DIFFERENT"
-    assert out[1].endswith("and says so, compared after steps 3, 6")
-    assert out[2].startswith("  first after step 3: param/layers.0.")
+    another = [f"{SAME}NO", "    this strategy is another training than that of one_device"]
+    assert out[1:4] == [*another, f"{NUMBERS}32: yes, equal to rounding"]
+    second = out.index("strategy=local_sgd strategy.replicas=2 strategy.average_every=3, 2 replicas")
+    assert out[second + 1 : second + 4] == [*another, f"{NUMBERS}32: NO"]
+    assert out[second + 4] == "    6 steps in fp64, compared after steps 3, 6"
+    assert out[second + 5].startswith("    first after step 3: param/layers.0.")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (
+            ["strategy=one_device"],
+            (
+                "strategy=one_device: is the reference of every proof, and it shows nothing to compare it with itself. "
+                f"Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
+            ),
+        ),
+        *(
+            (
+                [f"strategy={name}", "strategy.replicas=1"],
+                (
+                    "strategy.replicas=1: a single rank runs the code of one_device, and comparing the two shows "
+                    "nothing. Use strategy.replicas=2. (command line)"
+                ),
+            )
+            for name in ("mirrored", "multi_worker_mirrored", "fsdp", "tensor_parallel")
+        ),
+    ],
+)
+def test_a_proof_of_nothing_is_refused(
+    cwd: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], problem: str
+) -> None:
+    assert prove(*arguments) == 2
+    assert capfd.readouterr().err == f"1 problem in the config\n  {problem}\n"
+
+
+@pytest.mark.parametrize("strategy", ["device_map", "central_storage"])
+def test_one_process_that_computes_in_another_way_is_proved(
+    cwd: Path, capfd: pytest.CaptureFixture[str], strategy: str
+) -> None:
+    assert prove(f"strategy={strategy}") == 0
+    assert f"{SAME}yes" in capfd.readouterr().out.splitlines()
 
 
 def test_a_candidate_with_another_config_breaks_no_rule(cwd: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""A user's strategy with the oldest bug of the field, the mean of the means of unequal shards; a model that drifts."""
+"""A user's strategy with the oldest bug of the field, the mean of the means of unequal shards; bad models."""
 
 from __future__ import annotations
 
@@ -46,4 +46,21 @@ class Drifting(Mlp):
         self.passes += 1
         if self.training and self.passes == 5 and os.environ.get("TRAINKIT_RANK") == "1":
             self.layers[-1].bias.data[0] += 1e-6
+        return super().forward(inputs)
+
+
+class Mixing(Mlp):
+    """A model whose outputs depend on the other samples of the shard, without any layer that says so."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = super().forward(inputs)
+        return outputs - outputs.mean(0)
+
+
+class Shy(Mlp):
+    """A model that does not run on the four samples of a probe."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) == 4:
+            raise RuntimeError("not four at a time")
         return super().forward(inputs)

@@ -32,6 +32,7 @@ from trainkit.config.secrets import redacted
 from trainkit.engine import failpoints
 from trainkit.errors import ConfigError
 from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
+from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.entering import identity_in, into_log, prepare_process
 from trainkit.run.environment import own_cores, threads_of
 from trainkit.run.fence import Fence
@@ -80,7 +81,10 @@ def train_launched(
         plan = meeting.each(lambda: make_plan(start.cfg, launch=launch))
         if not plan.assistants:
             refuse_other_plans(meeting, plan)
-        found = model_notes(plan, abstract_model(plan))
+        model = abstract_model(plan)
+        found = model_notes(plan, model)
+        if launch.rank == 0:  # it writes the notes, and the others wait for it
+            found += cut_notes(plan, lambda: coupling_of(plan, model))
         folder, fence = _folder(meeting, stack, start, plan, run_dir, notes=[*notes, *found])
         resolved = resumed_from(plan.cfg, start.checkpoints)
         token = shared_token(meeting) if plan.assistants else ""

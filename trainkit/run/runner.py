@@ -20,6 +20,7 @@ from trainkit.numerics.determinism import reproducible_process
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
+from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.environment import write_environment, write_resolved
 from trainkit.run.evaluating import evaluate_beside
 from trainkit.run.folder import RunFolder
@@ -28,6 +29,7 @@ from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.proof_records import last_proof
 from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
@@ -76,7 +78,8 @@ def train(
     plan = make_plan(start.cfg)
     if plan.engine is not None:
         refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
-    found = model_notes(plan, abstract_model(plan))
+    model = abstract_model(plan)
+    found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
@@ -180,10 +183,10 @@ def run_task(
         try:
             with telling_of_memory(plan, identity.task, lambda: session.run.state.step):
                 trained = session.train()
-            result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder)}
+            result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
         except BaseException as error:
             error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
-            _end(session, {**session.progress(), **_failed(error, folder), **_places(folder)}, folder, error)
+            _end(session, {**session.progress(), **_failed(error, folder), **_places(folder, plan)}, folder, error)
             raise
         _end(session, result, folder)
     return result if is_owner else None
@@ -247,10 +250,11 @@ def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
     return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
 
 
-def _places(folder: RunFolder) -> dict[str, Any]:
+def _places(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
+    """Return where checkpoints lie, how the run is resumed, and the last proof of this training on this placement."""
     names = _read(folder.checkpoints / "index.json")
     places = {name: str(folder.checkpoints / names[name]) if names.get(name) else None for name in ("best", "last")}
-    return {**places, "resume": folder.resume_command}
+    return {**places, "resume": folder.resume_command, "proved": last_proof(plan)}
 
 
 def _read(path: Path) -> dict[str, Any]:

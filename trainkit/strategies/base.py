@@ -321,6 +321,10 @@ class Strategy(ABC):
         """
         return []
 
+    def proof_problems(self, facts: Facts) -> list[Problem]:  # noqa: ARG002 - most compute in another way than one device
+        """Return why a comparison with one device shows nothing, where this strategy runs the same code; pure."""
+        return []
+
     def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Strategy:  # noqa: ARG002 - most leave nothing open
         """The strategy with what it leaves to be decided by the model, which `build` makes without its numbers; pure.
 

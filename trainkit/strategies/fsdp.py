@@ -39,6 +39,7 @@ class Fsdp(Sharded):
     Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO, stage 3); Zhao et al. 2023, arXiv:2304.11277.
     """
 
+    alone_as_one_device: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
     replicate: Annotated[int, at_least(1), placement] = 1

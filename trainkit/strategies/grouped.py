@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ class Grouped(Synchronous):
     Without a launch a process is started for every rank, on a device of this host; in a launch its processes are the
     ranks, one device each. A replica is `ranks_a_replica` neighbouring ranks: one where it is whole.
     """
+
+    alone_as_one_device: ClassVar[bool] = False
+    """Whether a single rank runs the code of one device. Each class says so for itself: a subclass may compute in
+    another way."""
 
     replicas: Annotated[int | Literal["auto"], placement] = "auto"
     """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, those that it started."""
@@ -62,6 +66,16 @@ class Grouped(Synchronous):
             rule = f"more replicas than numerics.lanes={facts.numerics.lanes}. Use at most that many, or more lanes."
             return [Problem(key="strategy.replicas", value=count, rule=rule)]
         return found
+
+    def proof_problems(self, facts: Facts) -> list[Problem]:
+        """Return that a single rank, which joins no process group, runs the code of one device."""
+        if len(self.tasks(facts)) > 1 or not type(self).__dict__.get("alone_as_one_device", False):
+            return []
+        use = "strategy.replicas=2"
+        if facts.num_gpus == 1:
+            use += " strategy.devices=[cpu,cpu]"
+        rule = f"a single rank runs the code of one_device, and comparing the two shows nothing. Use {use}."
+        return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
     def replicas_here(self, launch: Launch | None) -> int | Literal["auto"]:  # noqa: ARG002 - `replicas` is a host's
         """The replicas that the config asks for on this host."""

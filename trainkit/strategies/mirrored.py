@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import Facts
@@ -24,6 +25,8 @@ class Mirrored(Reducing):
 
     Source: Goyal et al. 2017, arXiv:1706.02677, section 3; tf.distribute.MirroredStrategy.
     """
+
+    alone_as_one_device: ClassVar[bool] = True
 
     def problems(self, facts: Facts) -> list[Problem]:
         """What concerns every data-parallel strategy, and a launch that reaches beyond this host."""

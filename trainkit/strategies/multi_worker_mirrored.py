@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trainkit.strategies.reducing import Reducing
 
@@ -23,3 +24,5 @@ class MultiWorkerMirrored(Reducing):
 
     Source: tf.distribute.MultiWorkerMirroredStrategy.
     """
+
+    alone_as_one_device: ClassVar[bool] = True

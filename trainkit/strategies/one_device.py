@@ -39,6 +39,13 @@ class OneDevice(Alone):
             return []
         return device_problems("strategy.device", self.device, facts.num_gpus)
 
+    def proof_problems(self, facts: Facts) -> list[Problem]:  # noqa: ARG002 - the same on any host
+        """Return that it is the reference itself; a subclass may compute in another way."""
+        if type(self) is not OneDevice:
+            return []
+        rule = "is the reference of every proof, and it shows nothing to compare it with itself. Use another strategy."
+        return [Problem(key="strategy", value=self.named, rule=rule)]
+
     def tasks(self, facts: Facts) -> tuple[Task, ...]:
         """One task on the device."""
         fallback = "cuda:0" if facts.num_gpus else "cpu"

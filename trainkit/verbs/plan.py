@@ -28,6 +28,7 @@ def run(call: Call) -> int:
     world = _world(call.flags.get("world"))
     composition = call.compose()
     from trainkit.api import launch_of  # noqa: PLC0415 - not for --help
+    from trainkit.run.cut_facts import coupling_of, cut_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.memory import abstract_model, memory_of  # noqa: PLC0415 - imports torch
     from trainkit.run.model_facts import model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
@@ -35,7 +36,7 @@ def run(call: Call) -> int:
     try:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_of(composition.cfg))
         model = abstract_model(plan)
-        notes = model_notes(plan, model)
+        notes = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
         plan = plan.decided(lambda: model)  # what `auto` comes to, once for all that is told of it
         memory = memory_of(plan, model)
         parts = plan.parts.strategy.parts(model, plan.facts)

@@ -2,115 +2,96 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+
+from torch import nn
 
 from trainkit.config.schema import RunConfig
+from trainkit.errors import ConfigError
+from trainkit.run.coupling import Coupling
+from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.diagnosis import Examiner
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
-from trainkit.run.plan import make_plan
-from trainkit.run.proof.comparing import Comparison, Verdict, compare, worst
+from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.proof.answers import Numbers, Proof
+from trainkit.run.proof.comparing import compare
 from trainkit.run.proof.diagnosing import Case, Diagnosis, diagnose
-from trainkit.run.proof.running import (
-    bare,
-    reference_weights,
-    weights_by_step,
-    with_precision,
-)
+from trainkit.run.proof.running import bare, reference_weights, weights_by_step, with_precision
+from trainkit.run.proof.sameness import Sameness, same_training
+from trainkit.run.proof_records import keep_proof
 
-__all__ = ["Numbers", "Proof", "prove"]
+__all__ = ["prove"]
 
 _ONE_DEVICE: Final = "trainkit.strategies.one_device.OneDevice"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numbers:
-    """The second answer: whether the numbers are the same at one common cut."""
-
-    precision: str
-    """The precision in which both were trained."""
-    micro_size: int
-    """The common cut: both were trained with this `batch.micro_size`."""
-    steps: tuple[int, ...]
-    """The updates after which both were compared: those after which the candidate's replicas are alike."""
-    comparisons: tuple[Comparison, ...]
-    gradients: tuple[Comparison, ...] = ()
-    """The gradients of a probe against a plain loop's; empty where the strategy is another training."""
-    explanation: tuple[str, ...] = ()
-    """Lines that name the rule which the candidate breaks; empty where it breaks none."""
-
-    @property
-    def verdict(self) -> Verdict:
-        """The worst of the comparisons; gradients that differ make the numbers differ."""
-        return worst([*self.comparisons, *(one for one in self.gradients if one.verdict == "different")])
-
-    @property
-    def first(self) -> Comparison | None:
-        """The first difference: the earliest step, and in it the first parameter."""
-        wrong = [one for one in self.comparisons if one.verdict == "different"]
-        return min(wrong, key=lambda one: one.first_step or 0, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proof:
-    """One candidate against the reference."""
+class _Candidate:
+    """A candidate before it is trained."""
 
     label: str
-    """The strategy as the user named it."""
-    replicas: int
-    numbers: Numbers
-    changes_maths: bool = False
-    """Whether the strategy says of itself that it is another training."""
+    plan: RunPlan
+    """As it would be started, but with nothing beside the training."""
+    started: RunPlan
+    """As it would be started."""
+    sameness: Sameness | None
+    notes: tuple[str, ...]
 
 
 def prove(
-    candidates: Sequence[tuple[str, RunConfig]], *, steps: int, say: Callable[[str], None] = lambda _: None
+    candidates: Sequence[tuple[str, RunConfig]],
+    *,
+    steps: int,
+    same_cut: bool = False,
+    command: str = "",
+    say: Callable[[str], None] = lambda _: None,
 ) -> list[Proof]:
-    """Train a few steps under each candidate and on one device, and compare every parameter after every step.
+    """Compare each candidate with one_device: as both would be started, and parameter by parameter at one cut.
 
-    Every run has one `micro_size`, the smallest of the candidates', and float64 where the model allows.
+    The reference has the config of the first candidate. To compare numbers, every run has the smallest `micro_size`
+    of the candidates', and float64 where the model allows.
 
     Args:
         candidates: (label, checked config) of each.
         steps: optimizer steps.
+        same_cut: leave out the first answer.
+        command: what the user typed, without secrets; kept with the proof.
         say: is told which run begins.
 
     Returns:
-        A proof for each candidate.
+        A proof for each candidate. Each is kept, too (`trainkit.run.proof_records`).
 
     Raises:
-        ConfigError: a candidate cannot run here.
+        ConfigError: a candidate cannot run here, or is no other training than the reference.
         TrainkitError: a candidate failed.
     """
-    plans = [(label, make_plan(bare(cfg, steps))) for label, cfg in candidates]
-    for _, plan in plans:
-        model_notes(plan, abstract_model(plan))  # refuses a plan that does not fit the model before any is trained
-    finest = min((plan for _, plan in plans), key=lambda plan: plan.batch.micro_size)
-    sizes = replace(finest.cfg.batch, accumulation=None)
+    judged = _judged(candidates, steps=steps, same_cut=same_cut)
+    sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
     # A candidate whose replicas train apart ends later, where they are alike.
-    last = max(plan.last_step for _, plan in plans)
-    reference = replace(
-        plans[0][1].cfg, batch=sizes, stop_at_step=last, strategy={"_target_": _ONE_DEVICE, "device": "auto"}
-    )
+    last = max(one.plan.last_step for one in judged)
+    reference = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
+    proofs = []
     with tempfile.TemporaryDirectory(prefix="trainkit-prove-") as folder:
         precision, expected = reference_weights(reference, Path(folder), say)
         reference = with_precision(reference, precision)
         examiner = Examiner(reference)
         without = frozenset(f"param/{name}" for name in examiner.without_gradient)
-        proofs = []
-        for place, (label, plan) in enumerate(plans):
-            say(f"{label} on {plan.num_replicas} replica{'' if plan.num_replicas == 1 else 's'}")
-            cfg = with_precision(replace(plan.cfg, batch=sizes), precision)
+        for place, one in enumerate(judged):
+            say(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
+            cfg = with_precision(replace(one.plan.cfg, batch=sizes), precision)
             found = weights_by_step(cfg, Path(folder) / str(place))
-            allowed = 1e-8 * sum(plan.rate(step) for step in range(plan.last_step))
+            allowed = 1e-8 * sum(one.plan.rate(step) for step in range(one.plan.last_step))
             case = Case(
-                label=label,
+                label=one.label,
                 reference=reference,
-                plan=plan,
+                plan=one.plan,
                 candidate=cfg,
                 expected=expected,
                 found=found,
@@ -124,23 +105,74 @@ def prove(
                     )
                 ),
             )
-            proofs.append(_proof(case, precision, diagnose(case, examiner, Path(folder) / str(place))))
+            proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(place)))
+            proofs.append(proof)
+            if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
+                say(f"the proof could not be kept: {failure}")
     return proofs
 
 
-def _proof(case: Case, precision: str, diagnosis: Diagnosis) -> Proof:
+def _judged(candidates: Sequence[tuple[str, RunConfig]], *, steps: int, same_cut: bool) -> list[_Candidate]:
+    """Plan every candidate, refuse those that prove nothing, and give the first answer; nothing is trained yet."""
+    plans = [make_plan(bare(cfg, steps)) for _, cfg in candidates]
+    problems = [problem for plan in plans for problem in plan.parts.strategy.proof_problems(plan.facts)]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    reference = make_plan(_on_one_device(bare(candidates[0][1], steps)))
+    known: dict[str, Coupling] = {}
+    judged = []
+    for (label, cfg), plan in zip(candidates, plans, strict=True):
+        model = abstract_model(plan)
+        notes = model_notes(plan, model)
+        coupling = partial(_coupling, plan, model, known)
+        accumulates = cfg.batch.accumulation is not None
+        sameness = None if same_cut else same_training(reference, plan, coupling, accumulates=accumulates)
+        notes += cut_notes(plan, coupling)
+        started = replace(plan, cfg=replace(cfg, batch=plan.cfg.batch, cluster=plan.cfg.cluster))
+        judged.append(_Candidate(label=label, plan=plan, started=started, sameness=sameness, notes=tuple(notes)))
+    return judged
+
+
+def _coupling(plan: RunPlan, model: nn.Module, known: dict[str, Coupling]) -> Coupling:
+    """Run the model of a plan, unless a candidate with the same model, objective and data was before it."""
+    cfg = plan.cfg
+    node = json.dumps([cfg.model, cfg.objective, cfg.data, cfg.seed], default=str)
+    if node not in known:
+        known[node] = coupling_of(plan, model, at_any_size=True)
+    return known[node]
+
+
+def _on_one_device(cfg: RunConfig) -> RunConfig:
+    return replace(cfg, strategy={"_target_": _ONE_DEVICE, "device": "auto"})
+
+
+def _proof(one: _Candidate, case: Case, diagnosis: Diagnosis) -> Proof:
     micro_size = case.candidate.batch.micro_size
     assert micro_size is not None
     return Proof(
-        label=case.label,
-        replicas=case.plan.num_replicas,
+        label=one.label,
+        replicas=one.plan.num_replicas,
+        sameness=one.sameness,
         numbers=Numbers(
-            precision=precision,
+            precision=case.candidate.precision["value"],
             micro_size=micro_size,
             steps=tuple(case.found),
             comparisons=case.comparisons,
             gradients=diagnosis.gradients,
             explanation=diagnosis.lines,
         ),
-        changes_maths=case.plan.parts.strategy.is_another_training,
+        notes=one.notes,
     )
+
+
+def _kept(proof: Proof) -> dict[str, Any]:
+    """What is kept of a proof."""
+    numbers = proof.numbers
+    return {
+        "same_training": None if proof.sameness is None else proof.sameness.verdict,
+        "same_numbers": numbers.verdict,
+        "micro_size": numbers.micro_size,
+        "steps": max(numbers.steps),
+        "precision": numbers.precision,
+        "largest_error": max(one.error for one in numbers.comparisons),
+    }

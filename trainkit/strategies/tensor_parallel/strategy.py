@@ -53,6 +53,7 @@ class TensorParallel(Sharded):
         4
     """
 
+    alone_as_one_device: ClassVar[bool] = True
     compiles: ClassVar[Compiles] = "nothing"
 
     degree: Annotated[int, placement] = 1
