@@ -73,7 +73,7 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
 
 def _named(one: Difference) -> str:
     if one.key.startswith("strategy."):
-        return f"{one.key}={_shown(one.right)} changes the result, and one_device has no such key"
+        return f"{one.key}={_shown(one.right)} counts as maths, and one_device has no such key"
     return f"{one.key} is {_shown(one.right)} here and {_shown(one.left)} under one_device"
 
 
