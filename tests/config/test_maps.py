@@ -19,8 +19,10 @@ def test_values_of_another_kind_are_refused(refuse):
 
 def test_prove_judges_the_map_before_it_trains(refuse):
     assert refuse("prove", "recipe=null", "strategy=device_map", "strategy.map={layers.0:cpu}") == [
-        "strategy.map: no device for layers.2.weight, layers.2.bias. Add layers.2: DEVICE, or rest: DEVICE. "
-        "(command line)"
+        (
+            "strategy.map: no device for layers.2.weight, layers.2.bias. Add layers.2: DEVICE, or rest: DEVICE. "
+            "(command line)"
+        )
     ]
 
 

@@ -125,13 +125,14 @@ def _read(path: Path) -> bytes | None:
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     try:
         descriptor = os.open(path, flags)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                return None
+            text = os.read(descriptor, _LARGEST + 1)
+        finally:
+            os.close(descriptor)
     except OSError:
         return None
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST:
-            return None
-        text = file.read(_LARGEST + 1)
     return text if len(text) <= _LARGEST else None
 
 
