@@ -28,7 +28,7 @@ def prove(copy: Path, cwd: Path, arguments: list[str]) -> tuple[int, str]:
     """Prove mirrored on two replicas with the sources of a copy; the exit code and what was printed."""
     environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     own = ["--config-dir", str(copy / "tests/support/conf"), "--allow-package", "tests"]
-    fixed = [*own, "strategy=mirrored", "strategy.replicas=2", "--steps", "3"]
+    fixed = [*own, "strategy=mirrored", "strategy.replicas=2", "--steps", "3", "--same-cut"]
     command = [sys.executable, "-m", "trainkit", "prove", *fixed]
     done = subprocess.run(
         [*command, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False

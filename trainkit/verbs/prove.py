@@ -8,6 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import redacted_argument
 from trainkit.verbs.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -47,8 +48,6 @@ def run(call: Call) -> int:
 
 
 def _command(call: Call) -> str:
-    from trainkit.run.secrets import redacted_argument  # noqa: PLC0415 - not for --help
-
     flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
     return shlex.join(["trainkit", "prove", *map(redacted_argument, call.overrides), *flags])
 
