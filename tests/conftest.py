@@ -21,6 +21,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
+from trainkit.config.allowed import allow_packages
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +39,13 @@ def _no_leaks(_one_thread: None) -> Iterator[None]:
     yield
     leaks = settled_leaks(before)
     assert not leaks, "the test left behind " + "; ".join(leaks)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_classes() -> Iterator[None]:
+    """Let tests build the classes of `tests` in this process without composing a run."""
+    with allow_packages(["tests"]):
+        yield
 
 
 @pytest.fixture

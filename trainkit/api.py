@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.local import Local
+from trainkit.config.allowed import allow_packages
 from trainkit.config.composition import Composition
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, Problem
@@ -69,13 +70,18 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         result["metrics"]["val/accuracy"]
     """
     from trainkit.config.check import check  # noqa: PLC0415 - imports the targets, and torch with them
-    from trainkit.config.effects import without_effect_in  # noqa: PLC0415
-    from trainkit.run import runner  # noqa: PLC0415
 
     composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
-    composition = composition.noting(check(composition))
+    with allow_packages(composition.packages):
+        return _train_checked(composition.noting(check(composition)), run_dir)
+
+
+def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict[str, Any]:
+    from trainkit.config.effects import without_effect_in  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.run import runner  # noqa: PLC0415
+
     if run_dir is None and composition.run_dir_given:
         run_dir = composition.run_dir
     folder = None if run_dir is None else Path(run_dir)
@@ -136,7 +142,7 @@ def launch_of(cfg: RunConfig) -> Launch | None:
     """
     from trainkit.config.build import build  # noqa: PLC0415 - imports the target
 
-    cluster: Cluster = build(cfg.cluster) if cfg.cluster else Local()
+    cluster: Cluster = build(cfg.cluster, "cluster") if cfg.cluster else Local()
     return cluster.launch(os.environ)
 
 

@@ -202,7 +202,10 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return answer(flags["shell-completion"], call)
     if "cfg" in flags:
         return _show(call, flags["cfg"])
-    code: int = _module(call.verb).run(call)
+    from trainkit.config.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
+
+    with allow_packages(call.packages):
+        code: int = _module(call.verb).run(call)
     return code
 
 

@@ -176,9 +176,9 @@ def test_arguments_arrive_as_they_were_given(engine, emit, run):
 
 def test_own_folders_and_packages_come_along(emit, cwd, capsys):
     (cwd / "my conf").mkdir()
-    assert main(["emit", "slurm", "--config-dir", "my conf", "--allow-package", "one,two", "epochs=1"]) == 0
+    assert main(["emit", "slurm", "--config-dir", "my conf", "--allow-package", "tests,benchmarks", "epochs=1"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.endswith("-m trainkit --config-dir 'my conf' --allow-package one,two epochs=1")
+    assert last.endswith("-m trainkit --config-dir 'my conf' --allow-package tests,benchmarks epochs=1")
 
 
 def test_names_that_kubernetes_refuses_are_respelt():

@@ -77,10 +77,10 @@ def test_a_sweep_name_has_an_effect_here():
 
 
 def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path):
-    loader = Loader(Composer([tmp_path], ["mine"]))
+    loader = Loader(Composer([tmp_path], ["tests"]))
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
     command, _ = loader.command(line, tmp_path / "job 1")
     assert command[1:] == (
-        "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "mine",
+        "-m", "trainkit", "--config-dir", str(tmp_path), "--allow-package", "tests",
         "recipe=null", "strategy=one_device", f'hydra.run.dir="{tmp_path}/job 1"',
     )  # fmt: skip

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.support.pool import Place, Request
+from trainkit.config.allowed import allow_packages
 
 _COLLECT_EVERY: Final = 8
 """Requests between two collections. A model in a cycle of references keeps its process groups, and each of those keeps
@@ -27,6 +28,11 @@ def main(descriptor: int) -> None:
     """Answer requests until the session closes the socket."""
     torch.set_num_threads(1)
     connection = Connection(descriptor)
+    with allow_packages(["tests"]):
+        _serve(connection)
+
+
+def _serve(connection: Connection) -> None:
     for number in count(1):
         try:
             request: Request = connection.recv()

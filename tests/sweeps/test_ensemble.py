@@ -120,7 +120,7 @@ def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_pat
     called(two(sweep, tmp_path), k="2")
     config = tmp_path / "ensemble/model.yaml"
     config.write_text(config.read_text().replace("trainkit.models.mlp.Mlp", "os.system"))
-    with pytest.raises(ConfigError, match=r"model\._target_=os\.system: os is not among the packages"):
+    with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=os\.system: os is not among the packages"):
         trainkit.load(tmp_path / "ensemble")
 
 

@@ -6,11 +6,14 @@ import importlib
 import inspect
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from enum import Enum
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import Any, Final
 
+from trainkit.config.allowed import TARGET, allowed_packages, name_problem, root_of
+from trainkit.config.kinds import ANY_KIND, PLACES, Expected, argument_problem, expected_by, target_problem
 from trainkit.config.secrets import with_variables
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
@@ -22,13 +25,14 @@ __all__ = [
     "TARGET",
     "Key",
     "Signature",
+    "admitted",
     "build",
+    "imported",
     "resolve_target",
     "signature_keys",
     "signature_of",
 ]
 
-TARGET: Final = "_target_"
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
 """Group -> the parameters of its classes that trainkit gives: no keys of the config."""
 GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",)}
@@ -60,15 +64,51 @@ class Signature:
     """Whether it takes `**kwargs`: further keys are accepted, unchecked."""
 
 
-def resolve_target(path: str) -> Any:
-    """Import what a `_target_` names: a class or a function.
+def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
+    """Import what a `_target_` names, a class or a function, and refuse what may not be called where it stands.
+
+    Nothing is imported of a package that is not allowed, and what is found is not called.
+
+    Args:
+        path: package.module.Name.
+        expected: what its place takes (`trainkit.config.kinds.PLACES`).
+
+    Raises:
+        ConfigError: there is no such module or name, or it is none that a config may name here.
+
+    Example:
+        >>> resolve_target("torch.nn.Linear").__name__
+        'Linear'
+    """
+    rule = name_problem(path, allowed_packages())
+    if rule is not None:
+        raise _unknown(path, rule)
+    found = imported(path)
+    rule = target_problem(path, found, expected)
+    if rule is not None:
+        raise _unknown(path, rule)
+    return found
+
+
+def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
+    """Return the target of a node, once it and its arguments may be given to one another; nothing is called.
+
+    Raises:
+        ConfigError: as `resolve_target`; or an argument makes the target run what it downloads or reads.
+    """
+    target = resolve_target(node[TARGET], expected)
+    refused = argument_problem(node[TARGET], target, node)
+    if refused is not None:
+        key, value, rule = refused
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    return target
+
+
+def imported(path: str) -> Any:
+    """Return what a dotted path names, which is not called; the package is an allowed one.
 
     Raises:
         ConfigError: there is no such module or name.
-
-    Example:
-        >>> resolve_target("collections.OrderedDict").__name__
-        'OrderedDict'
     """
     parts = path.split(".")
     for length in range(len(parts) - 1, 0, -1):
@@ -83,6 +123,8 @@ def resolve_target(path: str) -> Any:
             if not hasattr(found, name):
                 raise _unknown(path, f"there is no {name} in {module_name}.")
             found = getattr(found, name)
+            if isinstance(found, ModuleType) and root_of(found.__name__) != parts[0]:
+                raise _unknown(path, f"{name} is the module {found.__name__}, which {module_name} imports for itself.")
         if not callable(found):
             raise _unknown(path, "is neither a class nor a function.")
         return found
@@ -140,11 +182,12 @@ def signature_keys(target: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(signature_of(target).keys)
 
 
-def build(node: Mapping[str, Any], /, **injected: Any) -> Any:
+def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:
     """Build the object that a node describes, and those inside it first.
 
     Args:
         node: plain values with `_target_`; nested nodes with `_target_`, also in lists, are built too.
+        place: the group that the node is of, which says what kind of class it takes; None takes any kind.
         injected: further arguments, such as an optimizer's `params`.
 
     Returns:
@@ -152,25 +195,41 @@ def build(node: Mapping[str, Any], /, **injected: Any) -> Any:
         secret that is a reference to an environment variable becomes its value.
 
     Raises:
-        ConfigError: there is no `_target_`, it cannot be imported, or a variable of a secret is not set.
+        ConfigError: there is no `_target_`, it cannot be imported, no config may name it there, or a variable of a
+            secret is not set.
 
     Example:
-        >>> build({"_target_": "fractions.Fraction", "numerator": 3, "denominator": 6})
-        Fraction(1, 2)
+        >>> build({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}, "model")
+        Linear(in_features=3, out_features=2, bias=True)
     """
+    return _build(node, PLACES.get(place or "", ANY_KIND), (place,) if place else (), injected)
+
+
+def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], injected: Mapping[str, Any]) -> Any:
     if TARGET not in node:
-        raise ConfigError([Problem(key=TARGET, rule=f"is missing beside {', '.join(map(str, node)) or 'no keys'}.")])
-    target = resolve_target(node[TARGET])
+        rule = f"is missing beside {', '.join(map(str, node)) or 'no keys'}."
+        raise ConfigError([Problem(key=".".join((*path, TARGET)), rule=rule)])
+    try:
+        target = admitted(node, expected)
+    except ConfigError as error:
+        raise ConfigError([replace(item, key=".".join((*path, item.key))) for item in error.problems]) from error
     hints = {name: key.hint for name, key in signature_of(target).keys.items()}
-    given = with_variables(node, target)
-    arguments = {name: _as(_built(value), hints.get(name, Any)) for name, value in given.items() if name != TARGET}
+    arguments = {
+        name: _as(_built(value, (*path, str(name)), expected_by(hints.get(name, Any))), hints.get(name, Any))
+        for name, value in with_variables(node, target).items()
+        if name != TARGET
+    }
     return target(**arguments, **injected)
 
 
-def _built(value: Any) -> Any:
+def _built(value: Any, path: tuple[str, ...], expected: Expected) -> Any:
     if isinstance(value, Mapping):
-        return build(value) if TARGET in value else {key: _built(item) for key, item in value.items()}
-    return [_built(item) for item in value] if isinstance(value, list | tuple) else value
+        if TARGET in value:
+            return _build(value, expected, path, {})
+        return {key: _built(item, (*path, str(key)), expected) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_built(item, (*path, str(index)), expected) for index, item in enumerate(value)]
+    return value
 
 
 def _as(value: Any, hint: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
+from trainkit.config.allowed import ALLOWED_PACKAGES, allow_packages, name_problem, targets_in
 from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, build
 from trainkit.config.composition import ChoiceFile, Composition
 from trainkit.config.effects import without_effect, without_effect_here
@@ -21,10 +22,8 @@ from trainkit.config.targets import target_problems, unchecked_keys
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["ALLOWED_PACKAGES", "check", "check_names", "check_values"]
+__all__ = ["check", "check_names", "check_values"]
 
-ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
-"""Packages that a `_target_` may name without being asked for on the command line."""
 _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
 
@@ -45,7 +44,8 @@ def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...
     for phase in (check_names(composition, multirun=multirun), check_values(composition)):
         if phase:
             raise ConfigError(phase)
-    unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
+    with allow_packages(composition.packages):
+        unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
     taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
     return (*without_effect(composition, multirun=multirun)[1], *taken)
 
@@ -72,16 +72,17 @@ def check_values(composition: Composition) -> list[Problem]:
     """The second phase: imports every target and checks its keys and their values."""
     problems: list[Problem] = []
     neighbours = Neighbours(composition)
-    for path, node in _nodes(composition):
-        problems += target_problems(composition, path, node, neighbours)
-    problems = problems or [*_watched(composition), *without_effect_here(composition)]
-    return _once(composition.without_secrets(problems))
+    with allow_packages(composition.packages):
+        for path, node in _nodes(composition):
+            problems += target_problems(composition, path, node, neighbours)
+        problems = problems or [*_watched(composition), *without_effect_here(composition)]
+        return _once(composition.without_secrets(problems))
 
 
 def _watched(composition: Composition) -> Iterator[Problem]:
     """Whether `eval.metric` is a figure that the objective gives."""
     metric = composition.values["eval"]["metric"]
-    metrics = getattr(build(composition.values["objective"]), "metrics", None)
+    metrics = getattr(build(composition.values["objective"], "objective"), "metrics", None)
     if metric is None or not callable(metrics):
         return
     known = ["val/loss", *(f"val/{name}" for name in metrics())]
@@ -170,18 +171,12 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, neighbours: N
 
 
 def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Targets of packages that nobody allowed."""
+    """Targets that no config may name, by their text: of packages that are not allowed, for one."""
     allowed = (*ALLOWED_PACKAGES, *composition.packages)
-    for inner, value in leaves(node, path):
-        if inner[-1] != TARGET:
-            continue
-        if not isinstance(value, str) or "." not in value:
-            rule = "must name a class or function with its module, package.module.Name."
+    for inner, value in targets_in(node, path):
+        rule = name_problem(value, allowed)
+        if rule is not None:
             yield composition.problem(inner, rule, value=value)
-        elif value.split(".")[0] not in allowed:
-            package = value.split(".")[0]
-            rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
-            yield composition.problem(inner, f"{rule} To trust it: --allow-package {package}.", value=value)
 
 
 def _keys_of_shipped(

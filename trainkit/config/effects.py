@@ -177,7 +177,7 @@ def _processes(values: Mapping[str, Any]) -> int | None:
     """The processes that the strategy will start; None where it cannot say without more."""
     from trainkit.config.build import build  # noqa: PLC0415 - imports targets: second phase only
 
-    count = getattr(build(values["strategy"]), "num_processes", None)
+    count = getattr(build(values["strategy"], "strategy"), "num_processes", None)
     try:
         return int(count(_num_gpus())) if callable(count) else None
     except ConfigError:
@@ -191,7 +191,7 @@ def _started_elsewhere(values: Mapping[str, Any]) -> bool:
     if TARGET not in values["cluster"]:
         return False
     try:
-        cluster = build(values["cluster"])
+        cluster = build(values["cluster"], "cluster")
         return getattr(cluster, "starts_processes", False) or cluster.launch(os.environ) is not None
     except ConfigError:
         return False  # the run says what is wrong with it

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, Key, build, resolve_target, signature_of
+from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.composition import Composition
+from trainkit.config.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.neighbours import Neighbours
 from trainkit.config.origins import KeyPath, dotted
 from trainkit.config.secrets import dereferenced, is_reference
@@ -22,7 +23,11 @@ _CHEAP: Final = ("schedule", "strategy", "precision", "cluster", "objective", "c
 
 
 def target_problems(
-    composition: Composition, path: KeyPath, node: Mapping[str, Any], neighbours: Neighbours
+    composition: Composition,
+    path: KeyPath,
+    node: Mapping[str, Any],
+    neighbours: Neighbours,
+    expected: Expected | None = None,
 ) -> list[Problem]:
     """Everything wrong with a node by its class: keys unknown or missing, values of a wrong type.
 
@@ -31,20 +36,23 @@ def target_problems(
         path: where the node stands.
         node: the node, with `_target_`.
         neighbours: the other choices of its group.
+        expected: what a nested node has to be; None: what its group takes.
 
     Returns:
         Problems with their full keys.
     """
     try:
-        target = resolve_target(node[TARGET])
+        target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
     except ConfigError as error:
-        return [composition.problem((*path, TARGET), item.rule, value=item.value) for item in error.problems]
+        return [composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
     except Exception as error:  # noqa: BLE001 - whatever a user's module raises while it is imported
         rule = f"cannot be imported: {type(error).__name__}: {error}"
         return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
     problems = list(_against_signature(composition, path, node, target, neighbours))
+    hints = {name: key.hint for name, key in signature_of(target).keys.items()}
     for inner, value in _nested(node, path):
-        problems += target_problems(composition, inner, value, neighbours)
+        expected = expected_by(hints.get(inner[len(path)], Any))
+        problems += target_problems(composition, inner, value, neighbours, expected)
     if not problems and _judges_itself(path, target):
         problems += _built_problems(composition, path, node)
     return problems
@@ -135,11 +143,15 @@ def _name_of(composition: Composition, path: KeyPath, target: Any) -> str:
 def _nested(node: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
     """Nodes with a `_target_` inside a node, at any depth, the outermost only."""
     for name, value in node.items():
-        items = enumerate(value) if isinstance(value, list) else [(None, value)]
-        for index, item in items:
-            inner = (*path, name) if index is None else (*path, name, str(index))
-            if isinstance(item, Mapping):
-                yield from [(inner, item)] if TARGET in item else _nested(item, inner)
+        yield from _nodes_in(value, (*path, str(name)))
+
+
+def _nodes_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        yield from [(path, value)] if TARGET in value else _nested(value, path)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _nodes_in(item, (*path, str(index)))
 
 
 def _judges_itself(path: KeyPath, target: Any) -> bool:
@@ -150,7 +162,7 @@ def _judges_itself(path: KeyPath, target: Any) -> bool:
 def _built_problems(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
     """What the class says about its values when it is made."""
     try:
-        build(node)
+        build(node, path[0])
     except ConfigError as error:
         for item in error.problems:
             key = item.key if item.key.startswith(dotted(path)) else dotted((*path, item.key))

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trainkit.config.build import build, resolve_target
+from trainkit.config.kinds import PLACES
 from trainkit.errors import DataError
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
@@ -28,7 +29,7 @@ def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
         >>> splits_of({"_target_": "trainkit.data.digits.Digits"})
         ('train', 'val')
     """
-    target = resolve_target(node["_target_"])
+    target = resolve_target(node["_target_"], PLACES["data"])
     declared = getattr(target, "splits", None)
     if callable(declared):
         declared = declared({key: value for key, value in node.items() if key != "_target_"})
@@ -55,11 +56,11 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     """
     if (kept := _KEPT.get(_name_of(node))) is not None:
         return dict(kept)
-    takes_split = _takes_split(resolve_target(node["_target_"]))
+    takes_split = _takes_split(resolve_target(node["_target_"], PLACES["data"]))
     built = {}
     for split in splits_of(node):
         with Untouched(seed=key32(name_id(split))):  # what a constructor draws is the same on every rank
-            built[split] = build(node, split=split) if takes_split else build(node)
+            built[split] = build(node, "data", split=split) if takes_split else build(node, "data")
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
     return built

@@ -79,10 +79,10 @@ def build_parts(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Part
         DataError: a dataset is absent, damaged or empty.
     """
     return Parts(
-        strategy=build(cfg.strategy),
-        precision=build(cfg.precision),
-        schedule=build(cfg.schedule),
-        objective=build(cfg.objective),
+        strategy=build(cfg.strategy, "strategy"),
+        precision=build(cfg.precision, "precision"),
+        schedule=build(cfg.schedule, "schedule"),
+        objective=build(cfg.objective, "objective"),
         datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
         numerics=numerics_of(cfg),
     )
@@ -118,7 +118,7 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
         model = _deferred(cfg) if deferred else None
         if model is None:
             seed_host(cfg.seed)
-            model = build(cfg.model)
+            model = build(cfg.model, "model")
     if not isinstance(model, nn.Module):
         rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
         raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
@@ -135,7 +135,7 @@ def shaped_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
 def _deferred(cfg: RunConfig) -> nn.Module | None:
     torch.default_generator.manual_seed(cfg.seed)
     try:
-        return build_deferred(lambda: build(cfg.model))
+        return build_deferred(lambda: build(cfg.model, "model"))
     except TrainkitError:
         raise
     except Exception:  # noqa: BLE001 - a constructor that wants its numbers may fail in any way
@@ -144,7 +144,8 @@ def _deferred(cfg: RunConfig) -> nn.Module | None:
 
 def build_callbacks(cfg: RunConfig) -> list[Callback]:
     """What looks on at every run, around the callbacks and loggers that the config names, in its order."""
-    chosen = [build(node) for group in (cfg.callbacks, cfg.logger) for node in group.values()]
+    groups = {"callbacks": cfg.callbacks, "logger": cfg.logger}
+    chosen = [build(node, place) for place, nodes in groups.items() for node in nodes.values()]
     callbacks = [Opening(), MetricsFile(), *chosen, Closing()]
     return [one for one in callbacks if not (cfg.quiet and one.prints)]
 
@@ -171,7 +172,7 @@ def make_optimizer(
         settings: dict[str | None, dict[str, Any]] = {None: {}}
         settings.update({name: {k: v for k, v in group.items() if k != "match"} for name, group in groups.items()})
         filled = [{"params": members, **settings[name]} for name, members in chosen.items() if members]
-        optimizer: torch.optim.Optimizer = build(node, params=filled)
+        optimizer: torch.optim.Optimizer = build(node, "optimizer", params=filled)
         return optimizer
 
     return make

@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.allowed import package_environ
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted
 from trainkit.redaction import mask, redacted_argument
@@ -133,7 +134,7 @@ def _devices() -> dict[str, Any]:
 
 
 def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:
-    """The environment of a worker: its identity, and threads and network so that ranks do not fight or leave the host.
+    """The environment of a worker: its identity, the packages it may import targets from, threads and network.
 
     Example:
         >>> worker_environ({"OMP_NUM_THREADS": "3"}, Identity.solo())["OMP_NUM_THREADS"]
@@ -147,7 +148,7 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
         defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
     if sys.platform == "win32":
         del defaults["GLOO_SOCKET_IFNAME"]
-    return {**defaults, **environ, **identity.to_environ()}
+    return {**defaults, **environ, **package_environ(), **identity.to_environ()}
 
 
 def num_cores() -> int:

@@ -1,4 +1,4 @@
-"""An evaluator beside any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
+"""An evaluator beside any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]`.
 
 It scores the checkpoints that are there and those that come, until the run has a result, or nobody is at work in its
 folder any more. It may be stopped and started again: what is done is not done again. The run knows nothing of it, but
@@ -9,6 +9,7 @@ Exit codes: those of the exception (`trainkit.errors`); 130 and 143 where it was
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
+from trainkit.config.allowed import allow_packages
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
 from trainkit.errors import ConfigError, Problem, TrainkitError
@@ -35,27 +37,38 @@ def main(arguments: list[str]) -> int:
     """Evaluate a run; returns the exit code.
 
     Args:
-        arguments: the run folder, and the device if that is not the CPU.
+        arguments: the run folder, the device if that is not the CPU, and packages of the person's own that the run's
+            classes may come from, each after `--allow-package`.
     """
+    arguments, packages = _without_packages(arguments)
     if len(arguments) not in (1, 2):
-        print("usage: python -m trainkit.run.evaluator RUN [DEVICE]", file=sys.stderr)  # noqa: T201
+        print("usage: python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]", file=sys.stderr)  # noqa: T201
         return 2
     folder = RunFolder(Path(arguments[0]))
     task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
     with masked_output(), StopFlag() as stop:
         try:
-            evaluate_beside(
-                _plan_of(folder, task.device),
-                Identity(task=task, num_ranks=2),
-                folder,
-                requested=lambda: stop.requested,
-                on_phase=lambda _phase, _step: None,
-                has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
-            )
+            with allow_packages(packages):
+                evaluate_beside(
+                    _plan_of(folder, task.device),
+                    Identity(task=task, num_ranks=2),
+                    folder,
+                    requested=lambda: stop.requested,
+                    on_phase=lambda _phase, _step: None,
+                    has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
+                )
         except TrainkitError as error:
             print(error, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
             return error.exit_code
     return EXIT_CODES[stop.requested or "finished"]
+
+
+def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Take `--allow-package PKG` and `--allow-package=PKG` out of the arguments; returns the rest, and the packages."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--allow-package", action="append", default=[])
+    found, rest = parser.parse_known_args(arguments)
+    return rest, [name for text in found.allow_package for name in text.split(",")]
 
 
 def _plan_of(folder: RunFolder, device: str) -> RunPlan:

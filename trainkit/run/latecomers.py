@@ -52,7 +52,7 @@ def late_ranks(cfg: RunConfig, launch: Launch) -> frozenset[int]:
     Raises:
         ConfigError: the strategy cannot be built.
     """
-    strategy: Strategy = build(cfg.strategy)
+    strategy: Strategy = build(cfg.strategy, "strategy")
     return frozenset(task.rank for task in launch.tasks if task.is_evaluator or strategy.replaces(task))
 
 

@@ -11,9 +11,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from trainkit.config.build import TARGET, build
-from trainkit.config.check import ALLOWED_PACKAGES
-from trainkit.config.origins import leaves
+from trainkit.config.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
+from trainkit.config.build import build
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
 from trainkit.engine.checkpoint import Loaded, load, newest_valid
@@ -50,18 +49,19 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
         ConfigError: there is no model, or one of a package that nobody allowed.
         CheckpointError: the weights are damaged, or another model's.
     """
-    if (path / _CONFIG).is_file():
-        return _load_written(path, packages)
-    if (path / "resolved.yaml").is_file():
-        return load_run(path, checkpoint=checkpoint, packages=packages)
+    with allow_packages(packages):
+        if (path / _CONFIG).is_file():
+            return _load_written(path)
+        if (path / "resolved.yaml").is_file():
+            return load_run(path, checkpoint=checkpoint)
     rule = "holds no model: neither a run's resolved.yaml nor a model.yaml."
     raise ConfigError([Problem(key=str(path), rule=rule)])
 
 
-def load_run(folder: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
-    """The model of a run with the weights of one of its checkpoints; see `load_model`."""
+def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
+    """Return the model of a run with the weights of one of its checkpoints; its classes are of allowed packages."""
     cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
-    _refuse_foreign(cfg.model, packages)
+    _refuse_foreign(cfg.model)
     model = build_model(cfg).to(_precision(cfg).master_dtype)
     tensors = _checkpoint(folder, checkpoint).tensors
     own = {**_named("param", model.named_parameters()), **_named("buffer", _saved_buffers(model))}
@@ -73,7 +73,7 @@ def load_run(folder: Path, *, checkpoint: Which = "last", packages: Sequence[str
 
 
 def _precision(cfg: RunConfig) -> Precision:
-    precision: Precision = build(cfg.precision)
+    precision: Precision = build(cfg.precision, "precision")
     return precision
 
 
@@ -97,22 +97,20 @@ def _checkpoint(folder: Path, which: Which) -> Loaded:
     return found
 
 
-def _refuse_foreign(node: Mapping[str, Any], packages: Sequence[str]) -> None:
-    """A folder that somebody hands on may name any class; nothing is imported that is not allowed."""
-    allowed = (*ALLOWED_PACKAGES, *packages)
-    for path, value in leaves(node):
-        if path[-1] == TARGET and str(value).split(".")[0] not in allowed:
-            _refuse_package(str(value), allowed)
-        for item in value if isinstance(value, list) else ():
-            if isinstance(item, Mapping):
-                _refuse_foreign(item, packages)
-
-
-def _refuse_package(target: str, allowed: Sequence[str]) -> None:
-    package = target.split(".", maxsplit=1)[0]
-    rule = f"{package} is not among the packages that models may come from ({', '.join(allowed)}). To trust it: "
-    ways = f"load(..., packages=[{package!r}]), or --allow-package {package}."
-    raise ConfigError([Problem(key=f"model.{TARGET}", value=target, rule=rule + ways)])
+def _refuse_foreign(node: Mapping[str, Any]) -> None:
+    """Refuse a model whose classes no config may name; nothing of it is imported."""
+    allowed = allowed_packages()
+    problems = []
+    for path, target in targets_in(node, ("model",)):
+        rule = name_problem(target, allowed)
+        if rule is not None and root_of(str(target)) not in allowed:
+            package = root_of(str(target))
+            rule = f"{package} is not among the packages that models may come from ({', '.join(allowed)}). "
+            rule += f"To trust it: load(..., packages=[{package!r}]), or --allow-package {package}."
+        if rule is not None:
+            problems.append(Problem(key=".".join(path), value=target, rule=rule))
+    if problems:
+        raise ConfigError(problems)
 
 
 def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:
@@ -131,11 +129,11 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
     write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
 
 
-def _load_written(folder: Path, packages: Sequence[str]) -> nn.Module:
+def _load_written(folder: Path) -> nn.Module:
     told = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
-    _refuse_foreign(told["model"], packages)
+    _refuse_foreign(told["model"])
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"])
+        model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"], "model")
     file = TensorFile.verified(folder / _WEIGHTS, FileRecord(**told["weights"]))
     try:
         weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}

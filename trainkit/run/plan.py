@@ -151,7 +151,7 @@ def make_plan(
         ConfigError: what is wrong with this combination, all at once.
         DataError: a dataset is absent, damaged or empty.
     """
-    cluster = build(cfg.cluster) if cfg.cluster else None
+    cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
     engine = cluster if isinstance(cluster, Engine) else None
     gpus = _num_gpus(engine) if num_gpus is None else num_gpus
     parts = build_parts(cfg, splits)

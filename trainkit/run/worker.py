@@ -9,6 +9,8 @@ share. Rank 0 then hosts the store.
     TRAINKIT_RANK=0 python -m pdb -m trainkit.run.worker RUN/resolved.yaml
     TRAINKIT_RANK=1 python -m trainkit.run.worker RUN/resolved.yaml
 
+The run folder opens no package: where the run names classes of yours, add `TRAINKIT_ALLOW_PACKAGES=my_package`.
+
 Exit codes: those of the exception (`trainkit.errors`); 130 and 143 for a run that was stopped and can be resumed.
 """
 
@@ -24,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.allowed import allow_packages, packages_from
 from trainkit.config.secrets import in_environment, restored
 from trainkit.engine import failpoints
 from trainkit.redaction import masked_output
@@ -84,8 +87,9 @@ def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) 
     fence = Fence.handed(folder, os.environ)
     confirm = None if fence is None else fence.check
     cfg, launch = RunConfig.from_dict(values), launch_from(os.environ)
-    plan = None if launch is None else make_plan(cfg, launch=launch)
-    return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm)
+    with allow_packages(packages_from(os.environ)):
+        plan = None if launch is None else make_plan(cfg, launch=launch)
+        return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm)
 
 
 def _name_process(name: str) -> None:

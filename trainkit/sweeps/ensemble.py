@@ -87,13 +87,12 @@ def best_of(board: Leaderboard, count: int) -> list[Entry]:
     return ranked[:count]
 
 
-def combine(entries: Sequence[Entry], *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> Combined:
+def combine(entries: Sequence[Entry], *, checkpoint: Which = "last") -> Combined:
     """Load runs and make one model of them.
 
     Args:
         entries: best first.
         checkpoint: which of each run's.
-        packages: the user's own, that models may come from.
 
     Raises:
         ConfigError: runs that cannot be combined, each key that stands in the way.
@@ -104,7 +103,7 @@ def combine(entries: Sequence[Entry], *, checkpoint: Which = "last", packages: S
     if problems := _at_odds(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])
-    models = [load_run(entry.folder, checkpoint=checkpoint, packages=packages) for entry in entries]
+    models = [load_run(entry.folder, checkpoint=checkpoint) for entry in entries]
     members = tuple(
         Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides))
         for entry, model in zip(entries, models, strict=True)
@@ -146,7 +145,7 @@ def _at_odds(entries: Sequence[Entry], cfgs: Sequence[RunConfig]) -> list[Proble
 
 
 def _objective(cfg: RunConfig) -> Objective:
-    objective: Objective = build(cfg.objective)
+    objective: Objective = build(cfg.objective, "objective")
     if not isinstance(objective, Supervised):
         rule = "the model computes its loss itself, and there is nothing to average but that."
         raise ConfigError([Problem(key="objective", value=cfg.objective[TARGET].rpartition(".")[2], rule=rule)])
@@ -179,7 +178,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     """
     cfg = combined.cfg
     splits = folded(build_splits(cfg.data), cfg.cv)
-    precision: Precision = build(cfg.precision)
+    precision: Precision = build(cfg.precision, "precision")
     if combined.averaged is not None:
         _count_statistics(combined.averaged.model.to(devices[0]), splits["train"], cfg, devices[0])
     if precision.model_dtype is not precision.master_dtype:  # what is written keeps the masters
@@ -202,7 +201,7 @@ def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torc
 
 def _figures(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
     device = next(candidate.model.parameters()).device
-    precision: Precision = build(cfg.precision)
+    precision: Precision = build(cfg.precision, "precision")
     placed = Placed(
         model=candidate.model,
         device=device,
@@ -210,7 +209,7 @@ def _figures(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> 
         loss_scale=precision.loss_scale(),
         precision=precision,
     )
-    return evaluate(placed, build(cfg.objective), _batches(dataset, cfg, device), split=split)
+    return evaluate(placed, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split)
 
 
 def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:

@@ -182,7 +182,7 @@ class Launching:
         from trainkit.config.build import build  # noqa: PLC0415 - imports the target
 
         slots = self.sweep.slots
-        return int(build(cfg.strategy).num_slots(slots.count if slots.on_gpus else 0))
+        return int(build(cfg.strategy, "strategy").num_slots(slots.count if slots.on_gpus else 0))
 
     def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
         if not self.sweep.slots.on_gpus:
@@ -190,7 +190,7 @@ class Launching:
         from trainkit.config.build import build  # noqa: PLC0415 - imports the target
         from trainkit.strategies.base import Facts  # noqa: PLC0415 - imports torch
 
-        strategy = build(cfg.strategy)
+        strategy = build(cfg.strategy, "strategy")
         return numbering_problems(
             lambda num_gpus: strategy.problems(Facts(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
         )

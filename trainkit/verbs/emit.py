@@ -211,10 +211,14 @@ def _refuse_what_cannot_run(composition: Composition, engine: Engine, job: Job) 
     from trainkit.strategies.base import Facts  # noqa: PLC0415
 
     cfg = composition.cfg
-    strategy, numerics = build(cfg.strategy), numerics_of(cfg)
+    strategy, numerics = build(cfg.strategy, "strategy"), numerics_of(cfg)
+    precision = build(cfg.precision, "precision").value
     launch = job.launch(kind=engine.kind, takes_devices=engine.takes_devices)
     facts = Facts(
-        numerics=numerics, num_gpus=job.per_host if job.gpus else 0, precision=build(cfg.precision).value, launch=launch
+        numerics=numerics,
+        num_gpus=job.per_host if job.gpus else 0,
+        precision=precision,
+        launch=launch,
     )
     problems = [*_own_launch(composition), *strategy.problems(facts)]
     if not problems:

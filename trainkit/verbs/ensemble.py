@@ -37,7 +37,7 @@ def run(call: Call) -> int:
     from trainkit.sweeps.jobs import free_folder  # noqa: PLC0415 - for this only
 
     entries = best_of(board, 3 if count is None else count)
-    combined = combine(entries, checkpoint=checkpoint, packages=call.packages)
+    combined = combine(entries, checkpoint=checkpoint)
     scored = score(combined, devices=_devices())
     names = list(dict.fromkeys(name for _, figures in scored for name in figures))
     folder = free_folder(target)

@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from trainkit.config.allowed import refuse_packages
 from trainkit.config.compose.composing import Composing
 from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.space import Space, read_space
@@ -33,6 +34,7 @@ class Composer:
     def __init__(self, config_dirs: Sequence[str | Path] = (), packages: Sequence[str] = ()) -> None:
         self.config_dirs = tuple(Path(folder).expanduser().absolute() for folder in config_dirs)
         self.packages = tuple(packages)
+        refuse_packages(self.packages)
         for folder in self.config_dirs:
             if not folder.is_dir():
                 raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is no folder.", origin=COMMAND_LINE)])

@@ -26,6 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, HydraFiles, hydra_state
+from trainkit.config.compose.hydra_targets import refuse_hydra_targets
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.secrets import hidden_arguments, redacted
@@ -77,6 +78,7 @@ class Loader(ConfigLoaderImpl):
         self._composition = composition
         lines = [item.input_line or "" for item in parsed if item.is_hydra_override()]
         cfg = super().load_configuration(CONFIG, lines, run_mode, from_shell=False)
+        refuse_hydra_targets(cfg.hydra, self.composer.packages)
         task = [item for item in parsed if not item.is_hydra_override()]
         OmegaConf.set_struct(cfg, False)
         for key in [key for key in cfg if key != "hydra"]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
+from trainkit.config.allowed import package_environ
 from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainingError, TrainkitError
 from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
 from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
@@ -54,7 +55,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
             folder,
             kind=engine.name,
             store=store.address,
-            environ=environ,
+            environ={**environ, **package_environ()},
             cuda=cuda,
             hang_s=plan.cfg.supervisor.hang_timeout_s,
         )

@@ -1,0 +1,327 @@
+"""What a `_target_` may name: nothing of an attempt is run, and all that people use is built."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from tests.support.attempts import ATTEMPTS, filled, set_up
+from trainkit.cli import main
+from trainkit.config.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
+from trainkit.config.build import build, resolve_target
+from trainkit.config.check import check
+from trainkit.config.compose import compose
+from trainkit.config.kinds import PLACES
+from trainkit.errors import ConfigError
+
+OWN = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
+
+
+@pytest.fixture
+def canary(cwd, monkeypatch):
+    """The file that every attempt would write; its modules can be imported."""
+    monkeypatch.syspath_prepend(cwd)
+    yield set_up(cwd)
+    for name in [name for name in sys.modules if name.startswith(("evil_", "timm"))]:
+        del sys.modules[name]
+
+
+def problem(target, place=None):
+    with pytest.raises(ConfigError) as caught:
+        resolve_target(target, *([PLACES[place]] if place else []))
+    return str(caught.value.problems[0]).removeprefix(f"_target_={target}: ")
+
+
+@pytest.mark.parametrize("name", ATTEMPTS)
+def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary, name):
+    group, node = ATTEMPTS[name]
+    node = filled(node, Path.cwd())
+    for written in ("conf", "recipes"):  # a choice of a group, and a recipe
+        values = {group: {"evil": node} if group in ("callbacks", "logger") else node}
+        recipe = {"defaults": ["_self_"], **values} if written == "recipes" else values
+        file = Path(written, "recipe" if written == "recipes" else group, "evil.yaml")
+        file.parent.mkdir(parents=True)
+        file.write_text("# @package _global_\n" + yaml.safe_dump(recipe))
+    choice = f"{group}=[evil]" if group in ("callbacks", "logger") else f"{group}=evil"
+    for folder, arguments in (("conf", ["recipe=null", choice]), ("recipes", ["recipe=evil"])):
+        with pytest.raises(ConfigError):
+            check(compose(arguments, config_dirs=[folder]))
+    if "groups" not in node:  # a parameter group is given to the optimizer as it is
+        with pytest.raises(ConfigError):
+            build(node, group)
+    assert not canary.exists()
+
+
+def test_there_are_thirty_attempts_and_more():
+    assert len(ATTEMPTS) >= 30
+
+
+@pytest.mark.parametrize(
+    ("target", "place", "rule"),
+    [
+        (
+            "torch.os.system",
+            None,
+            f"of torch, targets may come from torch.nn, torch.optim and torch.utils.data only. {OWN}",
+        ),
+        (
+            "trainkit.run.environment.subprocess.getoutput",
+            None,
+            "subprocess is the module subprocess, which trainkit.run.environment imports for itself.",
+        ),
+        ("trainkit.cli.main", None, f"is a function; of trainkit a config may name classes only. {OWN}"),
+        ("trainkit.run.runner._evaluate", None, f"_evaluate is private to trainkit. {OWN}"),
+        ("trainkit.engine.journal.Journal", None, f"is of no kind that a config may name. {OWN}"),
+        ("trainkit.models.mlp.Tensor", None, "is defined in torch, not in trainkit. Name it where it is defined."),
+        ("torch.optim.SGD", "model", "is no torch.nn.Module, which model needs."),
+        (
+            "torch.utils.data.datapipes.iter.FileOpener",
+            "data",
+            f"is defined in torch.utils.data.datapipes.iter.fileopener, which no config may name. {OWN}",
+        ),
+        (
+            "transformers.is_torch_available",
+            None,
+            (
+                "is a function; of transformers a config may name classes and from_config and from_pretrained of its "
+                f"models, configs and tokenizers only. {OWN}"
+            ),
+        ),
+    ],
+)
+def test_a_refusal_says_the_rule_and_the_remedy(target, place, rule):
+    assert problem(target, place) == rule
+
+
+def test_a_nested_class_fits_the_annotation_of_its_key():
+    linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
+    node = {"_target_": "trainkit.models.ensemble.Ensemble", "members": [linear]}
+    assert isinstance(build(node, "model").members[0], nn.Linear)
+    with pytest.raises(ConfigError, match=r"model\.members\.0\._target_=torch\.optim\.SGD: is no Module"):
+        build({**node, "members": [{"_target_": "torch.optim.SGD"}]}, "model")
+
+
+def test_models_and_configs_of_transformers_are_built():
+    config = {"_target_": "transformers.GPT2Config", "n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 9}
+    for node in (
+        {"_target_": "transformers.GPT2LMHeadModel", "config": config},
+        {"_target_": "transformers.AutoModelForCausalLM.from_config", "config": config},
+    ):
+        assert build(node, "model").lm_head.out_features == 9
+    with pytest.raises(ConfigError, match="Module, which model needs"):
+        build(config, "model")
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({"trust_remote_code": True}, f"model.trust_remote_code=true: runs code that is downloaded. {OWN}"),
+        ({"trust_remote_code": "yes"}, f"model.trust_remote_code=yes: runs code that is downloaded. {OWN}"),
+        (
+            {"attn_implementation": "evil/kernel"},
+            f"model.attn_implementation=evil/kernel: a name with / is a kernel that is downloaded and run. {OWN}",
+        ),
+    ],
+)
+def test_what_transformers_would_download_and_run_is_refused(more, text):
+    with pytest.raises(ConfigError) as caught:
+        build(
+            {"_target_": "transformers.AutoModel.from_pretrained", "pretrained_model_name_or_path": "x", **more},
+            "model",
+        )
+    assert str(caught.value.problems[0]) == text
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """Packages of the six that need not be installed, each with what a config names of it."""
+
+    def resnet18(**_: object) -> nn.Module:
+        return nn.Identity()
+
+    def create_model(model_name: str, **_: object) -> nn.Module:
+        return nn.Identity()
+
+    models = types.ModuleType("torchvision.models")
+    resnet18.__module__, create_model.__module__ = "torchvision.models.resnet", "timm.models._factory"
+    models.resnet18, models.get_model = resnet18, create_model
+    models.list_models = lambda: ["resnet18"]
+    models.get_model_builder = {"resnet18": resnet18}.__getitem__
+    timm, torchvision = types.ModuleType("timm"), types.ModuleType("torchvision")
+    timm.create_model = create_model
+    for name, module in (("timm", timm), ("torchvision", torchvision), ("torchvision.models", models)):
+        monkeypatch.setitem(sys.modules, name, module)
+    torchvision.models = models
+
+
+def test_builders_of_torchvision_and_timm_are_called(fake):
+    assert isinstance(build({"_target_": "torchvision.models.resnet18"}, "model"), nn.Identity)
+    assert isinstance(build({"_target_": "timm.create_model", "model_name": "resnet18"}, "model"), nn.Identity)
+
+
+@pytest.mark.parametrize(
+    ("more", "rule"),
+    [
+        (
+            {"model_name": "hf_hub:evil/net"},
+            (
+                "model.model_name=hf_hub:evil/net: must be a name of timm.list_models(): what a hub or a folder holds "
+                "may be anybody's."
+            ),
+        ),
+        (
+            {"model_name": "resnet18", "checkpoint_path": "evil.pt"},
+            (
+                "model.checkpoint_path=evil.pt: timm unpickles the file that it names, which runs whatever that holds. "
+                "Use init_from."
+            ),
+        ),
+    ],
+)
+def test_timm_is_given_names_of_its_own_alone(fake, more, rule):
+    with pytest.raises(ConfigError) as caught:
+        build({"_target_": "timm.create_model", **more}, "model")
+    assert str(caught.value.problems[0]) == rule
+
+
+def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary):
+    assert (
+        problem("timm.create_model") == "timm is not installed, and the folder timm here is not imported in its place."
+    )
+    assert not canary.exists()
+
+
+PACKAGE = """
+import os, subprocess
+from functools import partial
+import torch
+from torch.nn import Linear
+def make(): return torch.nn.Identity()
+class Net(torch.nn.Module):
+    @classmethod
+    def small(cls): return cls()
+bound = partial(make)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A package of the person's own, allowed."""
+    (tmp_path / "test_allowed_own.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    with allow_packages(["test_allowed_own"]):
+        yield "test_allowed_own"
+
+
+def test_an_allowed_package_gives_what_it_defines(own):
+    for name in ("make", "Net", "Net.small"):
+        assert isinstance(build({"_target_": f"{own}.{name}"}, "model"), nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("os.system", "os is the module os, which {0} imports for itself."),
+        ("Linear", "is defined in torch.nn.modules.linear, not in {0}. Name it where it is defined."),
+        ("partial", "is defined in functools, not in {0}. Name it where it is defined."),
+        ("bound", "is defined in functools, not in {0}. Name it where it is defined."),
+        ("Net.__subclasses__", "is defined in no module, not in {0}. Name it where it is defined."),
+    ],
+)
+def test_an_allowed_package_gives_nothing_else(own, name, rule):
+    assert problem(f"{own}.{name}") == rule.format(own)
+
+
+def test_packages_are_allowed_while_a_block_is_open_and_not_longer():
+    before = allowed_packages()
+    with allow_packages(["fractions"]), allow_packages(["fractions"]):
+        pass
+    assert allowed_packages() == before
+    assert allowed_packages()[: len(ALLOWED_PACKAGES)] == ALLOWED_PACKAGES
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("absent_package", "there is no such package. Install it, or start trainkit in the folder that holds it."),
+        ("my.models", "must be the first word of the module's name alone: --allow-package my."),
+        ("my-models", "must be the name of a package: letters, digits and _ only."),
+        (
+            "torch",
+            (
+                "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use a function of "
+                "it, call it in a class or function of your own, and allow the package of that."
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("verb", ["train", "ls", "resume", "ensemble", "diff", "top", "plan"])
+def test_a_package_that_cannot_be_allowed_is_refused_by_every_verb(cwd, capsys, verb, name, rule):
+    assert main([verb, "--allow-package", name]) == 2
+    assert f"  --allow-package {name}: {rule}\n" in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        compose([], packages=[name])
+
+
+HYDRA = [
+    ("callbacks", {"_target_": "os.system", "command": "touch canary"}, "os is not among the packages that Hydra's"),
+    ("callbacks", {"_target_": "torch.os.system", "command": "touch canary"}, "torch is not among the packages"),
+    ("callbacks", {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}, "is no callback of Hydra's."),
+    ("callbacks", {"_target_": "hydra.utils.call", "config": {}}, "hydra is not among the packages"),
+    (
+        "callbacks",
+        {"_target_": "hydra.experimental.callbacks.LogJobReturnCallback", "x": [{"_target_": "os.system"}]},
+        "os is not among the packages",
+    ),
+    ("callbacks", "${oc.decode:'{_target_: os.system}'}", "must be written out"),
+    ("callbacks", "${model}", "must be a mapping with _target_."),
+    ("job_logging.handlers", {"()": "os.system", "command": "touch canary"}, "os is not among the packages"),
+    ("job_logging.handlers", {"class": "logging.os.system", "command": "touch canary"}, "os is the module os"),
+    ("job_logging.handlers", {"class": "logging.getLogger"}, "is no handler, formatter or filter of Python's logging."),
+    (
+        "job_logging.handlers",
+        {"class": "logging.StreamHandler", "stream": "ext://evil_module.x"},
+        "evil_module is not among the packages",
+    ),
+    ("job_logging.handlers", {"class": "${oc.env:HOME}"}, "must be written out"),
+]
+
+
+@pytest.mark.parametrize(("place", "node", "words"), HYDRA)
+def test_hydras_own_node_names_its_plugins_alone(canary, write_conf, capsys, place, node, words):
+    values = {"evil": node}
+    for name in reversed(["hydra", *place.split(".")]):
+        values = {name: values}
+    folder = write_conf({"recipe/evil.yaml": "# @package _global_\n" + yaml.safe_dump(values)})
+    assert main(["--config-dir", str(folder), "recipe=evil", "steps=1"]) == 2
+    assert words in capsys.readouterr().err
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("group", ["launcher", "sweeper"])
+def test_a_launcher_and_a_sweeper_hold_no_node_that_runs_code(canary, capsys, group):
+    argument = f"+hydra.{group}.a={{_target_:os.system,command:'touch canary'}}"
+    assert main(["-m", "recipe=null", "steps=1", "seed=1,2", argument]) == 2
+    assert f"hydra.{group}.a._target_=os.system: os is not among the packages" in capsys.readouterr().err
+    assert not canary.exists()
+
+
+def test_a_refused_name_costs_no_import_of_torch(tmp_path):
+    code = (
+        "import sys; from trainkit.cli import main; code = main(['model._target_=torch.os.system']); "
+        "sys.exit(code if 'torch' not in sys.modules else 9)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 2
+
+
+def test_a_sampler_and_a_dataset_of_torch_are_of_their_kinds():
+    for name in ("TensorDataset", "Subset", "RandomSampler"):
+        assert resolve_target(f"torch.utils.data.{name}") is getattr(torch.utils.data, name)
