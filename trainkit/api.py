@@ -109,7 +109,7 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
         packages: your own packages that the model's classes may come from.
 
     Raises:
-        ConfigError: there is no model, or one of a package that nobody allowed.
+        ConfigError: there is no model, or its classes are none that a config may name.
         CheckpointError: the weights are damaged, or another model's.
 
     Example:

@@ -31,7 +31,7 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
     "version": Flag(help="show the version"),
     "multirun": Flag(help="train: run every combination of comma lists, a=1,2 b=x,y"),
     "config-dir": Flag(help="a folder of your own YAMLs, GROUP/CHOICE.yaml; it comes first", value="DIR"),
-    "allow-package": Flag(help="let _target_ name classes of this package", value="PKG"),
+    "allow-package": Flag(help="trust this package: _target_ may name its classes and functions", value="PKG"),
     "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
     "shell-completion": Flag(help='install it: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
 }

@@ -1,0 +1,192 @@
+"""Nothing that a run folder, a sweep's folder or an argument names is run by any verb or entry, or from Python."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import trainkit
+from tests.support.attempts import ATTEMPTS, filled, set_up
+from trainkit.cli import main
+from trainkit.config.schema import load_resolved
+from trainkit.errors import ConfigError, TrainkitError
+from trainkit.run import evaluator
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = ("recipe=null", "steps=1", "callbacks=[]", "logger=[]", "quiet=true", "model.hidden=[8]")
+NAMES = ("a module of torch's imports", "os.system as data", "a list of nodes", "a callback", "a metric", "a precision")
+"""One attempt of each way into a config; tests/config/test_allowed_targets.py makes all of them."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Two finished runs in a folder."""
+    root = tmp_path_factory.mktemp("runs")
+    for seed in (0, 1):
+        run = trainkit.compose([*RUN, f"seed={seed}"])
+        trainkit.train(run, run_dir=root / str(seed))
+    return root
+
+
+@pytest.fixture
+def edited(runs, cwd):
+    """Copies of the runs, and a way to put an attempt into the config of both; returns the canary."""
+    canary = set_up(cwd)
+    shutil.copytree(runs, cwd / "runs")
+
+    def edit(name: str) -> Path:
+        group, node = ATTEMPTS[name]
+        node = {"evil": node} if group in ("callbacks", "logger") else node
+        for file in [*Path("runs").glob("*/resolved.yaml"), *Path("runs").glob("*/.hydra/config.yaml")]:
+            values = yaml.safe_load(file.read_text())
+            file.write_text(yaml.safe_dump({**values, group: filled(node, cwd)}))
+        return canary
+
+    return edit
+
+
+ENTRIES = {
+    "resume": lambda: main(["resume", "runs/0"]),
+    "resume=": lambda: main([*RUN, "resume=runs/0"]),
+    "top --then": lambda: main(["top", "runs", "--then"]),
+    "top --then, in two processes": lambda: main(["top", "runs", "--then", "strategy=mirrored", "strategy.replicas=2"]),
+    "ensemble": lambda: main(["ensemble", "runs", "--k", "2"]),
+    "evaluator": lambda: evaluator.main(["runs/0"]),
+    "trainkit.load": lambda: trainkit.load("runs/0"),
+    "trainkit.train": lambda: trainkit.train(load_resolved("runs/0/resolved.yaml"), run_dir="new"),
+}
+UNBUILT = {
+    ("resume=", name)
+    for name in NAMES  # the command line says all of the config, and the run only its step
+} | {
+    ("ensemble", "a callback"),
+    ("evaluator", "a callback"),
+    *(("trainkit.load", name) for name in ("os.system as data", "a callback", "a metric")),
+}
+"""What an entry does not build of the run that it reads, so that it may end well."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_edited_run_folder_runs_nothing(edited, entry, name):
+    canary = edited(name)
+    try:
+        code = ENTRIES[entry]()
+    except ConfigError as error:
+        code = error.exit_code
+    assert code == 2 or (entry, name) in UNBUILT
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_verbs_that_only_read_import_nothing_of_a_run(edited, name, capsys):
+    canary = edited(name)
+    for line in (["diff", "runs/0", "runs/1"], ["top", "runs"], ["ls"]):
+        main(line)
+    assert not canary.exists()
+
+
+def test_a_module_beside_a_run_folder_is_not_imported_for_it(edited, monkeypatch, cwd):
+    monkeypatch.syspath_prepend(cwd)
+    canary = edited("a module that is imported")
+    for entry in ENTRIES.values():
+        with contextlib.suppress(ConfigError):
+            entry()
+    main(["diff", "runs/0", "runs/1"])
+    assert not canary.exists()
+    assert "evil_module" not in sys.modules
+
+
+def worker(run):
+    command = [sys.executable, "-m", "trainkit.run.worker", str(run / "resolved.yaml")]
+    known = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
+    environ = {**known, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())])}
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd):
+    canary = edited("a module that is imported")
+    done = worker(cwd / "runs/0")
+    assert done.returncode == 2
+    assert "model._target_=evil_module.inner.Net: evil_module is not among the packages" in done.stderr
+    assert not canary.exists()
+
+
+def test_an_ensemble_that_was_written_runs_nothing(runs, cwd):
+    canary = set_up(cwd)
+    shutil.copytree(runs, cwd / "runs")
+    assert main(["ensemble", "runs", "--k", "2"]) == 0
+    file = Path("runs/ensemble/model.yaml")
+    content = yaml.safe_load(file.read_text())
+    for name in ("a module of torch's imports", "a list of nodes", "os.system"):
+        file.write_text(yaml.safe_dump({**content, "model": filled(ATTEMPTS[name][1], cwd)}))
+        with pytest.raises(ConfigError):
+            trainkit.load("runs/ensemble")
+    assert not canary.exists()
+
+
+def test_what_a_checkpoint_names_is_not_built(runs, cwd, capsys):
+    canary = set_up(cwd)
+    shutil.copytree(runs, cwd / "runs")
+    (manifest,) = Path("runs/0/checkpoints").glob("*/manifest.json")
+    content = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**content, "model": filled(ATTEMPTS["os.system"][1], cwd)}))
+    main(["resume", "runs/0"])
+    with contextlib.suppress(TrainkitError):
+        trainkit.load("runs/0")
+    assert not canary.exists()
+
+
+ARGUMENTS = {
+    "train": [],
+    "plan": ["plan"],
+    "prove": ["prove", "strategy=mirrored"],
+    "explain": ["explain", "model.command"],
+    "emit": ["emit", "slurm", "--shared", "here"],
+    "sweep": ["-m", "seed=1,2"],
+    "random sweep": ["-m", "hydra/sweeper=random", "sweep.trials=2", "optimizer.lr=interval(0.1,0.2)"],
+    "folds": ["cv.folds=2"],
+    "resume": ["resume", "runs/0"],
+    "top": ["top", "runs", "--then"],
+}
+
+
+@pytest.mark.parametrize("verb", ARGUMENTS)
+def test_an_argument_runs_nothing(edited, verb):
+    canary = edited("a module of torch's imports")
+    recipe = [] if verb in ("resume", "top") else ["recipe=null"]
+    for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.environment.subprocess.getoutput"):
+        line = [*ARGUMENTS[verb], *recipe, f"model._target_={target}", "+model.command=touch canary"]
+        assert main([*line, "+model.cmd=touch canary"]) == 2
+    assert not canary.exists()
+
+
+def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited, cwd):
+    canary = edited("os.system as data")
+    command = ["touch", str(canary)]
+    jobs = [{"job": "0", "overrides": ["data._target_=os.system"], "command": command, "exit_code": 1}]
+    Path("runs/sweep.json").write_text(json.dumps({"command": command, "jobs": jobs}))
+    line = ["-m", *RUN, "seed=0,1", "sweep.resume=runs", "data._target_=os.system", f"+data.command=touch {canary}"]
+    assert main(line) == 2
+    assert not canary.exists()
+
+
+def test_a_class_of_ones_own_is_trained_resumed_and_evaluated_in_every_process(cwd, monkeypatch):
+    Path("test_own_mlp.py").write_text("from trainkit.models.mlp import Mlp\nclass Own(Mlp): pass\n")
+    monkeypatch.syspath_prepend(cwd)
+    monkeypatch.setenv("PYTHONPATH", str(cwd))
+    own, two = ["--allow-package", "test_own_mlp"], ["strategy=mirrored", "strategy.replicas=2"]
+    model = ["model._target_=test_own_mlp.Own", "checkpoint.keep_last=1"]
+    assert main([*own, *RUN, *model, *two, "steps=2", "stop_at_step=1", "hydra.run.dir=run"]) == 0
+    assert main([*own, "resume", "run"]) == 0
+    assert evaluator.main(["run", "--allow-package", "test_own_mlp"]) == 0
+    assert (main(["resume", "run"]), evaluator.main(["run"])) == (2, 2)
+    assert type(trainkit.load("run", packages=["test_own_mlp"])).__name__ == "Own"
