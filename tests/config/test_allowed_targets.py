@@ -139,6 +139,12 @@ def test_what_transformers_would_download_and_run_is_refused(more, text):
     assert str(caught.value.problems[0]) == text
 
 
+def test_a_config_inside_a_config_is_held_to_the_same_rule():
+    node = {"_target_": "transformers.GPT2Config", "parts": [{"_attn_implementation_internal": "evil/kernel"}]}
+    with pytest.raises(ConfigError, match=r"parts\.0\._attn_implementation_internal=evil/kernel: a name with /"):
+        build(node)
+
+
 @pytest.fixture
 def fake(monkeypatch):
     """Packages of the six that need not be installed, each with what a config names of it."""
@@ -291,6 +297,7 @@ HYDRA = [
         "evil_module is not among the packages",
     ),
     ("job_logging.handlers", {"class": "${oc.env:HOME}"}, "must be written out"),
+    ("job_logging.handlers", "${objective.extra_metrics}", "must be written out"),
 ]
 
 

@@ -222,15 +222,16 @@ def _of_timm(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
             yield key, node[key], rule
 
 
-def _of_transformers(node: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
     for name, value in node.items():
         key = f"{path}{name}"
         if name in ("trust_remote_code", "use_kernels") and value is not False and value is not None:
             yield key, value, f"runs code that is downloaded. {OWN_CODE}"
-        if str(name).endswith("_implementation") and isinstance(value, str) and "/" in value:
+        if "_implementation" in str(name) and isinstance(value, str) and "/" in value:
             yield key, value, f"a name with / is a kernel that is downloaded and run. {OWN_CODE}"
-        if isinstance(value, Mapping):
-            yield from _of_transformers(value, f"{key}.")
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inner, Mapping):
+            yield from _of_transformers(inner, f"{key}.")
 
 
 def expected_by(hint: Any) -> Expected:

@@ -67,6 +67,8 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
     names_code = is_called or text.startswith("ext://")
     if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
         return "must be written out: what it stands for is only known once it would be called."
+    if path[0].endswith("_logging") and text.startswith("${") and text.endswith("}"):
+        return "must be written out: it may stand for a handler, which would be called."
     if path[0] == "callbacks" and len(path) < 3 and "${" in text:
         return f"must be a mapping with {TARGET}."
     if text.startswith("ext://") and text not in _STREAMS:
