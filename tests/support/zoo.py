@@ -353,13 +353,18 @@ class _Body(nn.Module):
         return hidden
 
 
-class DrawingBody(nn.Sequential):
+class DrawingBody(nn.Module):
     """A body that draws in its own code around its layers, and a head; the body is one child, as in GPT-2."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = _Body(), nn.Linear(7, CLASSES)
         fill(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(samples, features) -> (samples, classes)."""
+        scores: Tensor = self.head(self.body(inputs))
+        return scores
 
 
 def drawing_body() -> nn.Module:
