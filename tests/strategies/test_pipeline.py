@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainkit.errors import TrainingError
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
@@ -19,6 +20,7 @@ from trainkit.objectives.own_loss import OwnLoss
 from trainkit.strategies.base import Facts, Numerics
 from trainkit.strategies.pipeline import Pipeline
 from trainkit.strategies.pipeline.cutting import blocks_to_cut
+from trainkit.strategies.pipeline.program import Shape
 from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
 from trainkit.strategies.pipeline.tracing import trace
 
@@ -269,6 +271,16 @@ def test_a_model_that_looks_at_its_numbers_cannot_be_cut() -> None:
     (said,) = refusals(Pipeline(map="auto"), Numbers().to("meta"), (torch.zeros(4), 0))
     assert said.startswith("model: cannot be cut into stages: ")
     assert said.endswith(". Use strategy=fsdp.")
+
+
+def test_a_tensor_of_another_shape_than_the_trace_says_is_not_sent() -> None:
+    said = (
+        "a stage has computed (3, 4) torch.float32 where its trace says (2, 4) torch.float32: a block does "
+        "something else than when it was traced. Use strategy=mirrored."
+    )
+    with pytest.raises(TrainingError, match="a stage has computed") as caught:
+        Shape((2, 4), torch.float32).check(torch.zeros(3, 4))
+    assert str(caught.value) == said
 
 
 def test_a_stage_that_begins_by_writing_into_what_it_receives_gets_a_copy() -> None:

@@ -58,6 +58,13 @@ class Contents:
         """Return the name and the class of each attribute or container that holds something else than before."""
         return list(dict.fromkeys(found for place in self._places for found in _differences(*place)))
 
+    def changed_class(self) -> str | None:
+        """Return the class of the first object or container that holds something else; None where none does."""
+        return next(
+            (class_name(holder) for path, holder, before in self._places if any(_differences(path, holder, before))),
+            None,
+        )
+
     def restore(self) -> None:
         """Put back what each attribute and container held."""
         for _, holder, before in self._places:

@@ -18,6 +18,7 @@ from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Training, Weighing
+from trainkit.strategies.contents import Contents
 from trainkit.strategies.exchanged import in_all_places, settle_exchange
 from trainkit.strategies.layouts import dense_strides, layout_mark
 from trainkit.strategies.packing import Packing
@@ -212,10 +213,12 @@ class StepWork:
         dims = [0] * len(names)
         changed = [0.0] * len(buffers.names)
         if self.ticket.shards and (exchanges or buffers.names):
+            attributes = Contents(replica.model.named_modules())
             with buffers.watch() as changed:
                 loss = self._forward(self.ticket.shards[0], self.batches[0])
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
             buffers.reset()
+            attributes.restore()  # a count that the model keeps does not see this pass
             if exchanges:
                 grads = [param.grad for param in replica.params.values()]
                 flags = [int(grad is not None) for grad in grads]

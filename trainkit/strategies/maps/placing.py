@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import Part
+from trainkit.strategies.contents import Contents
+from trainkit.strategies.given import refuse_changes
 from trainkit.strategies.maps.syntax import collapsed
 from trainkit.strategies.maps.units import Unit
 
@@ -56,7 +58,9 @@ class Layout:
         if self.routed:
             for unit, device in self._placed():
                 for module in unit.entries:
-                    module.register_forward_pre_hook(bring_inputs(device), with_kwargs=True)
+                    moved: list[Contents] = []
+                    module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
+                    module.register_forward_hook(_check_given(unit.name, moved))
             model.register_forward_hook(bring_outputs(self.device))
         return model
 
@@ -93,11 +97,31 @@ def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
             owner._buffers[leaf] = buffer.to(device)  # noqa: SLF001
 
 
-def bring_inputs(device: torch.device) -> Callable[..., Any]:
-    """A forward pre-hook that moves every tensor among the arguments, however deep in tuples and dicts."""
+def bring_inputs(device: torch.device, moved: list[Contents] | None = None) -> Callable[..., Any]:
+    """A forward pre-hook that moves every tensor among the arguments, however deep in tuples and dicts.
+
+    Args:
+        device: where they must be.
+        moved: takes what the arguments of a call hold that were made anew because a tensor among them had to move.
+    """
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return tree_map(lambda value: _brought(value, device), (args, kwargs))
+        leaves = tree_flatten((args, kwargs))[0]
+        if all(_brought(leaf, device) is leaf for leaf in leaves):
+            return None  # the containers are those of the caller
+        brought = tree_map(lambda value: _brought(value, device), (args, kwargs))
+        if moved is not None:
+            moved[:] = [Contents([("", brought)])]
+        return brought
+
+    return hook
+
+
+def _check_given(block: str, moved: list[Contents]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+        for given in moved:
+            refuse_changes(given, block, "and a device map gives it copies of lists and dicts on its device")
+        moved.clear()
 
     return hook
 

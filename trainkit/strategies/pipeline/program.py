@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from trainkit.errors import TrainingError
+
 __all__ = ["Call", "Held", "Modes", "Program", "Shape", "Stretch", "Value"]
 
 
@@ -37,6 +39,18 @@ class Shape:
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this shape; on the meta device it takes no memory."""
         return torch.empty(self.size, dtype=self.dtype, device=device)
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor of another shape: the stage that waits for it would wait for ever.
+
+        Raises:
+            TrainingError: it has another one.
+        """
+        if tuple(tensor.shape) != self.size or tensor.dtype != self.dtype:
+            raise TrainingError(
+                f"a stage has computed {tuple(tensor.shape)} {tensor.dtype} where its trace says {self.size} "
+                f"{self.dtype}: a block does something else than when it was traced. Use strategy=mirrored."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -94,7 +94,9 @@ class PipelineReplica(Replica, Surroundings):
             if problems:
                 raise TrainingError("; ".join(map(str, problems)))
             stretches = program.cut(self.cut.stage_of, self.cut.num_stages)
-            segments = {stage: Segment(self.blocks[stage], stretches[stage]) for stage in self.stages_here}
+            segments = {
+                stage: Segment(self.blocks[stage], stretches[stage], program.shapes) for stage in self.stages_here
+            }
             self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
         return self.traced[key]
 

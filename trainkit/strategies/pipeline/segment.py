@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.strategies.pipeline.program import Held, Stretch, Value
+from trainkit.strategies.pipeline.program import Held, Shape, Stretch, Value
 
 __all__ = ["Blocks", "Segment", "filled"]
 
@@ -44,11 +44,12 @@ class Segment(nn.Module):
     Args:
         blocks: what it calls.
         stretch: what it does.
+        shapes: of the values that it sends; the next stage waits for tensors of these.
     """
 
-    def __init__(self, blocks: Blocks, stretch: Stretch) -> None:
+    def __init__(self, blocks: Blocks, stretch: Stretch, shapes: Mapping[int, Shape]) -> None:
         super().__init__()
-        self.blocks, self.stretch = blocks, stretch
+        self.blocks, self.stretch, self.shapes = blocks, stretch, shapes
         self.inputs: Sequence[Tensor] = ()
         """The model's own inputs of the microbatch to come: on any stage, its code may use them."""
 
@@ -66,6 +67,8 @@ class Segment(nn.Module):
             with nullcontext() if call.modes is None else call.modes.entered():
                 made = run(*args, **kwargs)
             tree_map(_keeper(values), call.outputs, made)
+        for number in self.stretch.sent:
+            self.shapes[number].check(values[number])
         # What is sent is received as a tensor without gaps.
         return tuple(values[number].contiguous() for number in self.stretch.sent)
 

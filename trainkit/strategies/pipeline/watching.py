@@ -57,7 +57,8 @@ class PythonState:
     def after_block(self, name: str) -> None:
         """Refuse what a block has changed that others see."""
         assert self._given is not None
-        for _, kind in self._given.changed():
+        kind = self._given.changed_class()
+        if kind is not None:
             raise CannotCut(
                 f"the block {name} changes the {kind} that it is given, which a pipeline makes anew for every block",
                 remedy=f"Return what it adds, {_ELSEWHERE}",

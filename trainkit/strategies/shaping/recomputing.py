@@ -14,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from trainkit.numerics.drawing import Drawing, Draws
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import keys_of
+from trainkit.strategies.contents import Contents
+from trainkit.strategies.given import refuse_changes
 
 __all__ = ["Recomputed"]
 
@@ -32,21 +34,29 @@ class Recomputed:
         self.module, self.inner = module, module.forward
         self._draws = Drawing.of(module).most
         self._updated: list[tuple[nn.Module, str]] | None = None
+        self._counts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module makes of its inputs."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         before = self._buffers()
+        given = Contents([("", (args, kwargs))]) if self._updated is None else None
+        attributes = [Contents(self.module.named_modules())] if self._counts else []
         outputs = checkpoint(
             self.inner,
             *args,
             use_reentrant=False,
             preserve_rng_state=self._draws is not Draws.nothing,
-            context_fn=self._contexts(before),
+            context_fn=self._contexts(before, attributes),
             **kwargs,
         )
-        if self._updated is None:
+        if given is not None:
+            because = "and activation_checkpointing computes the block twice"
+            refuse_changes(given, f"of the class {type(self.module).__name__}", because)
+            self._counts = bool(attributes[0].changed())
+            if not self._counts:
+                attributes.clear()
             self._updated = _moved(self.module, before)
             # the entries that the recomputation shall not carry
             kept = {(id(owner), name) for owner, name in self._updated}
@@ -60,9 +70,9 @@ class Recomputed:
         return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
 
     def _contexts(
-        self, before: list[_Entry]
+        self, before: list[_Entry], attributes: list[Contents]
     ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
-        around = [lambda: _as_before(before)]
+        around = [lambda: _as_before(before), lambda: _with_attributes(self.module, attributes)]
         keys = keys_of(self.module)
         if keys is not None:
             around.append(partial(keys.at, keys.moment))
@@ -113,6 +123,19 @@ def _moved(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
+
+
+@contextmanager
+def _with_attributes(module: nn.Module, before: list[Contents]) -> Iterator[None]:
+    """Give Python attributes what the first computation found there, where it changed them: a count, a table."""
+    now = [Contents(module.named_modules()) for _ in before]
+    for one in before:
+        one.restore()
+    try:
+        yield
+    finally:
+        for one in now:
+            one.restore()
 
 
 @contextmanager

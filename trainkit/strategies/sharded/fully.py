@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trainkit.numerics.deferred import initial_values
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.collective import broadcast_values
+from trainkit.strategies.given import watch_first_call
 from trainkit.strategies.sharded.cuts import Cut, local_part
 from trainkit.strategies.sharded.filling import with_memory
 from trainkit.strategies.sharded.freeing import give_freed_memory_back
@@ -52,6 +53,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     if sharding.device.type == "cpu":
         give_freed_memory_back()
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
+    names = {module: name for name, module in model.named_modules()}
     for module in [*units, model]:
         _settle(module, sharding, precision)
         fully_shard(
@@ -61,6 +63,8 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
             mp_policy=policy,
             offload_policy=offload,
         )
+        if module is not model:
+            watch_first_call(module, names[module], "and FSDP gives each block copies of lists, dicts and dataclasses")
     if values is not None:
         _fill(model, values, sharding)
     for module in _sharded(model):

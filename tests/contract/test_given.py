@@ -1,0 +1,85 @@
+"""Blocks that write into what they are given, and blocks that count: the same everywhere, or refused by name."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.contract.stepping import Case, train
+from tests.support import object_models, refused_models
+from tests.support.pool import Pool
+from trainkit.errors import TrainingError
+from trainkit.strategies.contents import Contents
+from trainkit.strategies.maps import placing
+from trainkit.strategies.shaping import Shaping
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untidy(Case):
+    """A training of a model of `object_models` or `refused_models`."""
+
+    named: str
+    global_size: int = 11
+    micro_size: int = 6
+
+    def make_model(self) -> nn.Module:
+        """The model of its name."""
+        return (object_models.EQUAL | refused_models.REFUSED)[self.named]()
+
+
+@pytest.mark.parametrize(("named", "kind"), [("ListBetweenBlocks", "list"), ("ObjectBetweenBlocks", "tests.Notes")])
+def test_fsdp_refuses_a_block_that_writes_into_what_it_is_given(named: str, kind: str, pool: Pool) -> None:
+    said = (
+        f"TrainingError: the block first changes the {kind} that it is given, and FSDP gives each block copies of "
+        "lists, dicts and dataclasses. Return what it adds, or use strategy=mirrored."
+    )
+    with pytest.raises(Exception, match=re.escape(said)):
+        train(pool, Untidy(named=named, strategy="fsdp", settings={"replicas": 2, "wrap": ["Noting"]}))
+
+
+@pytest.mark.parametrize("named", ["ListBetweenBlocks", "DictBetweenBlocks", "ObjectBetweenBlocks"])
+def test_a_device_map_of_one_device_gives_blocks_the_objects_themselves(named: str, pool: Pool) -> None:
+    case = Untidy(named=named, num_steps=4)
+    (expected,) = train(pool, case)
+    (rank,) = train(pool, replace(case, strategy="device_map", settings={"map": {"first": "cpu", "rest": "/cpu:0"}}))
+    assert [key for key, tensor in expected.state.items() if not torch.equal(tensor, rank.state[key])] == []
+
+
+def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -> None:
+    model = refused_models.REFUSED["ListBetweenBlocks"]()
+    moved: list[Contents] = []
+    model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
+    model.second.register_forward_hook(placing._check_given("second", moved))
+    said = (
+        "the block second changes the list that it is given, and a device map gives it copies of lists and dicts on "
+        "its device. Return what it adds, or use strategy=mirrored."
+    )
+    model.second.to("meta")
+    with pytest.raises(TrainingError, match="the block second") as caught:
+        model(torch.zeros(2, 6))
+    assert str(caught.value) == said
+
+
+def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: Pool) -> None:
+    case = Untidy(named="DictBetweenBlocks", shaping=Shaping(recompute=["Noting"]))
+    said = (
+        "the block of the class Noting changes the dict that it is given, and activation_checkpointing computes the "
+        "block twice. Return what it adds, or use strategy=mirrored."
+    )
+    with pytest.raises(Exception, match="changes the dict") as caught:
+        train(pool, case)
+    assert str(caught.value) == said
+
+
+@pytest.mark.parametrize("settings", [{"shaping": Shaping(recompute=["CountingBlock"])}, {"reproducible": True}])
+def test_a_block_that_counts_its_calls_counts_each_shard_once(settings: dict[str, Any], pool: Pool) -> None:
+    # a recomputation, and the first shard that is thrown away to see what is exchanged, count for nothing
+    case = Untidy(named="BlockThatCounts", num_steps=4)
+    (expected,), (rank,) = train(pool, case), train(pool, replace(case, **settings))
+    for name, tensor in expected.weights.items():
+        torch.testing.assert_close(rank.weights[name], tensor, rtol=1e-12, atol=1e-14)
