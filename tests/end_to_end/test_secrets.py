@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -146,3 +147,4 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
 
 def test_prove_shows_no_secret(clean: Callable[..., str]) -> None:
     clean("prove", *ALL, "strategy=mirrored", "strategy.replicas=2", "--steps", "2")
+    assert hits(Path(os.environ["XDG_CACHE_HOME"])) == []  # the record of the proof

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import torch
 
+from trainkit.config.secrets import redacted
 from trainkit.config.semantics import fingerprint
 from trainkit.run.folder import write_json_atomically
 from trainkit.run.plan import RunPlan
@@ -63,7 +64,7 @@ def key_of(plan: RunPlan) -> str:
     """Return the name under which the proof of a plan is kept."""
     placement = {
         "fingerprint": fingerprint(plan.cfg),
-        "strategy": plan.cfg.strategy,
+        "strategy": redacted({"strategy": plan.cfg.strategy})[0]["strategy"],
         "processes": len(plan.tasks),
         "devices": _devices(plan),
     }
