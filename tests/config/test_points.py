@@ -4,7 +4,7 @@ import pytest
 
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
-from trainkit.config.compose.jobs import Loader
+from trainkit.config.compose.loader import Loader
 from trainkit.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ import pytest
 import hydra_plugins.trainkit_engines as plugin
 import trainkit
 from trainkit.config.compose import Composer
-from trainkit.config.compose.jobs import Loader
+from trainkit.config.compose.loader import Loader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.engines.base import JobEngine
 from trainkit.sweeps.engines.described import Described, Driver, ended_file, run_described

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from trainkit.config.allowed import TARGET, allowed_packages, name_problem, root_of
 from trainkit.config.kinds import ANY_KIND, PLACES, Expected, argument_problem, expected_by, target_problem
-from trainkit.config.secrets import with_variables
+from trainkit.config.references import with_variables
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import signature_hints

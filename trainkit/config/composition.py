@@ -10,7 +10,8 @@ from typing import Any, Final
 from trainkit.config.documents import Document
 from trainkit.config.origins import NOWHERE, KeyPath, Level, Origin, dotted
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted, secret_keys
+from trainkit.config.secret_keys import secret_keys
+from trainkit.config.secrets import redacted
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED
 

@@ -6,7 +6,7 @@ import re
 import shlex
 from typing import Final
 
-from trainkit.config.secrets import reference
+from trainkit.config.references import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 

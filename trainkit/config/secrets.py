@@ -7,74 +7,47 @@ the variable up.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import re
-import shlex
-import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import is_dataclass, replace
-from importlib import import_module
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from trainkit.config.references import reference
 from trainkit.config.schema import RunConfig
-from trainkit.config.values import plain
+from trainkit.config.secret_keys import is_below, secret_keys, texts_in
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import secret_fields, signature_hints
 from trainkit.redaction import (
     REDACTED,
-    is_secret_name,
     mask,
     redacted_argument,
     remember,
     remember_passwords,
-    secrets_in,
-    variable_of,
     without_secrets,
 )
 
 __all__ = [
     "ARGUMENTS",
     "VARIABLE",
-    "dereferenced",
     "from_environment",
     "given_arguments",
     "hidden_arguments",
-    "import_marks",
     "in_environment",
-    "is_reference",
     "keys_to_add",
-    "marked_in",
     "missing_secrets",
     "redacted",
-    "reference",
-    "reference_paths",
     "refuse_to_carry",
     "restored",
-    "secret_keys",
     "with_own_secrets",
-    "with_variables",
 ]
 
 VARIABLE: Final = "TRAINKIT_SECRETS"
 """The environment variable that holds key -> value, as JSON, for processes that read the config from a run folder."""
 ARGUMENTS: Final = "TRAINKIT_SECRET_ARGUMENTS"
 """The environment variable that holds position -> argument, as JSON, for a job whose command line lacks them."""
-_TARGET: Final = "_target_"
-_CONTAINERS: Final = ("headers", "tokens")
-"""Ends of keys whose value is a mapping or list."""
-
-
-def secret_keys(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return the secrets of a config that stand under a key of their own, by their path.
-
-    Which names are secret, `trainkit.redaction` decides; a class that is imported adds the fields that it marks.
-    """
-    return dict(secrets_in(values, marks=_marks))
 
 
 def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -88,10 +61,10 @@ def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
     """
     found = secret_keys(values)
     remember(list(found.values()))
-    for _, text in _texts(values):
+    for _, text in texts_in(values):
         remember_passwords(text)
     shown = without_secrets(values, found)
-    kept = {path: text for path, text in _texts(values) if path not in found and not _is_below(path, found)}
+    kept = {path: text for path, text in texts_in(values) if path not in found and not is_below(path, found)}
     masked = {path: text for path, text in kept.items() if mask(text) != text}
     return shown, {".".join(path): value for path, value in {**found, **masked}.items()}
 
@@ -102,7 +75,7 @@ def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str,
     Raises:
         ConfigError: a secret is needed that was not given.
     """
-    stored = dict(_texts(values))
+    stored = dict(texts_in(values))
     for key, value in secrets.items():
         if stored.get(tuple(key.split(".")), REDACTED) == REDACTED:
             remember(value)
@@ -193,18 +166,6 @@ def keys_to_add(resolved: Path) -> list[str]:
     return [reference(key) for key in _lacking(values)]
 
 
-def reference(key: str) -> str:
-    """Return the argument that refers to an environment variable for a key, as a shell takes it.
-
-    Example:
-        >>> print(reference("logger.wandb.api_key"), reference("logger.w.headers"))
-        'logger.wandb.api_key=${oc.env:WANDB_API_KEY}' 'logger.w.headers=${oc.decode:${oc.env:W_HEADERS}}'
-    """
-    name = re.sub(r"\W", "_", "_".join(key.lstrip("+~").split(".")[-2:])).upper()
-    variable = f"${{oc.env:{name}}}"
-    return shlex.quote(f"{key}=${{oc.decode:{variable}}}" if key.endswith(_CONTAINERS) else f"{key}={variable}")
-
-
 def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:
     """Refuse secrets that would have to be written down to reach the processes that need them.
 
@@ -241,144 +202,8 @@ def given_arguments(arguments: Sequence[str], environ: MutableMapping[str, str])
     return [hidden.get(str(place), text) for place, text in enumerate(arguments)]
 
 
-def dereferenced(value: Any, *, key: str) -> Any:
-    """Return a value with its references to environment variables filled in, in mappings and lists too.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
-    if isinstance(value, Mapping):
-        return {name: dereferenced(inner, key=f"{key}.{name}") for name, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [dereferenced(inner, key=key) for inner in value]
-    variable = variable_of(value)
-    if variable is None:
-        return value
-    if variable not in os.environ:
-        rule = f"refers to the environment variable {variable}, which is not set here. Set it to the secret."
-        raise ConfigError([Problem(key=key, value=value, rule=rule)])
-    text = value[: value.index("${")] + os.environ[variable]
-    found = yaml.safe_load(text) if "oc.decode" in value else text
-    remember(found)
-    return found
-
-
-def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Return a node with the environment variables that its secrets refer to filled in.
-
-    Args:
-        node: plain values; where it stands in the config need not be known.
-        target: the class that it describes.
-
-    Raises:
-        ConfigError: a variable is not set.
-    """
-    return _filled(node, marked_in(target) if _refers_anywhere(node) else frozenset(), ())
-
-
-def _refers_anywhere(values: Any) -> bool:
-    return any(variable_of(text) is not None for _, text in _texts(values))
-
-
-def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: tuple[str, ...]) -> dict[str, Any]:
-    filled = {}
-    for name, value in node.items():
-        inner = (*path, str(name))
-        if is_secret_name(inner[-1], in_observer=True) or inner in marked:
-            filled[name] = dereferenced(value, key=".".join(inner))
-        else:
-            filled[name] = _filled(value, marked, inner) if isinstance(value, Mapping) else value
-    return filled
-
-
-def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """Return the keys of secrets that are references to environment variables; of a list of them, that of the list."""
-    hidden = secret_keys(_opaque(values))  # a reference counts as a secret here, so that its key is found
-    below = [(path, text) for path, text in _texts(values) if path in hidden or _is_below(path, hidden)]
-    found = {path for path, text in below if variable_of(text) is not None}
-    return {_of_mapping(values, path) for path in found}
-
-
-def is_reference(values: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """Return whether the value of a key is a secret that refers to an environment variable, or a container of such."""
-    return any(path == one[: len(path)] for one in reference_paths(values))
-
-
-def _opaque(values: Any) -> Any:
-    if isinstance(values, Mapping):
-        return {name: _opaque(value) for name, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [_opaque(value) for value in values]
-    return REDACTED if variable_of(values) is not None else values
-
-
-def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of the leaf that holds an item, as `trainkit.config.origins.leaves` has it: a list is a leaf."""
-    here: Any = values
-    for depth, name in enumerate(path):
-        if not isinstance(here, Mapping):
-            return path[:depth]
-        here = here[name]
-    return path
-
-
-def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
-    """Import the classes of the user's own packages, so that what they mark as secret is known before it is shown.
-
-    One that cannot be imported is left to the check, which says why.
-
-    Args:
-        values: of a config.
-        packages: those that the user allows.
-    """
-    for path, text in _texts(values) if packages else ():
-        if path[-1] == _TARGET and text.partition(".")[0] in packages:
-            with contextlib.suppress(Exception):
-                import_module(text.rpartition(".")[0])
-
-
-def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
-    """Return the paths of what a class marks as secret, also inside of its dataclass fields."""
-    found = {(*path, name) for name in secret_fields(target)}
-    for name, hint in signature_hints(target).items():
-        kind = plain(hint)
-        if isinstance(kind, type) and is_dataclass(kind) and kind is not target:
-            found |= marked_in(kind, (*path, name))
-    return frozenset(found)
-
-
-def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
-    """Marks of the class that a node names, where it has been imported: nothing is imported to look."""
-    named = node.get(_TARGET)
-    parts = named.split(".") if isinstance(named, str) else []
-    for length in range(len(parts) - 1, 0, -1):
-        target: Any = sys.modules.get(".".join(parts[:length]))
-        if target is not None:
-            with contextlib.suppress(Exception):  # whatever the module's own __getattr__ raises
-                for name in parts[length:]:
-                    target = getattr(target, name)
-                return marked_in(target)
-            break
-    return frozenset()
-
-
 def _lacking(values: Any) -> list[str]:
-    return [".".join(path) for path, text in _texts(values) if REDACTED in text]
-
-
-def _is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> bool:
-    return any(path[:length] in found for length in range(1, len(path)))
-
-
-def _texts(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from _texts(value, (*path, str(key)))
-    elif isinstance(values, Sequence) and not isinstance(values, str | bytes):
-        for index, value in enumerate(values):
-            yield from _texts(value, (*path, str(index)))
-    elif isinstance(values, str) and path:
-        yield path, values
+    return [".".join(path) for path, text in texts_in(values) if REDACTED in text]
 
 
 def _replaced(values: Any, path: tuple[str, ...], by_key: Mapping[str, Any]) -> Any:

@@ -12,7 +12,8 @@ from typing import Any, Final
 from trainkit.config.build import TARGET, resolve_target, signature_of
 from trainkit.config.origins import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
-from trainkit.config.secrets import redacted, secret_keys
+from trainkit.config.secret_keys import secret_keys
+from trainkit.config.secrets import redacted
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of

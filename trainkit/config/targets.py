@@ -12,7 +12,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.neighbours import Neighbours
 from trainkit.config.origins import KeyPath, dotted
-from trainkit.config.secrets import dereferenced, is_reference
+from trainkit.config.references import dereferenced, is_reference
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 

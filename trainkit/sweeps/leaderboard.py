@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.references import reference
 from trainkit.config.schema import Eval
-from trainkit.config.secrets import keys_to_add, reference
+from trainkit.config.secrets import keys_to_add
 from trainkit.config.watched import Watched
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request

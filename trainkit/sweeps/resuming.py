@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from trainkit.config.origins import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted, secret_keys
+from trainkit.config.secret_keys import secret_keys
+from trainkit.config.secrets import redacted
 from trainkit.config.semantics import tag_of
 from trainkit.fields import Tag
 from trainkit.redaction import variable_of

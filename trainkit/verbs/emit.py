@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.emit import ENGINES, Engine, Job
 from trainkit.cluster.emit.job import seconds_of
-from trainkit.config.secrets import reference
+from trainkit.config.references import reference
 from trainkit.config.values import closest
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, redacted_argument, variable_of

@@ -9,7 +9,7 @@ from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.secrets import secret_keys
+from trainkit.config.secret_keys import secret_keys
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret
 

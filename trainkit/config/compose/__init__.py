@@ -9,6 +9,7 @@ keys arrive at the check together instead of ending the program one by one.
     composing   one composition: arguments and the defaults list
     layers      values over values, exclusive keys, interpolations
     space       the arguments of a sweep as axes, and every point of a grid
+    loader      Hydra's config loader around composed values; the command of a sweep's job
     jobs        composed runs in Hydra's frame: a job in its folder, a sweep, completion
 """
 

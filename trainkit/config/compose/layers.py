@@ -16,8 +16,10 @@ from trainkit.config.composition import ChoiceFile
 from trainkit.config.exclusive import settle
 from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, leaves, lookup
 from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.references import dereferenced, reference_paths
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.config.secrets import dereferenced, import_marks, redacted, reference_paths
+from trainkit.config.secret_keys import import_marks
+from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Layers", "first_line", "shown"]
