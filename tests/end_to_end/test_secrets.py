@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -97,7 +98,10 @@ def test_a_run_its_traceback_and_its_resume_hold_no_secret(cwd: Path, clean: Cal
     (run,) = (cwd / "outputs/a").iterdir()
     assert (run / "seen").read_text().endswith(WHOLE[2:])
     place = run.relative_to(cwd)
-    assert f"trainkit resume {place} 'logger.w.api_key=${{oc.env:W_API_KEY}}' 'logger.w.url=" in printed
+    assert (
+        f"trainkit resume --allow-package tests {place} 'logger.w.api_key=${{oc.env:W_API_KEY}}' 'logger.w.url="
+        in printed
+    )
     assert "logger.w.api_key=(redacted): a secret is not kept" in clean("resume", str(place), *SMALL[-2:], code=2)
     clean("resume", str(place), *SMALL[-2:], *SECRETS)
     assert "no difference" in clean("diff", str(place), str(place))
@@ -138,7 +142,10 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
     assert CANARY not in done.stdout + done.stderr
     sweep = cwd / "outputs/sweeps/a"
     assert {(sweep / job / "seen").read_text()[2:] for job in "01"} == {WHOLE[2:]}
-    assert re.search(r"the best once more: trainkit .*'\+logger.w.api_key=\$\{oc.env:W_API_KEY\}'", done.stdout)
+    assert re.search(
+        r"the best once more: trainkit --allow-package tests recipe=null .*'\+logger.w.api_key=\$\{oc.env:W_API_KEY\}'",
+        done.stdout,
+    )
     assert '"+logger.w.api_key=(redacted)"' in (sweep / "sweep.json").read_text()
     clean("top", str(sweep))
     clean("ensemble", str(sweep), "--k", "2")
@@ -147,4 +154,8 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
 
 def test_prove_shows_no_secret(clean: Callable[..., str]) -> None:
     clean("prove", *ALL, "strategy=mirrored", "strategy.replicas=2", "--steps", "2")
-    assert hits(Path(os.environ["XDG_CACHE_HOME"])) == []  # the record of the proof
+    cache = Path(os.environ["XDG_CACHE_HOME"])
+    assert hits(cache) == []
+    (record,) = (cache / "trainkit/proofs").iterdir()
+    command = json.loads(record.read_text())["command"]
+    assert command.startswith("trainkit prove --allow-package tests recipe=null steps=3 ")

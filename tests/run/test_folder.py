@@ -3,11 +3,13 @@ import math
 import os
 import subprocess
 import sys
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
+from trainkit.config.allowed import allow_packages
 from trainkit.errors import ConfigError
 from trainkit.run.folder import RunFolder, write_json_atomically
 
@@ -80,4 +82,12 @@ def test_a_result_that_is_no_json_is_none(tmp_path):
 
 
 def test_the_command_to_resume_quotes_what_a_shell_would_split():
-    assert RunFolder(Path("out puts/1")).resume_command == "trainkit resume 'out puts/1'"
+    assert RunFolder(Path("out puts/1")).resume_command == "trainkit resume --allow-package tests 'out puts/1'"
+
+
+def test_the_command_to_resume_allows_the_packages_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.config.allowed._OPENED", Counter())  # the tests allow themselves
+    with allow_packages(["tests", "benchmarks"]):
+        allowed = RunFolder(Path("outputs/1")).resume_command
+    assert allowed == "trainkit resume --allow-package tests,benchmarks outputs/1"
+    assert RunFolder(Path("outputs/1")).resume_command == "trainkit resume outputs/1"

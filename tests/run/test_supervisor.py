@@ -93,7 +93,7 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake):
         "last": f"{folder.path}/checkpoints/step_00000003",
         "steps": 3,
         "skipped_steps": [],
-        "resume": f"trainkit resume {folder.path}",
+        "resume": f"trainkit resume --allow-package tests {folder.path}",
     }
 
 

@@ -38,8 +38,8 @@ def test_jobs_run_and_are_ranked(tmp_path, capfd):
         "  #  job  status    val/accuracy  overrides  time   folder\n"
         f"  1  1    finished  0.95          seed=1     N s  {tmp_path}/1\n"
         f"  2  0    finished  0.9           seed=0     N s  {tmp_path}/0\n"
-        "  the best once more: trainkit epochs=1 seed=1\n"
-        f"  the best on all devices: trainkit top {tmp_path} --k 1 --then strategy=mirrored\n"
+        "  the best once more: trainkit --allow-package tests epochs=1 seed=1\n"
+        f"  the best on all devices: trainkit top --allow-package tests {tmp_path} --k 1 --then strategy=mirrored\n"
         f"  leaderboard  {tmp_path}/leaderboard.md\n"
     )
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import doctest
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -169,7 +170,8 @@ def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path):
     assert [entry.job for entry in swept_folder(tmp_path, rows).entries] == ["1", "2", "0"]
 
 
-def test_the_page_ends_with_the_commands_for_the_best(tmp_path):
+def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainkit.config.allowed._OPENED", Counter())  # the tests allow themselves
     best = row(tmp_path, "0", 0.5) | {"overrides": ["callbacks=[]", "sweep.name=rates", "seed=3"]}
     board = swept_folder(tmp_path, [best])
     assert board.commands(Path("rates")) == [
@@ -177,6 +179,14 @@ def test_the_page_ends_with_the_commands_for_the_best(tmp_path):
         ("the best on all devices", "trainkit top rates --k 1 --then strategy=mirrored"),
     ]
     assert "The best once more:\n\n```bash\ntrainkit 'callbacks=[]' seed=3\n```\n" in board.markdown(base=tmp_path)
+
+
+def test_the_commands_for_the_best_allow_the_packages_of_this_process(tmp_path: Path) -> None:
+    best = row(tmp_path, "0", 0.5) | {"overrides": ["seed=3"]}
+    assert swept_folder(tmp_path, [best]).commands(Path("rates")) == [
+        ("the best once more", "trainkit --allow-package tests seed=3"),
+        ("the best on all devices", "trainkit top --allow-package tests rates --k 1 --then strategy=mirrored"),
+    ]
 
 
 def test_without_a_figure_there_is_nothing_to_run_again(tmp_path):

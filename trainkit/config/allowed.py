@@ -24,6 +24,7 @@ __all__ = [
     "allow_packages",
     "allowed_packages",
     "name_problem",
+    "package_arguments",
     "package_environ",
     "packages_from",
     "refuse_packages",
@@ -69,13 +70,31 @@ def allow_packages(packages: Sequence[str]) -> Iterator[None]:
 
 def allowed_packages() -> tuple[str, ...]:
     """Return the packages that targets may come from in this process."""
-    return (*ALLOWED_PACKAGES, *(name for name, count in _OPENED.items() if count > 0))
+    return (*ALLOWED_PACKAGES, *_opened())
 
 
 def package_environ() -> dict[str, str]:
     """Return the variables that allow a worker what is allowed here."""
-    opened = allowed_packages()[len(ALLOWED_PACKAGES) :]
+    opened = _opened()
     return {VARIABLE: ",".join(opened)} if opened else {}
+
+
+def package_arguments(packages: Sequence[str] | None = None) -> list[str]:
+    """Return the arguments that allow packages in a command which trainkit prints.
+
+    Args:
+        packages: the packages; None: those that are allowed in this process besides the six.
+
+    Example:
+        >>> package_arguments(["mine", "ours"]), package_arguments([])
+        (['--allow-package', 'mine,ours'], [])
+    """
+    names = _opened() if packages is None else tuple(packages)
+    return ["--allow-package", ",".join(names)] if names else []
+
+
+def _opened() -> tuple[str, ...]:
+    return tuple(name for name, count in _OPENED.items() if count > 0)
 
 
 def packages_from(environ: Mapping[str, str]) -> tuple[str, ...]:

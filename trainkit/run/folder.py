@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from trainkit.config.allowed import package_arguments
 from trainkit.config.secrets import keys_to_add
 from trainkit.redaction import mask
 from trainkit.run.lock import locked
@@ -155,8 +156,13 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What to type to continue this run; a secret that it does not keep is named, as a reference to a variable."""
-        return " ".join(["trainkit resume", shlex.quote(str(self.path)), *keys_to_add(self.resolved)])
+        """The command that continues this run.
+
+        It allows the packages that this process allows. A secret that the folder does not keep stands in it as a
+        reference to a variable.
+        """
+        command = ["trainkit", "resume", *package_arguments(), str(self.path)]
+        return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`; what it quotes of an error holds no secret."""

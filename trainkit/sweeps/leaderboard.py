@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.allowed import package_arguments
 from trainkit.config.references import reference
 from trainkit.config.schema import Eval
 from trainkit.config.secrets import keys_to_add
@@ -132,7 +133,8 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """What to do next, and the command that does it; nothing where no job has a figure.
 
-        A secret, which no file keeps, is named as a reference to an environment variable.
+        The commands allow the packages that this process allows. A secret, which no file keeps, is named as a
+        reference to an environment variable.
 
         Args:
             folder: of the sweep, as a command names it.
@@ -141,9 +143,9 @@ class Leaderboard:
         if best is None or not best.arguments:
             return []
         again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
-        then = ["trainkit", "top", str(folder), "--k", "1", "--then", "strategy=mirrored"]
+        then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", "strategy=mirrored"]
         return [
-            ("the best once more", " ".join(["trainkit", *again])),
+            ("the best once more", " ".join(["trainkit", *package_arguments(), *again])),
             ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.emit import ENGINES, Engine, Job
 from trainkit.cluster.emit.job import seconds_of
+from trainkit.config.allowed import package_arguments
 from trainkit.config.references import reference
 from trainkit.config.values import closest
 from trainkit.errors import MISSING, ConfigError, Problem
@@ -198,8 +199,7 @@ def _arguments(call: Call) -> Iterator[str]:
     for folder in call.config_dirs:
         here = Path.cwd()
         yield from ("--config-dir", os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder))
-    if call.packages:
-        yield from ("--allow-package", ",".join(call.packages))
+    yield from package_arguments(call.packages)
     yield from map(_runnable, call.overrides)
 
 

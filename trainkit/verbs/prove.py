@@ -7,6 +7,7 @@ import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.allowed import package_arguments
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.call import Call, Flag
@@ -49,7 +50,8 @@ def run(call: Call) -> int:
 
 def _command(call: Call) -> str:
     flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
-    return shlex.join(["trainkit", "prove", *map(redacted_argument, call.overrides), *flags])
+    words = [*package_arguments(call.packages), *map(redacted_argument, call.overrides), *flags]
+    return shlex.join(["trainkit", "prove", *words])
 
 
 def _steps(text: str) -> int:
