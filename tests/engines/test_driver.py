@@ -67,7 +67,7 @@ def folder(tmp_path):
 def train(folder, *, num_ranks=2, engine=None, **supervisor):
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
-    return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder, {})
+    return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder)
 
 
 def test_the_ranks_run_to_the_end_and_rank_0_is_heard(folder, fake, capsys):
