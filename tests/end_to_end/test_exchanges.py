@@ -48,7 +48,7 @@ def test_replicas_that_drift_apart_stop_the_run_and_the_parameter_is_named(cwd: 
     model = ("model._target_=tests.end_to_end.wrong.Drifting", "--allow-package", "tests")
     ended = trainkit(*FIXED, *model, "numerics.check_replicas_every=2", "supervisor.max_restarts=0", PYTHONPATH=ROOT)
     assert ended.returncode == 1
-    # its forward passes: the one that shows which gradients there are, then one a step
+    # one forward pass a step: the count of a model is put back after the pass that shows which gradients there are
     assert (
         "after step 4 the replicas are no longer equal: the parameter layers.2.bias differs on rank 1 from rank 0."
     ) in ended.stderr

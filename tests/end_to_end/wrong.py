@@ -38,13 +38,13 @@ class MeanOfMeans(OneDevice):
 
 
 class Drifting(Mlp):
-    """A model that adds noise to a weight of its own, on the second replica alone, in its fifth forward pass."""
+    """A model that adds noise to a weight of its own, on the second replica alone, in its fourth forward pass."""
 
     passes = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += 1
-        if self.training and self.passes == 5 and os.environ.get("TRAINKIT_RANK") == "1":
+        if self.training and self.passes == 4 and os.environ.get("TRAINKIT_RANK") == "1":
             self.layers[-1].bias.data[0] += 1e-6
         return super().forward(inputs)
 
