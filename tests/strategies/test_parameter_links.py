@@ -105,6 +105,14 @@ def test_who_listens_nowhere_is_named_with_the_time_that_was_waited() -> None:
         connect(address, token=TOKEN, name="worker:1", peer="ps:1", timeout_s=0.2)
 
 
+def test_nobody_is_waited_for_once_the_training_is_over() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        address = unused.getsockname()
+    with pytest.raises(LinkError) as caught:
+        connect(address, token=TOKEN, name="worker:1", peer="ps:1", timeout_s=600, is_over=lambda: True)
+    assert str(caught.value) == f"ps:1 at 127.0.0.1:{address[1]} listens no more: the training is over"
+
+
 def garbage(chance: random.Random) -> bytes:
     """Half frames, frames of too much, frames of nothing known, noise."""
     text = json.dumps({"name": "worker:1", "nonce": "0" * 64}).encode()

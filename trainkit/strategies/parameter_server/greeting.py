@@ -158,7 +158,15 @@ class Listener:
                 self._links.discard(link)
 
 
-def connect(address: tuple[str, int], *, token: bytes, name: str, peer: str, timeout_s: float) -> Link:
+def connect(
+    address: tuple[str, int],
+    *,
+    token: bytes,
+    name: str,
+    peer: str,
+    timeout_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Link:
     """Connect to a task that listens, trying again while nobody does.
 
     Args:
@@ -167,9 +175,10 @@ def connect(address: tuple[str, int], *, token: bytes, name: str, peer: str, tim
         name: of this task, which the other end gets to know.
         peer: of the other, for messages.
         timeout_s: how long to try, and how long the other end may then pause within a frame.
+        is_over: whether the training has ended meanwhile, so that nobody will listen again.
 
     Raises:
-        LinkError: nobody answered, or who did does not know the token.
+        LinkError: nobody answered, or who did does not know the token, or the training is over.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -181,6 +190,8 @@ def connect(address: tuple[str, int], *, token: bytes, name: str, peer: str, tim
             reason = error.strerror or str(error)
         except _TurnedAwayError as error:
             reason = str(error)
+        if is_over():
+            raise LinkError(f"{peer} at {address[0]}:{address[1]} listens no more: the training is over")
         if time.monotonic() + _AGAIN_S > until:
             raise LinkError(f"{peer} at {address[0]}:{address[1]} cannot be reached: {timeout_s:g} s, {reason}")
         time.sleep(_AGAIN_S)

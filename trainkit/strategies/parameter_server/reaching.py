@@ -47,6 +47,7 @@ class Reached:
         name: str,
         timeout_s: float = 60.0,
         transfer: torch.dtype | None = None,
+        is_over: Callable[[], bool] = lambda: False,
     ) -> Self:
         """Connect to all of them.
 
@@ -57,6 +58,7 @@ class Reached:
             name: of this task: `chief` for the only one whose orders they follow.
             timeout_s: how long to try, and how long an answer may take.
             transfer: what gradients and parameters travel in; None: in their own dtype.
+            is_over: whether the training has ended meanwhile.
 
         Raises:
             LinkError: one cannot be reached.
@@ -65,7 +67,9 @@ class Reached:
         links: list[Link] = []
         try:
             for index, address in enumerate(addresses):
-                links.append(connect(address, token=token, name=name, peer=f"ps:{index}", timeout_s=timeout_s))
+                peer = f"ps:{index}"
+                link = connect(address, token=token, name=name, peer=peer, timeout_s=timeout_s, is_over=is_over)
+                links.append(link)
             found = cls(links, shares, transfer=transfer, timeout_s=timeout_s)
             for server, link in enumerate(links):
                 link.send("layout", {"digest": shares.digest})

@@ -62,7 +62,13 @@ class Setting:
         """Links to all servers, of one thread of a task."""
         addresses = [meeting.find(f"ps:{index}") for index in range(self.num_servers)]
         return Servers.connect(
-            addresses, shares, token=meeting.token, name=name, timeout_s=self.timeout_s, transfer=self.transfer
+            addresses,
+            shares,
+            token=meeting.token,
+            name=name,
+            timeout_s=self.timeout_s,
+            transfer=self.transfer,
+            is_over=lambda: meeting.is_over,
         )
 
     def team(self, replica: Replica) -> Team:
@@ -123,15 +129,20 @@ def work(setting: Setting, bench: Bench, replica: Replica) -> None:
         return
     replica.on_phase = bench.on_phase
     bench.on_phase("idle", 0)
-    servers = setting.servers(meeting, setting.shares(replica), str(task))
-    data = bench.open_data(replica.device)
     try:
-        link = connect(
-            meeting.find("chief"), token=meeting.token, name=str(task), peer="chief", timeout_s=setting.timeout_s
-        )
-        with closing(servers), closing(link), closing(setting.team(replica)) as team:
-            worker = setting.worker(team, servers, data, bench.training)
-            worker.run(RemoteErrands(link), lambda step: bench.on_phase("idle", step))
+        with closing(setting.servers(meeting, setting.shares(replica), str(task))) as servers:
+            data = bench.open_data(replica.device)
+            link = connect(
+                meeting.find("chief"),
+                token=meeting.token,
+                name=str(task),
+                peer="chief",
+                timeout_s=setting.timeout_s,
+                is_over=lambda: meeting.is_over,
+            )
+            with closing(link), closing(setting.team(replica)) as team:
+                worker = setting.worker(team, servers, data, bench.training)
+                worker.run(RemoteErrands(link), lambda step: bench.on_phase("idle", step))
     except LinkError:
         if not meeting.is_over:
             raise
