@@ -105,12 +105,15 @@ def test_local_sgd_is_said_to_be_another_training_even_where_its_numbers_are_the
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (
-            ["strategy=one_device"],
+        *(
             (
-                "strategy=one_device: is the reference of every proof, and it shows nothing to compare it with itself. "
-                f"Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
-            ),
+                [f"strategy={chosen}"],
+                (
+                    "strategy=one_device: is the reference of every proof, and it shows nothing to compare it with "
+                    f"itself. Use another strategy. ({ROOT}/conf/strategy/one_device.yaml:2)"
+                ),
+            )
+            for chosen in ("one_device", "mirrored,one_device")
         ),
         *(
             (

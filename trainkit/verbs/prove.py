@@ -39,7 +39,14 @@ def run(call: Call) -> int:
     candidates = [(_label(point, common), point.cfg) for point in points]
     same_cut = "same-cut" in call.flags
     try:
-        proofs = prove(candidates, steps=steps, same_cut=same_cut, command=_command(call), say=_say)
+        proofs = prove(
+            candidates,
+            steps=steps,
+            same_cut=same_cut,
+            command=_command(call),
+            say=_say,
+            located=lambda place, error: points[place].located(error),
+        )
     except ConfigError as error:
         raise points[0].located(error) from error
     composed = dict.fromkeys(note for point in points for note in point.notes)

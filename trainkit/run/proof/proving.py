@@ -13,7 +13,7 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.run.coupling import Coupling
 from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.diagnosis import Examiner
@@ -52,6 +52,7 @@ def prove(
     same_cut: bool = False,
     command: str = "",
     say: Callable[[str], None] = lambda _: None,
+    located: Callable[[int, ConfigError], ConfigError] = lambda _, error: error,
 ) -> list[Proof]:
     """Compare each candidate with one_device: as both would be started, and parameter by parameter at one cut.
 
@@ -64,6 +65,7 @@ def prove(
         same_cut: leave out the first answer.
         command: what the user typed, without secrets; kept with the proof.
         say: is told which run begins.
+        located: (number of a candidate, error about its config) -> the error with the places that set the keys.
 
     Returns:
         A proof for each candidate. Each is kept, too (`trainkit.run.proof_records`).
@@ -72,7 +74,7 @@ def prove(
         ConfigError: a candidate cannot run here, or is no other training than the reference.
         TrainkitError: a candidate failed.
     """
-    judged = _judged(candidates, steps=steps, same_cut=same_cut)
+    judged = _judged(candidates, steps=steps, same_cut=same_cut, located=located)
     sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
     # A candidate whose replicas train apart ends later, where they are alike.
     last = max(one.plan.last_step for one in judged)
@@ -112,10 +114,23 @@ def prove(
     return proofs
 
 
-def _judged(candidates: Sequence[tuple[str, RunConfig]], *, steps: int, same_cut: bool) -> list[_Candidate]:
+def _judged(
+    candidates: Sequence[tuple[str, RunConfig]],
+    *,
+    steps: int,
+    same_cut: bool,
+    located: Callable[[int, ConfigError], ConfigError],
+) -> list[_Candidate]:
     """Plan every candidate, refuse those that prove nothing, and give the first answer; nothing is trained yet."""
-    plans = [make_plan(bare(cfg, steps)) for _, cfg in candidates]
-    problems = [problem for plan in plans for problem in plan.parts.strategy.proof_problems(plan.facts)]
+    plans, problems = [], list[Problem]()
+    for place, (_, cfg) in enumerate(candidates):
+        try:
+            plan = make_plan(bare(cfg, steps))
+        except ConfigError as error:
+            raise located(place, error) from error
+        found = plan.parts.strategy.proof_problems(plan.facts)
+        problems += located(place, ConfigError(found)).problems if found else []
+        plans.append(plan)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     reference = make_plan(_on_one_device(bare(candidates[0][1], steps)))
