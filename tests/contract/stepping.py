@@ -15,7 +15,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from tests.support import reference, zoo
+from tests.support import drawing_models, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
 from trainkit.config.build import build, resolve_target
@@ -88,16 +88,18 @@ TASKS = {
     "channels_last": Trial(zoo.channels_last, zoo.Pictures, zoo.classes_sum, Classification),
     "transposed": Trial(zoo.transposed, zoo.Points, zoo.classes_sum, Classification),
     "transposed_tied": Trial(zoo.transposed_tied, zoo.Sentences, zoo.tokens_sum, zoo.CountedTokens),
-    "functional_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, Classification),
-    "vae": Trial(zoo.vae, zoo.Points, zoo.classes_sum, Classification),
-    "drop_path": Trial(zoo.drop_path, zoo.Points, zoo.classes_sum, Classification),
-    "drawing_body": Trial(zoo.drawing_body, zoo.Points, zoo.classes_sum, Classification),
-    "diffusion": Trial(zoo.Net, zoo.Points, zoo.classes_sum, zoo.Diffusion),
-    "diffusion_in_dropout": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.Diffusion),
-    "two_views": Trial(zoo.functional_dropout, zoo.Points, zoo.classes_sum, zoo.TwoViews),
-    "mixup": Trial(zoo.Net, zoo.Points, zoo.classes_sum, zoo.Mixup),
-    "noisy_scores": Trial(zoo.drop_path, zoo.Points, zoo.classes_sum, zoo.NoisyScores),
-    "masked_words": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, zoo.MaskedWords),
+    "functional_dropout": Trial(drawing_models.functional_dropout, zoo.Points, zoo.classes_sum, Classification),
+    "vae": Trial(drawing_models.vae, zoo.Points, zoo.classes_sum, Classification),
+    "drop_path": Trial(drawing_models.drop_path, zoo.Points, zoo.classes_sum, Classification),
+    "drawing_body": Trial(drawing_models.drawing_body, zoo.Points, zoo.classes_sum, Classification),
+    "diffusion": Trial(zoo.Net, zoo.Points, zoo.classes_sum, drawing_models.Diffusion),
+    "diffusion_in_dropout": Trial(
+        drawing_models.functional_dropout, zoo.Points, zoo.classes_sum, drawing_models.Diffusion
+    ),
+    "two_views": Trial(drawing_models.functional_dropout, zoo.Points, zoo.classes_sum, drawing_models.TwoViews),
+    "mixup": Trial(zoo.Net, zoo.Points, zoo.classes_sum, drawing_models.Mixup),
+    "noisy_scores": Trial(drawing_models.drop_path, zoo.Points, zoo.classes_sum, drawing_models.NoisyScores),
+    "masked_words": Trial(zoo.Attention, zoo.Sentences, zoo.tokens_sum, drawing_models.MaskedWords),
     "resnet": Trial(zoo.small_resnet, zoo.Pictures, zoo.classes_sum, Classification),
 }
 
@@ -160,7 +162,7 @@ class Frozen(Case):
         """The model as it is built."""
         made = super().make_model()
         for param in next(made.children()).parameters():
-            param.requires_grad_(requires_grad=False)
+            param.requires_grad = False
         return made
 
     def from_a_checkpoint(self) -> Self:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.support import zoo
+from tests.support import drawing_models, zoo
 from trainkit.numerics.drawing import Drawing
 from trainkit.numerics.generators import GENERATORS_LOCK, Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
@@ -99,13 +99,13 @@ def test_a_model_and_an_objective_that_draw_nothing_leave_the_generators_alone()
 
 
 def test_what_draws_is_seen_before_a_strategy_changes_the_classes() -> None:
-    model = zoo.functional_dropout()
+    model = drawing_models.functional_dropout()
     drawing = Drawing.of(model)
     for child in model.children():
         child.__class__ = type("Sharded", (type(child),), {})  # as fully_shard does
     assert Drawing.of(model) != drawing
     keys = BlockKeys(model, seed=1, devices=[CPU], drawing=drawing)
-    assert keys.names == BlockKeys(zoo.functional_dropout(), seed=1, devices=[CPU]).names == ("",)
+    assert keys.names == BlockKeys(drawing_models.functional_dropout(), seed=1, devices=[CPU]).names == ("",)
 
 
 def test_generators_are_restored_after_another_use() -> None:
