@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.contract.running import run
+from tests.contract.running import run, weights
 from tests.contract.stepping import Case, oracle, train
 from tests.support import object_models, reference, refused_models
 from tests.support.decoders import Decoder
@@ -183,6 +183,19 @@ def test_a_run_of_such_a_model_ends_before_its_first_step(tmp_path: Path) -> Non
             *("data=points", "strategy=pipeline", "steps=2"),
         )
     assert not (tmp_path / "run").exists()
+
+
+def test_an_attribute_that_a_callback_changes_counts_from_the_next_step_on(tmp_path: Path) -> None:
+    # A trace holds the number that the attribute had when it was made.
+    common = (
+        "model._target_=tests.support.object_models.Tempered",
+        *("model=net", "~model.width", "~model.norm", "~model.dropout", "data=points", "steps=6"),
+        *("batch.global_size=16", "batch.micro_size=4"),
+        "callbacks.annealing._target_=tests.support.object_models.Annealing",
+    )
+    alone, staged = (weights(run(tmp_path / name, *common, f"strategy={name}")) for name in ("one_device", "pipeline"))
+    for name, expected in alone.items():
+        torch.testing.assert_close(staged[name], expected, rtol=1e-12, atol=1e-13)
 
 
 SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))

@@ -6,12 +6,15 @@ parameters, `first` and `second`, and its weights are made by formula.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tests.support.zoo import CLASSES, FEATURES, fill
+from trainkit.engine.events import Callback, Run
+from trainkit.strategies.base import Outcome
 
 __all__ = ["EQUAL", "TwoLayers"]
 
@@ -166,6 +169,25 @@ class BlockThatCounts(TwoLayers):
         super().__init__()
         self.first = CountingBlock()  # type: ignore[assignment]
         fill(self)
+
+
+class Tempered(TwoLayers):
+    """The model's own code divides by a temperature, which `Annealing` lowers."""
+
+    temperature = 2.0
+
+    def between(self, hidden: Tensor) -> Tensor:
+        """Sharper and sharper."""
+        return torch.tanh(hidden / self.temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Annealing(Callback):
+    """Lowers the temperature of the model after every step."""
+
+    def step_end(self, run: Run, outcome: Outcome) -> None:
+        """The model's own attribute, on every rank."""
+        run.model.temperature = 2.0 / (1 + run.state.step)  # type: ignore[assignment]
 
 
 EQUAL: Final[dict[str, type[nn.Module]]] = {

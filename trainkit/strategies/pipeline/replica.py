@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
+from trainkit.strategies.contents import Contents
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage, Clock, Surroundings
 from trainkit.strategies.pipeline.cutting import Cut
 from trainkit.strategies.pipeline.groups import Groups
@@ -20,6 +21,7 @@ from trainkit.strategies.pipeline.program import Program, Stretch
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.segment import Blocks, Segment
 from trainkit.strategies.pipeline.tracing import CannotCut, trace
+from trainkit.strategies.pipeline.watching import contents_outside
 from trainkit.strategies.replica import Replica
 
 __all__ = ["PipelineReplica", "Traced", "shape_key"]
@@ -68,6 +70,8 @@ class PipelineReplica(Replica, Surroundings):
     versions: list[tuple[int, int]] = field(default_factory=list)
     traced: dict[ShapeKey, Traced] = field(default_factory=dict)
     schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = field(default_factory=dict)
+    own_code: Contents | None = None
+    """What the attributes of the model's own code held when the traces were made."""
     step_now: int = 0
     """The step whose microbatches are computed."""
 
@@ -86,6 +90,7 @@ class PipelineReplica(Replica, Surroundings):
         Raises:
             TrainingError: it cannot be cut into these stages.
         """
+        self._forget_outdated()
         grad = torch.is_grad_enabled()
         key = (shape_key(inputs), self.model.training, grad)
         if key not in self.traced:
@@ -99,6 +104,17 @@ class PipelineReplica(Replica, Surroundings):
             }
             self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
         return self.traced[key]
+
+    def _forget_outdated(self) -> None:
+        """Forget all traces where an attribute between blocks was changed, by a callback for instance.
+
+        A trace holds the values that attributes had when it was made. The mode of a module is part of a trace's key.
+        """
+        changed = [] if self.own_code is None else [name for name, _ in self.own_code.changed()]
+        if self.own_code is None or any(name.rpartition(".")[2] != "training" for name in changed):
+            self.traced.clear()
+            self.schedules.clear()
+            self.own_code = contents_outside(self.model, self.cut.units)
 
     def _program(self, inputs: Any, *, grad: bool) -> Program:
         with self.as_a_whole():

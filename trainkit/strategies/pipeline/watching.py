@@ -11,7 +11,7 @@ from torch import nn
 from trainkit.strategies.contents import Contents, class_name
 from trainkit.strategies.maps.units import Unit
 
-__all__ = ["CannotCut", "PythonState", "refused_object"]
+__all__ = ["CannotCut", "PythonState", "contents_outside", "refused_object"]
 
 _ELSEWHERE: Final = "or use strategy=mirrored."
 
@@ -41,8 +41,7 @@ class PythonState:
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
-        self._outside = Contents((name, one) for name, one in model.named_modules() if id(one) not in inside)
+        self._outside = contents_outside(model, units)
         self._modules = {unit.name: unit.owners for unit in units}
         self._blocks = {unit.name: Contents(unit.owners) for unit in units}
         self._given: Contents | None = None
@@ -117,3 +116,9 @@ def refused_object(said: str, found: Any, model: nn.Module) -> CannotCut:
                 remedy = f"Use {'' if name else 'model.'}config.use_cache=false{at}."
                 break
     return CannotCut(reason, remedy=remedy)
+
+
+def contents_outside(model: nn.Module, units: Sequence[Unit]) -> Contents:
+    """Return what the modules hold whose code runs between blocks, and in a trace alone."""
+    inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
+    return Contents((name, one) for name, one in model.named_modules() if id(one) not in inside)
