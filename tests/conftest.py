@@ -22,6 +22,7 @@ from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
 from trainkit.config.allowed import allow_packages
+from trainkit.redaction import forgetting_secrets
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +46,13 @@ def _no_leaks(_one_thread: None) -> Iterator[None]:
 def _own_classes() -> Iterator[None]:
     """Let tests build the classes of `tests` in this process without composing a run."""
     with allow_packages(["tests"]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _no_secrets() -> Iterator[None]:
+    """Forget the secrets of a test, which would be masked in what the next ones print."""
+    with forgetting_secrets():
         yield
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final, cast
 
 __all__ = [
     "REDACTED",
+    "forgetting_secrets",
     "is_secret",
     "is_secret_name",
     "knows_secrets",
@@ -262,20 +263,30 @@ class _MaskedStream:
 
 
 @contextlib.contextmanager
+def forgetting_secrets() -> Iterator[None]:
+    """Forget, when the block ends, the secrets that became known in it."""
+    before = set(_known)
+    try:
+        yield
+    finally:
+        _known.clear()
+        _known.update(before)
+
+
+@contextlib.contextmanager
 def masked_output() -> Iterator[None]:
     """Mask secrets in all that Python prints to standard output and standard error while the block runs.
 
     Secrets that become known in the block are forgotten at its end.
     """
-    out, err, before = sys.stdout, sys.stderr, set(_known)
+    out, err = sys.stdout, sys.stderr
     masked_out, masked_err = (cast("Any", _MaskedStream(stream)) for stream in (out, err))
     sys.stdout, sys.stderr = masked_out, masked_err
     try:
-        yield
+        with forgetting_secrets():
+            yield
     finally:
         if sys.stdout is masked_out:
             sys.stdout = out
         if sys.stderr is masked_err:
             sys.stderr = err
-        _known.clear()
-        _known.update(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -152,9 +151,12 @@ def test_a_sweep_its_leaderboard_and_what_is_made_of_it_hold_no_secret(cwd: Path
     assert "logger.w.tokens=(redacted): a secret is not kept" in clean("top", str(sweep), "--then", code=2)
 
 
-def test_prove_shows_no_secret(clean: Callable[..., str]) -> None:
+def test_prove_shows_no_secret(
+    clean: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    cache = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     clean("prove", *ALL, "strategy=mirrored", "strategy.replicas=2", "--steps", "2")
-    cache = Path(os.environ["XDG_CACHE_HOME"])
     assert hits(cache) == []
     (record,) = (cache / "trainkit/proofs").iterdir()
     command = json.loads(record.read_text())["command"]
