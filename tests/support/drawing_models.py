@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.support.zoo import CLASSES, FEATURES, PAD, InMemory, Points, Sentences, fill
+from tests.support.zoo import CLASSES, FEATURES, PAD, InMemory, Pictures, Points, Sentences, fill
 from trainkit.objectives.base import Loss, Model, Objective, Supervised
 
 
@@ -102,12 +103,17 @@ def drop_path(*, host: bool = False) -> nn.Module:
 
 
 class Slow:
-    """Points or sentences with noise on the inputs where those are floats; reading takes a random time."""
+    """Points, pictures or sentences, with noise on inputs that are floats; reading takes a random time."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
     def __init__(self, *, of: str = "points", split: str = "train") -> None:
-        self.samples: InMemory = Points(split) if of == "points" else Sentences(split)
+        kinds: dict[str, Callable[[], InMemory]] = {
+            "points": lambda: Points(split),
+            "pictures": Pictures,
+            "sentences": lambda: Sentences(split),
+        }
+        self.samples = kinds[of]()
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -115,7 +121,7 @@ class Slow:
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(int.from_bytes(os.urandom(1), "little") * 4e-6)
         inputs, target = self.samples[index]
-        return (inputs + 0.1 * torch.rand(FEATURES) if inputs.is_floating_point() else inputs), target
+        return (inputs + 0.1 * torch.rand(inputs.shape) if inputs.is_floating_point() else inputs), target
 
 
 class _Body(nn.Module):

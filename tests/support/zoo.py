@@ -50,6 +50,14 @@ class Net(nn.Sequential):
         fill(self)
 
 
+class HalfFrozen(Net):
+    """The first of the two layers is not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.get_submodule("0").requires_grad_(requires_grad=False)
+
+
 class Attention(nn.Module):
     """One head over a short sequence: tied weights, and a key bias whose true gradient is zero."""
 
