@@ -48,6 +48,11 @@ def test_an_objective_that_draws_is_that_of_one_device(strategy: str, task: str,
     check(replace(BASE, task=task, strategy=strategy, settings=PLACES[strategy], resume_at=2), pool)
 
 
+def test_ranks_of_a_cut_layer_draw_alike_for_whole_activations(pool: Pool) -> None:
+    settings = {"degree": 2, "replicas": 1, "plan": {"encoder": "colwise_gathered"}}
+    check(replace(BASE, task="vae", strategy="tensor_parallel", settings=settings, resume_at=2), pool)
+
+
 @pytest.mark.parametrize("task", ["drop_path", "diffusion_in_dropout", "mixup"])
 def test_a_reproducible_training_ends_in_the_same_bits_on_any_number_of_replicas(task: str, pool: Pool) -> None:
     base = replace(BASE, task=task, micro_size=2, reproducible=True, resume_at=2)
