@@ -62,8 +62,9 @@ class Journal:
         losses, weights, norms, skips = _added(by_rank).tolist()
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
-            at = [rank for rank, seen in enumerate(by_rank) if not math.isfinite(seen[0, place])]
-            self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
+            if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
+                at = [rank for rank, seen in enumerate(by_rank) if not math.isfinite(seen[0, place])]
+                self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
         return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
 
     def _seen(self, outcomes: list[Outcome]) -> Tensor:
@@ -78,7 +79,11 @@ class Journal:
             weights = torch.stack([torch.as_tensor(one, device=device).double() for one in given])
         else:
             weights = torch.tensor(given, dtype=torch.float64, device=device)
-        norms = torch.stack([zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]).double()
+        if all(one.grad_norm is None for one in outcomes):
+            norms = torch.zeros_like(losses)
+        else:
+            found = [zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]
+            norms = torch.stack(found).double()
         skipped = torch.tensor(skips, dtype=torch.float64, device=device)
         return torch.stack([losses, weights, norms, skipped])
 

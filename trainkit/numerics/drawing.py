@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from typing import Self
 
 from torch import nn
@@ -112,6 +113,7 @@ def _own_draws(module: nn.Module) -> Draws:
     return Draws.torch if draws_at_random(module) else draws_of(type(module))
 
 
+@cache  # asked in every step
 def draws_of(kind: type) -> Draws:
     """What the code of a class may draw from; `draws_nothing` of a parent class says nothing of what is overridden."""
     if kind is type(None) or kind.__module__.startswith("torch.nn.") or kind.__dict__.get("draws_nothing", False):

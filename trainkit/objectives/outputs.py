@@ -23,7 +23,9 @@ def scores_of(outputs: Any) -> Tensor:
         >>> scores_of({"logits": torch.zeros(2, 3), "past_key_values": None}).shape
         torch.Size([2, 3])
     """
-    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", outputs)
+    if isinstance(outputs, Tensor):
+        return outputs
+    found = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(found, Tensor):
         return found
     raise TrainingError(
