@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cache
-from typing import Self
+from typing import Final, Self
 
 from torch import nn
 
@@ -113,12 +112,22 @@ def _own_draws(module: nn.Module) -> Draws:
     return Draws.torch if draws_at_random(module) else draws_of(type(module))
 
 
-@cache  # asked in every step
 def draws_of(kind: type) -> Draws:
     """What the code of a class may draw from; `draws_nothing` of a parent class says nothing of what is overridden."""
+    found = _FOUND.get(kind)
+    if found is None:
+        found = _FOUND[kind] = _draws_of(kind)
+    return found
+
+
+def _draws_of(kind: type) -> Draws:
     if kind is type(None) or kind.__module__.startswith("torch.nn.") or kind.__dict__.get("draws_nothing", False):
         return Draws.nothing
     return Draws.torch if kind.__module__.startswith("trainkit.") else Draws.anything
+
+
+_FOUND: Final[dict[type, Draws]] = {}
+"""What is known of classes: it is asked in every step."""
 
 
 def draws_at_random(module: nn.Module) -> bool:
