@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainkit.data.collate import collate
+from trainkit.numerics.generators import HostStates, seed_host
 from trainkit.objectives.base import Objective
 
 __all__ = ["MODEL", "OBJECTIVE", "Pass", "Shard", "kept_generators"]
@@ -65,9 +64,7 @@ class Shard:
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
-        torch.default_generator.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)  # noqa: NPY002 - the generator that a model's own code may use
+        seed_host(0)
         watch = _Watch(len(places))
         with watch.watching(self._model):
             loss = self._objective.loss(self._model, batch)
@@ -143,22 +140,18 @@ class _Watch:
 @contextmanager
 def kept_generators() -> Iterator[None]:
     """Restore the generators of torch (CPU), `random` and NumPy when the block ends."""
-    torch_state, python_state, numpy_state = _states()
+    torch_state, host = torch.default_generator.get_state(), HostStates.now()
     try:
         yield
     finally:
         torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-
-
-def _states() -> tuple[Tensor, Any, Any]:
-    return torch.default_generator.get_state(), random.getstate(), np.random.get_state()  # noqa: NPY002
+        host.restore()
 
 
 def _comparable_state() -> tuple[Any, ...]:
-    torch_state, python_state, (_, keys, *rest) = _states()
-    return torch_state.numpy().tobytes(), python_state, keys.tobytes(), tuple(rest)
+    host = HostStates.now()
+    _, keys, *rest = host.numpy
+    return torch.default_generator.get_state().numpy().tobytes(), host.python, keys.tobytes(), tuple(rest)
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
