@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 from trainkit.redaction import is_secret, mask, redacted_argument, secrets_in, without_secrets
 
 __all__ = [
     "MISSING",
+    "AbsentFileError",
     "CheckpointError",
     "ConfigError",
     "CrashLoopError",
@@ -44,6 +45,7 @@ __all__ = [
     "TerminatedError",
     "TrainingError",
     "TrainkitError",
+    "UnreadableError",
     "ZeroWeightError",
 ]
 
@@ -144,6 +146,31 @@ class CheckpointError(TrainkitError):
     """A checkpoint is damaged, incomplete, or belongs to another training."""
 
     exit_code = 4
+
+
+class UnreadableError(TrainkitError):
+    """A file cannot be read, or does not hold what trainkit wrote; the message names the file and the reason.
+
+    Example:
+        >>> print(UnreadableError.of("runs/0/result.json", "it is a named pipe"))
+        runs/0/result.json cannot be read: it is a named pipe.
+    """
+
+    exit_code = 4
+
+    def __init__(self, message: str, *, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason or message
+        """Why, without the name of the file; no full stop."""
+
+    @classmethod
+    def of(cls, path: object, reason: str) -> Self:
+        """Return the error of a file."""
+        return cls(f"{path} cannot be read: {reason}.", reason=reason)
+
+
+class AbsentFileError(UnreadableError):
+    """A file that is read does not exist."""
 
 
 class TrainingError(TrainkitError):

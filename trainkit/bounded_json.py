@@ -1,0 +1,172 @@
+"""Parse JSON that may be crafted: bounded in depth and in the size of its integers, with its shape checked.
+
+The text comes from a file (`trainkit.reading`), or over a connection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+__all__ = ["Kind", "expect_map", "expect_maps", "parse_json"]
+
+_MAX_DEPTH: Final = 64
+"""Maps and lists within each other; trainkit writes fewer than 20."""
+_MAX_INTEGER: Final = 1 << 64
+"""Integers are smaller, and larger than the negative of it: seeds are unsigned numbers of 64 bits."""
+
+Kind = type | tuple[type, ...]
+"""What a value may be."""
+
+_NAMES: Final[Mapping[type, str]] = {
+    dict: "a map",
+    list: "a list",
+    str: "a text",
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    type(None): "null",
+}
+
+
+def parse_json(text: str | bytes | bytearray, *, depth: int = _MAX_DEPTH) -> Any:
+    """Parse JSON that may be crafted.
+
+    Args:
+        text: UTF-8 where it is bytes.
+        depth: maps and lists that may lie within each other.
+
+    Raises:
+        ValueError: it is not UTF-8, empty, no JSON, nested deeper, or holds a key twice, an integer beyond 64 bits or
+            half of a surrogate pair.
+
+    Example:
+        >>> parse_json('{"step": 3}')
+        {'step': 3}
+        >>> parse_json('{"step": 3, "step": 4}')
+        Traceback (most recent call last):
+        ValueError: it holds the key 'step' twice
+    """
+    if not text.strip():
+        raise ValueError("it is empty")
+    try:
+        decoded = text if isinstance(text, str) else text.decode("utf-8")
+        content = _DECODER.decode(decoded)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text (byte {error.start + 1})") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it is no JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"its JSON is nested deeper than {depth}") from None
+    _refuse_deep(content, depth)
+    return content
+
+
+def _integer(text: str) -> int:
+    number = int(text) if len(text) <= 21 else _MAX_INTEGER  # longer ones take a time that grows with their square
+    if not -_MAX_INTEGER < number < _MAX_INTEGER:
+        raise ValueError("it holds an integer beyond 64 bits")
+    return number
+
+
+def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"it holds the key {_short(twice)} twice")
+    return found
+
+
+_DECODER: Final = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_unique)
+
+
+def _refuse_deep(content: Any, depth: int) -> None:
+    """Refuse what is nested too deep, and text that no file can hold."""
+    level = [content]
+    for _ in range(depth + 1):
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += value
+                inner += value.values()
+            elif isinstance(value, list):
+                inner += value
+            elif isinstance(value, str) and not value.isascii():
+                _refuse_surrogates(value)
+        if not inner:
+            return
+        level = inner
+    raise ValueError(f"its JSON is nested deeper than {depth}")
+
+
+def _refuse_surrogates(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no text") from None
+
+
+def expect_map(
+    content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None
+) -> dict[str, Any]:
+    """Return a map once its keys and the kinds of their values are checked; further keys are let through.
+
+    A whole number is also a number; true and false are neither.
+
+    Raises:
+        ValueError: it is no map, a key is missing, or a value is of another kind.
+
+    Example:
+        >>> expect_map({"step": "3"}, {"step": int})
+        Traceback (most recent call last):
+        ValueError: its key step is a text, and an integer was expected
+    """
+    if not isinstance(content, dict):
+        names = f" with the keys {', '.join(kinds)}" if kinds else ""
+        raise ValueError(f"it is {_kind_of(content)}, and a map{names} was expected")  # noqa: TRY004 - of a text
+    for key, kind in {**kinds, **(optional or {})}.items():
+        if key not in content:
+            if key in kinds:
+                raise ValueError(f"its key {key} is missing")
+        elif not _is(content[key], kind):
+            wanted = " or ".join(dict.fromkeys(_NAMES[one] for one in (kind if isinstance(kind, tuple) else (kind,))))
+            raise ValueError(f"its key {key} is {_kind_of(content[key])}, and {wanted} was expected")
+    return content
+
+
+def expect_maps(content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None) -> list[Any]:
+    """Return a list once it is checked that each item is a map with known keys; as `expect_map` checks one.
+
+    Raises:
+        ValueError: it is no list, or an item is no such map.
+    """
+    if not isinstance(content, list):
+        raise ValueError(f"it is {_kind_of(content)}, and a list was expected")  # noqa: TRY004 - of a text
+    for number, item in enumerate(content, start=1):
+        try:
+            expect_map(item, kinds, optional=optional)
+        except ValueError as error:
+            raise ValueError(f"of item {number}: {error}") from None
+    return content
+
+
+def _is(value: Any, kind: Kind) -> bool:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    if isinstance(value, bool):
+        return bool in kinds
+    if isinstance(value, int) and float in kinds:
+        return True
+    return isinstance(value, kinds)
+
+
+def _kind_of(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "infinite"
+    return _NAMES.get(type(value), type(value).__name__)
+
+
+def _short(text: str, most: int = 40) -> str:
+    return ascii(text if len(text) <= most else f"{text[:most]}...")

@@ -1,0 +1,223 @@
+"""Read files that another program, or another person, may have written.
+
+Every file of a run folder, of a checkpoint and of a sweep folder is opened here: regular files of bounded size, never
+through a symbolic link, never waiting for the other end of a pipe. JSON is parsed by `trainkit.bounded_json`.
+
+    content = read_map(folder / "result.json", {"status": str, "seconds": (int, float)})
+
+Every failure is an `UnreadableError`, which names the file and the reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
+
+from trainkit.bounded_json import Kind, expect_map, parse_json
+from trainkit.errors import AbsentFileError, UnreadableError
+
+__all__ = [
+    "MAX_BYTES",
+    "open_appending",
+    "open_regular",
+    "read_bytes",
+    "read_json",
+    "read_lines",
+    "read_map",
+    "read_tail",
+    "read_text",
+    "refuse_link",
+]
+
+MAX_BYTES: Final = 16 << 20
+"""Bytes of a file that are read where the reader sets no limit of its own."""
+_MAX_LINE: Final = 1 << 20
+"""Bytes of one line of a file of lines."""
+_CHUNK: Final = 1 << 20
+
+_KINDS: Final = (
+    (stat.S_ISLNK, "a symbolic link, and trainkit follows none inside its own folders"),
+    (stat.S_ISDIR, "a directory"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+
+
+def open_regular(path: Path, *, follow: bool = False, buffering: int = -1) -> BinaryIO:
+    """Open a regular file for reading; never wait for the writer of a pipe.
+
+    Args:
+        path: the file.
+        follow: whether a symbolic link is followed: for a path that the user named, not for a file inside a folder.
+        buffering: as `open` takes it.
+
+    Raises:
+        AbsentFileError: there is no such file.
+        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+    """
+    return cast("BinaryIO", os.fdopen(_descriptor(path, os.O_RDONLY, follow=follow), "rb", buffering))
+
+
+def open_appending(path: Path) -> BinaryIO:
+    """Open a regular file to write at its end; make it where it is absent.
+
+    Raises:
+        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+    """
+    return cast("BinaryIO", os.fdopen(_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"))
+
+
+def _descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
+    flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    if not follow:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        # A device is not even opened, and Windows opens links: the file is looked at before and after.
+        with contextlib.suppress(FileNotFoundError):
+            _refuse_irregular(path, path.stat(follow_symlinks=follow).st_mode)
+        descriptor = os.open(path, flags, 0o666)  # as `open` makes it: less what the umask takes
+    except FileNotFoundError:
+        raise AbsentFileError.of(path, "it does not exist") from None
+    except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        raise UnreadableError.of(path, getattr(error, "strerror", None) or str(error)) from None
+    try:
+        _refuse_irregular(path, os.fstat(descriptor).st_mode)
+    except UnreadableError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _refuse_irregular(path: Path, mode: int) -> None:
+    if not stat.S_ISREG(mode):
+        kind = next((name for matches, name in _KINDS if matches(mode)), "no regular file")
+        raise UnreadableError.of(path, f"it is {kind}")
+
+
+def refuse_link(folder: Path) -> None:
+    """Refuse a folder that is a symbolic link, or no folder at all; an absent one passes.
+
+    Raises:
+        UnreadableError: what the path names is no folder.
+    """
+    try:
+        mode = folder.lstat().st_mode
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise UnreadableError.of(folder, getattr(error, "strerror", None) or str(error)) from None
+    if not stat.S_ISDIR(mode):
+        kind = next((name for matches, name in _KINDS if matches(mode)), "a file, and a folder was expected")
+        raise UnreadableError.of(folder, f"it is {kind}")
+
+
+def read_bytes(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: the file.
+        limit: bytes that it may have.
+        follow: as `open_regular` takes it.
+
+    Raises:
+        UnreadableError: it is no regular file, or has more bytes.
+    """
+    with open_regular(path, follow=follow, buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise UnreadableError.of(path, f"it has {size:,} bytes, and at most {limit:,} are read")
+        content = bytearray()
+        try:
+            while part := file.read(_CHUNK):
+                content += part
+                if len(content) > limit:  # it grows, or its size is no size
+                    raise UnreadableError.of(path, f"it has more than {limit:,} bytes")
+        except OSError as error:
+            raise UnreadableError.of(path, error.strerror or str(error)) from None
+    return bytes(content)
+
+
+def read_text(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> str:
+    """Read a whole file of UTF-8 text.
+
+    Raises:
+        UnreadableError: it is no regular file, has more than `limit` bytes, or is not UTF-8.
+    """
+    content = read_bytes(path, limit=limit, follow=follow)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UnreadableError.of(path, f"it is not UTF-8 text (byte {error.start + 1})") from None
+
+
+def read_json(path: Path, *, limit: int = MAX_BYTES) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        UnreadableError: it is no regular file, has more than `limit` bytes, or is not what `parse_json` takes.
+    """
+    content = read_bytes(path, limit=limit)
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise UnreadableError.of(path, str(error)) from None
+
+
+def read_map(
+    path: Path, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None, limit: int = MAX_BYTES
+) -> dict[str, Any]:
+    """Read a file of JSON that holds a map with known keys.
+
+    Args:
+        path: the file.
+        kinds: key -> the kinds of its value; further keys are let through.
+        optional: the same of keys that may be absent.
+        limit: bytes that the file may have.
+
+    Raises:
+        UnreadableError: the file cannot be read, a key is missing, or a value is of another kind.
+    """
+    content = read_json(path, limit=limit)
+    try:
+        return expect_map(content, kinds, optional=optional)
+    except ValueError as error:
+        raise UnreadableError.of(path, str(error)) from None
+
+
+def read_lines(path: Path, *, start: int = 0, longest: int = _MAX_LINE) -> Iterator[bytes]:
+    """Yield the whole lines of a file with their line breaks; a last line without one is left out.
+
+    Args:
+        path: the file; it may grow meanwhile.
+        start: byte to begin at.
+        longest: bytes that a line may have.
+
+    Raises:
+        UnreadableError: it is no regular file, or a line is longer.
+    """
+    with open_regular(path) as file:
+        file.seek(start)
+        while line := file.readline(longest + 1):
+            if not line.endswith(b"\n"):
+                if len(line) > longest:
+                    raise UnreadableError.of(path, f"a line of it has more than {longest:,} bytes")
+                return
+            yield line
+
+
+def read_tail(path: Path, num_bytes: int) -> tuple[bytes, bool]:
+    """Return the last bytes of a file, and whether they are all of it.
+
+    Raises:
+        UnreadableError: it is no regular file.
+    """
+    with open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - num_bytes))
+        return file.read(num_bytes), size <= num_bytes
