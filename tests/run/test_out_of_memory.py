@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 
 import pytest
 import torch
 
 from trainkit.config.compose import compose
-from trainkit.errors import OutOfMemoryError
+from trainkit.errors import OutOfMemoryError, TrainingError
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.plan import make_plan
 
@@ -77,3 +78,40 @@ def test_any_other_error_stays_what_it_is():
         telling_of_memory(plan, plan.tasks[0], lambda: 0),
     ):
         raise RuntimeError("shapes differ")
+
+
+def told_on_cuda(error, *arguments, raises=OutOfMemoryError):
+    plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
+    with (
+        pytest.raises(raises) as caught,
+        telling_of_memory(plan, replace(plan.tasks[0], device="cuda:0"), lambda: 3),
+    ):
+        raise error
+    return str(caught.value)
+
+
+def test_the_memory_of_the_host_is_not_called_that_of_the_device():
+    assert told_on_cuda(MemoryError(), "loader.num_workers=4") == (
+        "rank 0, step 3: the host is out of memory (RAM), not cuda:0. To need less, try one of: "
+        "loader.num_workers=2 (now 4), loader.cache=false, checkpoint.background=false (no copy of the checkpoint on "
+        "the host)."
+    )
+
+
+def test_a_full_dev_shm_is_named_with_its_remedy():
+    error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_2>: No space left on device (28)")
+    assert told_on_cuda(error, "loader.num_workers=4") == (
+        "rank 0, step 3: the shared memory of the host (/dev/shm), through which its processes exchange tensors, is "
+        "full. To go on, try loader.num_workers=2 (now 4), or make it larger (docker run --shm-size=8g, or mount -o "
+        "remount,size=8g /dev/shm)."
+    )
+
+
+def test_on_chip_memory_is_not_called_device_memory():
+    error = RuntimeError(
+        "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or "
+        "`num_stages` may help."
+    )
+    message = told_on_cuda(error, raises=TrainingError)
+    assert message.startswith("rank 0, step 3: a kernel needs more on-chip memory than cuda:0 has. The device's own ")
+    assert message.endswith("compile.mode=off. " + str(error))

@@ -1,8 +1,7 @@
-"""A device that ran out of memory: told as such, with what the run needs there and what to try instead."""
+"""Memory that ran out: which one, what the run needs there, and what to try instead."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,24 +11,28 @@ import torch
 
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, OutOfMemoryError
+from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.report.numbers import num_bytes
 from trainkit.run.building import shaping_of
 from trainkit.run.memory import Memory, abstract_model, memory_of
+from trainkit.run.memory_errors import MemoryKind, memory_kind
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.strategies.shaping import shaping_problems
 
-__all__ = ["is_out_of_memory", "telling_of_memory"]
+__all__ = ["telling_of_memory"]
 
-_SAID: Final = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 _STRATEGIES: Final = "trainkit.strategies"
 _FEWEST: Final = 3
 """Ways out to name, where there are so many."""
+_ON_CHIP: Final = (
+    "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
+    "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {told}"
+)
 
 
 @contextmanager
 def telling_of_memory(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
-    """Make an allocation that fails inside an error that says what the run needs, and three ways to need less.
+    """Make an allocation that fails inside an error that says what the run needs, and ways to need less.
 
     Args:
         plan: the run.
@@ -37,37 +40,56 @@ def telling_of_memory(plan: RunPlan, task: Task, step: Callable[[], int | None])
         step: the step that is being computed; None while the model is being placed.
 
     Raises:
-        OutOfMemoryError: there was no memory, on the device or on the host.
+        OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
+        TrainingError: a kernel needs more on-chip memory than the device has.
     """
     try:
         yield
-    except (MemoryError, RuntimeError, OSError) as error:
-        if not is_out_of_memory(error):
+    except Exception as error:
+        kind = memory_kind(error)
+        if kind is None or isinstance(error, TrainkitError):
             raise
         error.__traceback__ = None  # its frames hold the tensors that fill the memory
-        raise OutOfMemoryError(_told(plan, task, step())) from error
+        at = step()
+        head = f"rank {task.rank}, {'while the model was placed' if at is None else f'step {at}'}:"
+        if kind is MemoryKind.on_chip:
+            raise TrainingError(f"{head} {_ON_CHIP.format(device=task.device, told=_first_line(error))}") from error
+        if kind is MemoryKind.shared:
+            raise OutOfMemoryError(f"{head} {_shared(plan)}") from error
+        if kind is MemoryKind.host and task.device != "cpu":
+            raise OutOfMemoryError(f"{head} {_host(plan, task)}") from error
+        raise OutOfMemoryError(_told(plan, f"{head} {task.device} is out of memory.", placing=at is None)) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that an allocation failed: CUDA's, that of torch on the CPU, Python's, or the system's.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
-        (True, False)
-    """
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(said in str(error) for said in _SAID)
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _told(plan: RunPlan, task: Task, step: int | None) -> str:
-    when = "while the model was placed" if step is None else f"step {step}"
-    head = f"rank {task.rank}, {when}: {task.device} is out of memory."
+def _shared(plan: RunPlan) -> str:
+    workers = plan.cfg.loader.num_workers
+    fewer = f"loader.num_workers={workers // 2} (now {workers}), or " if workers else ""
+    return (
+        "the shared memory of the host (/dev/shm), through which its processes exchange tensors, is full. To go on, "
+        f"try {fewer}make it larger (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
+    )
+
+
+def _host(plan: RunPlan, task: Task) -> str:
+    workers = plan.cfg.loader.num_workers
+    ways = {
+        f"loader.num_workers={workers // 2} (now {workers})": workers > 0,
+        "loader.cache=false": plan.cfg.loader.cache is not False,
+        "checkpoint.background=false (no copy of the checkpoint on the host)": plan.cfg.checkpoint.background,
+    }
+    open_ways = ", ".join(way for way, helps in ways.items() if helps)
+    tried = f" To need less, try one of: {open_ways}." if open_ways else ""
+    return f"the host is out of memory (RAM), not {task.device}.{tried}"
+
+
+def _told(plan: RunPlan, head: str, *, placing: bool) -> str:
     try:
         memory = memory_of(plan, abstract_model(plan))
-        ways = _ways_out(plan, placing=step is None)
+        ways = _ways_out(plan, placing=placing)
     except (MemoryError, RuntimeError):  # there is none left to find out more
         return head
     needs = f"The run needs {num_bytes(memory.total_bytes)} a device, and activations: {_parts(memory)}."
