@@ -66,7 +66,12 @@ def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_pat
     (tmp_path / "step_00000200" / "manifest.json").unlink()
     assert newest_valid(tmp_path, print).checkpoint.step == 100
     save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["index.json", "step_00000150"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == [
+        "index.json",
+        "step_00000150",
+        "step_00000200",  # without its manifest nobody knows who wrote it
+        "step_00000300.aside",
+    ]
     assert json.loads((tmp_path / "index.json").read_text())["last"] == "step_00000150"
 
 

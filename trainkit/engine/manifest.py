@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.engine.ownership import Owner
 from trainkit.errors import CheckpointError
 
 __all__ = [
@@ -34,6 +35,8 @@ __all__ = [
     "better",
     "damaged",
     "folder_name",
+    "foreign",
+    "has_saved",
     "manifest_bytes",
     "read_manifest",
     "scan",
@@ -75,6 +78,8 @@ class Checkpoint:
     """The hash of the maths keys of the run that wrote it."""
     metric: float | None = None
     """The value that best is judged by, where it was known when this was saved."""
+    owner: str | None = None
+    """The token of the run that wrote it; None before tokens existed."""
     files: Mapping[str, FileRecord]
     """Every file but the manifest itself."""
 
@@ -101,6 +106,7 @@ def manifest_bytes(checkpoint: Checkpoint) -> bytes:
             name: {"bytes": record.num_bytes, "sha256": record.sha256}
             for name, record in sorted(checkpoint.files.items())
         },
+        **({} if checkpoint.owner is None else {"owner": checkpoint.owner}),
     }
     content = json.loads(json.dumps(content))  # keys become text: what is hashed is what a reader will hash
     return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
@@ -159,8 +165,16 @@ def _parse(folder: Path, content: Any) -> Checkpoint:
         position=content["position"],
         fingerprint=content["fingerprint"],
         metric=content["metric"],
+        owner=_owner(folder, content),
         files=files,
     )
+
+
+def _owner(folder: Path, content: Mapping[str, Any]) -> str | None:
+    owner = content.get("owner")
+    if owner is not None and not isinstance(owner, str):
+        raise damaged(folder, f"{MANIFEST} is not what was written (owner)")
+    return owner
 
 
 def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
@@ -182,7 +196,30 @@ def damaged(folder: Path, what: str) -> CheckpointError:
 
 
 def survey(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
-    """Every checkpoint folder below `root`, newest first, complete or not."""
+    """Yield the checkpoint folders of a run, newest first, complete or not.
+
+    Complete checkpoints of other runs are left out, where the folder above `root` has a token (`Owner`). Of a folder
+    whose manifest cannot be read nobody knows who wrote it: it is yielded with the error.
+    """
+    owner = Owner.found(root.parent)
+    for path, entry in _entries(root):
+        if isinstance(entry, CheckpointError) or owner is None or owner.wrote(entry.owner):
+            yield path, entry
+
+
+def has_saved(root: Path) -> bool:
+    """Whether a run may have completed a checkpoint below `root`; False only for a run with a token and no index."""
+    return Owner.found(root.parent) is None or (root / "index.json").exists()
+
+
+def foreign(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints below `root` that another run wrote, newest first."""
+    owner = Owner.found(root.parent)
+    found = (entry for _, entry in _entries(root) if isinstance(entry, Checkpoint))
+    return [] if owner is None else [entry for entry in found if not owner.wrote(entry.owner)]
+
+
+def _entries(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
     found = (path for path in root.iterdir() if _FOLDER.fullmatch(path.name)) if root.is_dir() else iter(())
     for path in sorted(found, key=step_of, reverse=True):
         try:

@@ -9,10 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from trainkit.engine.checkpoint.cleaning import owner_of
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import save, untied
 from trainkit.engine.checkpoint.snapshot import Snapshot
 from trainkit.engine.manifest import Checkpoint
+from trainkit.engine.ownership import Owner
 
 __all__ = ["BackgroundSaver"]
 
@@ -33,8 +35,10 @@ class BackgroundSaver:
         retention: Retention | None = None,
         background: bool = True,
         confirm: Callable[[], None] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         self._root = root
+        self._owner = owner
         self._confirm = confirm
         self._retention = retention
         self._background = background
@@ -61,7 +65,8 @@ class BackgroundSaver:
         """
         self.wait()
         arguments: dict[str, Any] = {"step": step, "meta": meta, "metric": metric, "retention": self._retention}
-        arguments["confirm"] = self._confirm
+        self._owner = self._owner or owner_of(self._root)
+        arguments.update(confirm=self._confirm, owner=self._owner)
         if not self._background:
             self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
             return

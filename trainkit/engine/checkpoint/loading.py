@@ -13,10 +13,10 @@ from torch import Tensor
 
 from trainkit.engine.checkpoint.stored import StoredTensors
 from trainkit.engine.checkpoint.tensor_file import TensorFile
-from trainkit.engine.manifest import Checkpoint, NewerFormatError, damaged, read_manifest, survey
+from trainkit.engine.manifest import Checkpoint, NewerFormatError, damaged, foreign, has_saved, read_manifest, survey
 from trainkit.errors import CheckpointError
 
-__all__ = ["Loaded", "load", "newest_valid"]
+__all__ = ["Loaded", "load", "newest_valid", "note_foreign"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,14 +58,14 @@ def load(folder: Path) -> Loaded:
 
 
 def newest_valid(root: Path, report: Callable[[str], None]) -> Loaded | None:
-    """Load the newest checkpoint below `root` that is whole; damaged ones are named and passed over.
+    """Load the newest checkpoint of a run that is whole; damaged ones are named and passed over.
 
     Args:
         root: a `checkpoints` folder.
         report: is told of each damaged one, and what is used instead.
 
     Returns:
-        None where there is no checkpoint at all.
+        None where the run has completed no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged; or one is of a later version of trainkit.
@@ -84,9 +84,27 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Loaded | None:
         for problem in problems:
             report(f"{problem} Using {folder.name} instead.")
         return loaded
-    if problems:
+    if problems and has_saved(root):
         raise CheckpointError("\n".join(["no checkpoint is whole:", *(f"  {problem}" for problem in problems)]))
+    for problem in problems:
+        report(f"{problem} This run has saved nothing yet: it is left where it is, and not used.")
     return None
+
+
+def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
+    """Name the complete checkpoints of other runs that are newer than the step at which a run begins.
+
+    Args:
+        root: the `checkpoints` folder of the run.
+        step: where it begins.
+        report: is told of each.
+    """
+    for entry in foreign(root):
+        if entry.step > step:
+            report(
+                f"{entry.folder} was not written by this run: it is left where it is, and not used. "
+                f"To start a run from it: resume={entry.folder}"
+            )
 
 
 def _read_json(checkpoint: Checkpoint, name: str) -> Any:

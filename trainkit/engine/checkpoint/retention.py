@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from trainkit.engine.checkpoint.cleaning import delete, owner_of, pass_over
 from trainkit.engine.checkpoint.judged import Judged, exclusive, swap_in
-from trainkit.engine.manifest import Checkpoint, scan, step_of, survey
+from trainkit.engine.manifest import Checkpoint, scan
+from trainkit.engine.ownership import Owner
 
 __all__ = ["Retention"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:
-    """Keeps the newest and the best checkpoints, and removes the rest.
+    """Keeps the newest and the best checkpoints of a run, and deletes its others; those of other runs stay.
 
     Everything is derived from the manifests, and from what an evaluator says of them: there is no state that could
     disagree with the folders.
@@ -33,26 +34,25 @@ class Retention:
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError("keep_last must be 1 or more: a run without its last checkpoint cannot be resumed")
 
-    def apply(self, root: Path, *, step: int) -> None:
-        """Remove what is not kept, and write the names into `root/index.json`.
+    def apply(self, root: Path, *, step: int, owner: Owner | None = None) -> None:
+        """Delete what is not kept, and write the names into `root/index.json`.
 
         Args:
             root: the `checkpoints` folder.
-            step: that of the checkpoint just written. Whatever is newer was passed over, for damage, when the training
-                went on from an older one: it would push what is whole out of the last k, and goes first.
+            step: that of the checkpoint just written; newer ones of this run are set aside.
+            owner: the run; None: whose `root` is.
         """
+        owner = owner or owner_of(root)
         with exclusive(root) as held:
-            for folder, _ in survey(root):
-                if step_of(folder) > step:
-                    _remove(folder)
+            pass_over(root, owner, step=step)
             judged = Judged.read(root)
-            newest = [judged.of(entry) for entry in scan(root)]
+            newest = [judged.of(entry) for entry in scan(root) if owner.wrote(entry.owner)]
             if self.keep_last is not None and held:
                 kept = {entry.folder for entry in (*newest[: self.keep_last], *self.ranked(newest)[: self.keep_best])}
                 kept |= {entry.folder for entry in newest if entry.folder.name == judged.evaluating}
                 for entry in newest:
                     if entry.folder not in kept:
-                        _remove(entry.folder)
+                        delete(entry, owner)
                 newest = [entry for entry in newest if entry.folder in kept]
             self._name(root, newest)
 
@@ -76,10 +76,3 @@ class Retention:
         judged = [(sign * entry.metric, entry.step, entry) for entry in checkpoints if entry.metric is not None]
         judged = [item for item in judged if not math.isnan(item[0])]
         return [entry for _, _, entry in sorted(judged, key=lambda item: item[:2])]
-
-
-def _remove(folder: Path) -> None:
-    """Rename, then delete: a crash halfway leaves no folder that looks like a damaged checkpoint."""
-    aside = folder.with_name(f".tmp_old_{folder.name}")
-    folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from torch import Tensor
 
+from trainkit.engine.checkpoint.cleaning import clear_drafts, delete_draft, draft_of, make_room, owner_of, unmark
 from trainkit.engine.checkpoint.dtypes import NAMES, refuse_unwritable
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.tensor_file import write_bytes, write_tensors
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes, scan
+from trainkit.engine.ownership import Owner
 from trainkit.errors import CheckpointError
 from trainkit.strategies.pieces import Piece, Pieces, misfit
 
 __all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "unwritten", "write_part"]
-
-TEMPORARY: Final = ".tmp_"
-"""How the names of folders begin that are being written, or being removed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,7 @@ def save(
     metric: float | None = None,
     retention: Retention | None = None,
     confirm: Callable[[], None] | None = None,
+    owner: Owner | None = None,
 ) -> Checkpoint:
     """Write a checkpoint from one process, then prune the older ones.
 
@@ -71,11 +70,13 @@ def save(
         metric: what best is judged by, where known.
         retention: what to keep; None keeps everything.
         confirm: asked before the checkpoint gets its name; raises where the folder is another's by now.
+        owner: the run; None: whose `root` is.
 
     Raises:
         CheckpointError: it could not be written, a full disk above all; nothing of it is left.
     """
-    draft = begin(root, step)
+    owner = owner or owner_of(root)
+    draft = begin(root, step, owner)
     try:
         unique, tied = untied(tensors)
         part = write_part(draft, {name: (Piece.whole(tensor),) for name, tensor in unique.items()})
@@ -84,18 +85,19 @@ def save(
     except OSError as error:
         raise unwritten(root, step, error) from error
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    prune(root, retention or Retention(), step=step)
+        delete_draft(draft, owner)
+    prune(root, retention or Retention(), step=step, owner=owner)
     return checkpoint
 
 
-def begin(root: Path, step: int) -> Path:
-    """Make the temporary folder of a checkpoint, and remove what a crash left of earlier ones."""
+def begin(root: Path, step: int, owner: Owner | None = None) -> Path:
+    """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left."""
+    owner = owner or owner_of(root)
     try:
-        for leftover in root.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        draft = root / f"{TEMPORARY}{folder_name(step)}"
-        draft.mkdir(parents=True)
+        root.mkdir(parents=True, exist_ok=True)
+        clear_drafts(root, owner)
+        draft = draft_of(root, step)
+        owner.make(draft)
     except OSError as error:
         raise unwritten(root, step, error) from error
     return draft
@@ -151,7 +153,11 @@ def commit(
     metric: float | None = None,
     confirm: Callable[[], None] | None = None,
 ) -> Checkpoint:
-    """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists."""
+    """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists.
+
+    The token of the draft goes into the manifest.
+    """
+    owner = Owner.found(draft)
     final = draft.parent / folder_name(step)
     parts = list(parts)
     rest = {key: value for key, value in meta.items() if key not in ("position", "fingerprint")}
@@ -167,6 +173,7 @@ def commit(
         position=meta.get("position"),
         fingerprint=meta.get("fingerprint"),
         metric=metric,
+        owner=None if owner is None else owner.token,
         files=files,
     )
     reached("save", step)
@@ -174,18 +181,18 @@ def commit(
     _sync_folder(draft)
     if confirm is not None:
         confirm()
-    _move_into_place(draft, final)
+    _move_into_place(draft, final, owner)
     return checkpoint
 
 
-def prune(root: Path, retention: Retention, *, step: int) -> None:
-    """Remove what is not kept, after a new checkpoint is complete.
+def prune(root: Path, retention: Retention, *, step: int, owner: Owner) -> None:
+    """Delete the checkpoints of this run that are not kept, after a new one is complete.
 
     Raises:
         CheckpointError: the file system refuses; no checkpoint is lost.
     """
     try:
-        retention.apply(root, step=step)
+        retention.apply(root, step=step, owner=owner)
     except OSError as error:
         raise CheckpointError(f"the older checkpoints below {root} could not be pruned: {error}.") from error
 
@@ -229,15 +236,13 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
     return unique, tied
 
 
-def _move_into_place(draft: Path, final: Path) -> None:
-    if final.exists():  # a damaged one that was passed over, or the same step saved again
-        aside = final.with_name(f"{TEMPORARY}old_{final.name}")
-        final.rename(aside)
-        draft.rename(final)
-        shutil.rmtree(aside, ignore_errors=True)
-    else:
-        draft.rename(final)
+def _move_into_place(draft: Path, final: Path, owner: Owner | None) -> None:
+    replaced = make_room(final, owner)
+    draft.rename(final)
+    unmark(final)
     _sync_folder(final.parent)
+    if replaced is not None and owner is not None:
+        delete_draft(replaced, owner)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -6,7 +6,7 @@ meet those in another order on every rank.
 
 from __future__ import annotations
 
-import shutil
+import functools
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -16,11 +16,13 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from trainkit.engine.checkpoint.cleaning import delete_draft, owner_of
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, file_key, prune, unwritten, write_part
 from trainkit.engine.checkpoint.snapshot import Snapshot
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import Checkpoint
+from trainkit.engine.ownership import Owner
 from trainkit.errors import CheckpointError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.pieces import Pieces
@@ -58,6 +60,7 @@ class SaverOfPieces:
         retention: what to keep; None keeps everything.
         background: whether the files are written beside the training.
         confirm: asked by rank 0 before a checkpoint gets its name; raises where the folder is another's by now.
+        owner: the run; None: whose `root` is. Rank 0 alone needs it.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class SaverOfPieces:
         retention: Retention | None = None,
         background: bool = True,
         confirm: Callable[[], None] | None = None,
+        owner: Owner | None = None,
     ) -> None:
         self._root, self._everyone = root, everyone
+        self._given = owner
         self._retention, self._background, self._confirm = retention or Retention(), background, confirm
         self._snapshot = Snapshot()
         self._under_way: _UnderWay | None = None
@@ -142,19 +147,23 @@ class SaverOfPieces:
             self._snapshot.buffers.clear()
         return self.finished()
 
+    @functools.cached_property
+    def _owner(self) -> Owner:
+        return self._given or owner_of(self._root)
+
     @property
     def _completes(self) -> bool:
         return self._everyone.rank == 0
 
     def _begin(self, step: int) -> Path:
         """The folder that all ranks write into; rank 0 makes it."""
-        draft = self._agreed(lambda: begin(self._root, step) if self._completes else None)
+        draft = self._agreed(lambda: begin(self._root, step, self._owner) if self._completes else None)
         folder = Path(tell_all(str(draft), self._everyone)[0])
         try:
             self._agreed(lambda: _refuse_unseen(folder, self._everyone.rank))
         except CheckpointError:
             if self._completes:
-                shutil.rmtree(folder, ignore_errors=True)
+                delete_draft(folder, self._owner)
             raise
         return folder
 
@@ -186,7 +195,7 @@ class SaverOfPieces:
             self._agreed(lambda: self._commit(found, [Part.from_json(part) for part in parts if part is not None]))
         finally:
             if self._completes:
-                shutil.rmtree(found.draft, ignore_errors=True)
+                delete_draft(found.draft, self._owner)
 
     def _commit(self, found: _UnderWay, parts: list[Part]) -> None:
         if not self._completes:
@@ -204,7 +213,7 @@ class SaverOfPieces:
         except OSError as error:
             raise unwritten(self._root, found.step, error) from error
         self._finished.append(done)
-        prune(self._root, self._retention, step=found.step)
+        prune(self._root, self._retention, step=found.step, owner=self._owner)
 
     def _agreed(self, act: Callable[[], _T]) -> _T:
         """Do something; where it fails on one rank, it fails on all."""

@@ -1,0 +1,227 @@
+"""What saves, retention and fallbacks delete: checkpoints and temporary folders of their own run, nothing else."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit.engine.checkpoint import Retention, begin, commit, load, newest_valid, save, scan, write_part
+from trainkit.engine.checkpoint.loading import note_foreign
+from trainkit.engine.ownership import MARK, Owner
+from trainkit.errors import UnreadableError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The `checkpoints` folder of a run with a token."""
+    run = tmp_path / "run"
+    run.mkdir()
+    Owner.new().mark(run)
+    (run / "checkpoints").mkdir()
+    return run / "checkpoints"
+
+
+def put(root: Path, step: int, *, keep: int | None = None, owner: Owner | None = None) -> None:
+    tensors = {"param/w": torch.full((4,), float(step))}
+    save(root, step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=keep), owner=owner)
+
+
+def plant(root: Path) -> dict[str, bytes]:
+    """Put what the run did not write between its checkpoints; returns the content of every file."""
+    users = root.parent.parent / "users"
+    (users / "deep").mkdir(parents=True)
+    (users / "deep" / "thesis.tex").write_text("users")
+    for name in ("step_00000098", "step_backup", ".tmp_x", ".tmp_step_00000007", "best", "last", "step_1", ".git"):
+        (root / name).mkdir()
+        (root / name / "notes.txt").write_text(name)
+    for name in ("step_00000097", "index.json.bak", ".hidden", ".tmp_file", "step_00000098 (copy)", "Läufe-記録"):
+        (root / name).write_text(name)
+    (root / "step_00000096").symlink_to(users)
+    (root / ".tmp_link").symlink_to(users)
+    for step in (99, 999):
+        put(root, step, owner=Owner.new())
+    Owner.new().make(root / ".tmp_step_00000005")
+    (root / "index.json").unlink()
+    return held(root)
+
+
+def held(root: Path) -> dict[str, bytes]:
+    """Every file below a folder and behind its links."""
+    paths = [Path(folder) / name for folder, _, names in os.walk(root, followlinks=True) for name in names]
+    return {str(path.relative_to(root)): path.read_bytes() for path in paths}
+
+
+def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # no power fails here
+    planted, said = plant(root), list[str]()
+    for step in range(1, 201):
+        put(root, step, keep=2)
+        loaded = newest_valid(root, said.append)
+        assert loaded is not None
+        assert loaded.checkpoint.step == step
+    found = {name.replace(".aside", ""): content for name, content in held(root).items()}
+    assert planted == {name: found[name] for name in planted}
+    assert [entry.step for entry in scan(root)] == [200, 199]
+    taken = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
+    assert sorted(path.name for path in root.glob("*.aside")) == taken
+    (root / "step_00000096.aside" / "deep").rename(root / "still_a_link")
+
+
+def test_a_path_in_the_place_of_a_checkpoint_is_renamed_and_both_names_are_shown(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (root / "step_00000007").write_text("a file")
+    put(root, 7)
+    assert capsys.readouterr().err == (
+        f"{root}/step_00000007 is in the place of a new checkpoint: renamed to {root}/step_00000007.aside.\n"
+    )
+    assert (root / "step_00000007.aside").read_text() == "a file"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES, errno.ESTALE])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_not_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    for step in (1, 2, 3):
+        put(root, step)
+    with monkeypatch.context() as patched:
+        refuse_reading(patched, root / "step_00000003", number)
+        fallen_back = newest_valid(root, lambda _: None)
+    assert fallen_back is not None
+    assert fallen_back.checkpoint.step == 2
+    put(root, 2, keep=1)
+    assert load(root / "step_00000003.aside").tensors["param/w"].eq(3.0).all()
+    assert "step_00000003 was passed over, and the run has gone on to step 2 from an older" in capsys.readouterr().err
+
+
+def refuse_reading(patched: pytest.MonkeyPatch, folder: Path, number: int) -> None:
+    """Let every look at a file below a folder fail."""
+
+    def refusing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if str(path).startswith(str(folder)):
+                raise OSError(number, os.strerror(number), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    for name in ("open", "stat", "lstat", "scandir"):
+        patched.setattr(os, name, refusing(getattr(os, name)))
+    patched.setattr(Path, "open", refusing(Path.open))
+
+
+def test_while_a_checkpoint_cannot_be_read_it_stays_where_it_is(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        put(root, step)
+    with monkeypatch.context() as patched:
+        refuse_reading(patched, root / "step_00000003", errno.EIO)
+        put(root, 2, keep=1)
+    assert load(root / "step_00000003").checkpoint.step == 3
+
+
+def test_a_file_of_the_users_in_a_checkpoint_outlives_it(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(root, 1)
+    (root / "step_00000001" / "notes.txt").write_text("mine")
+    put(root, 2, keep=1)
+    assert [path.name for path in (root / "step_00000001.aside").iterdir()] == ["notes.txt"]
+    assert capsys.readouterr().err == (
+        f"{root}/step_00000001.aside holds what this run did not write into its step_00000001, "
+        "which is deleted: notes.txt.\n"
+    )
+
+
+def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_verify(tmp_path: Path) -> None:
+    put_without_token(tmp_path / "checkpoints", 1)
+    put_without_token(tmp_path / "checkpoints", 2)
+    (tmp_path / "checkpoints" / "step_00000002" / "meta.json").write_text("{}")
+    Owner.new(adopts=True).mark(tmp_path)
+    put(tmp_path / "checkpoints", 3, keep=1)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000003"]
+
+
+def test_a_checkpoint_without_a_token_is_not_of_a_run_that_has_one(root: Path) -> None:
+    put_without_token(root, 1)
+    put(root, 2, keep=1)
+    assert [entry.step for entry in scan(root)] == [2]
+    assert load(root / "step_00000001").checkpoint.owner is None
+
+
+def put_without_token(root: Path, step: int) -> None:
+    draft = begin(root, step)
+    (draft / MARK).unlink()
+    commit(draft, step=step, parts=[write_part(draft, {})], meta={"other": step}, aliases={})
+
+
+def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
+    for draft in (".tmp_step_00000001", ".tmp_old_step_00000002"):
+        owner = Owner.found(root.parent)
+        assert owner is not None
+        owner.make(root / draft)
+        (root / draft / "rank_00000.safetensors").write_text("half")
+    put(root, 3)
+    assert sorted(path.name for path in root.iterdir()) == ["index.json", "step_00000003"]
+
+
+def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: Path) -> None:
+    (root / "step_00000099").mkdir()
+    said: list[str] = []
+    assert newest_valid(root, said.append) is None
+    assert "".join(said) == (
+        f"{root}/step_00000099 is no complete checkpoint: it has no manifest.json. "
+        "This run has saved nothing yet: it is left where it is, and not used."
+    )
+
+
+def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
+    put(root, 1)
+    put(root, 99, owner=Owner.new())
+    said: list[str] = []
+    loaded = newest_valid(root, said.append)
+    assert loaded is not None
+    note_foreign(root, loaded.checkpoint.step, said.append)
+    assert loaded.checkpoint.step == 1
+    assert "".join(said) == (
+        f"{root}/step_00000099 was not written by this run: it is left where it is, and not used. "
+        f"To start a run from it: resume={root}/step_00000099"
+    )
+
+
+def test_a_checkpoint_that_is_copied_elsewhere_loads(root: Path, tmp_path: Path) -> None:
+    put(root, 1)
+    shutil.copytree(root / "step_00000001", tmp_path / "elsewhere")
+    assert load(tmp_path / "elsewhere").checkpoint.step == 1
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [
+        "index.json",
+        "manifest.json",
+        "meta.json",
+        "rank_00000.safetensors",
+    ]
+
+
+def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
+    owner = Owner.found(root.parent)
+    assert owner is not None
+    owner.make(tmp_path / "moved")
+    (root / ".tmp_step_00000009").symlink_to(tmp_path / "moved")
+    put(root, 1)
+    assert (tmp_path / "moved" / MARK).exists()
+
+
+def test_a_token_that_a_file_cannot_hold_is_refused(tmp_path: Path) -> None:
+    (tmp_path / MARK).write_text('{"token": "x", "adopts": false, "folders": {}}')
+    with pytest.raises(UnreadableError) as caught:
+        Owner.read(tmp_path)
+    assert str(caught.value) == f"{tmp_path}/.owner cannot be read: it holds no token of a run."
+
+
+def test_a_name_in_a_token_file_does_not_lead_out_of_the_run_folder(tmp_path: Path) -> None:
+    text = '{"token": "%s", "adopts": false, "folders": {"live": "../../home"}}' % ("0" * 32)
+    (tmp_path / MARK).write_text(text)
+    assert Owner.found(tmp_path) is None
