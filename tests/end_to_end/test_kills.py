@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.recording import LOG, samples_by_step
 from tests.support import quick
+from tests.support.verdicts import plain
 
 ROOT = Path(__file__).parents[2]
 STEPS = 120
@@ -107,7 +108,7 @@ def test_a_replica_killed_in_the_middle_of_an_exchange_costs_no_bit(conf: Path) 
     mirrored = command(conf, *fixed, "strategy=mirrored", "strategy.replicas=2", "hydra.run.dir=mirrored")
     planted = {"TRAINKIT_FAIL": "rank=1,step=30,phase=reduce,action=kill,attempt=0"}
     ended = subprocess.run(mirrored, env=environ(log, **planted), check=True, capture_output=True, text=True)
-    assert "rank 1 was ended by SIGKILL in step 30 (reduce)" in ended.stderr
+    assert "rank 1 was ended by SIGKILL in step 30 (reduce)" in plain(ended.stderr)
     assert finished(Path("mirrored"))["weights_sha256"] == finished(Path("alone"))["weights_sha256"]
 
 

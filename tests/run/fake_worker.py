@@ -57,7 +57,7 @@ def assist(folder, identity, heart):
         time.sleep(0.01)
 
 
-def run(resolved, identity, folder, stop):
+def run(resolved, identity, folder, stop, report):
     rank, every = identity.task.rank, int(SETTINGS.get("save", 0))
     pids = [os.getpid()]
     if "child" in SETTINGS:

@@ -1,13 +1,24 @@
-import json
+import ctypes
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
-from trainkit.errors import CheckpointError, ConfigError, HangError, Problem, TrainingError
-from trainkit.run.failure import culprit
+from tests.support.verdicts import plain
+from trainkit.cluster.processes import ProcessMark
+from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError
+from trainkit.run.after_effects import is_after_effect
+from trainkit.run.evidence import Evidence, MemoryEvents
+from trainkit.run.failure import culprit, hung, is_clean, unanswering
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.last_words import read_last_words, write_last_words
+from trainkit.run.last_words import Reporter, read_last_words, write_last_words
+
+RESET = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27059: Connection reset by peer."
+TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
 
 
 @pytest.fixture
@@ -15,21 +26,64 @@ def folder(tmp_path):
     return RunFolder(tmp_path)
 
 
-def say(folder, rank, error, moment):
-    path = folder.error_of(rank)
-    write_last_words(path, rank, error)
-    path.write_text(json.dumps({**json.loads(path.read_text()), "moment": moment}))
+def beat(folder, rank, step, phase="forward"):
+    heart = Heartbeat(folder.heartbeat_of(rank))
+    heart.beat(step, phase)
+    heart.close()
 
 
-def exited(rank, code, moment):
-    return Exited(attempt=0, rank=rank, code=code, moment=moment)
+def exited(rank, code=1):
+    return Exited(attempt=0, rank=rank, code=code)
 
 
-def test_the_first_of_several_errors_is_told(folder):
-    say(folder, 0, ValueError("later"), moment=20.0)
-    say(folder, 1, ValueError("first"), moment=10.0)
-    found = culprit(folder, [exited(0, 1, 30.0), exited(1, 1, 31.0)], [])
-    assert (found.rank, found.headline) == (1, "rank 1 failed while starting: ValueError: first.")
+def say(folder, rank, error):
+    write_last_words(folder.error_of(rank), rank, error)
+
+
+def raised_in_c(kind, text):
+    """The error as C code raises it: no `raise` statement is in its traceback."""
+    try:
+        ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())
+    except kind as error:
+        return error
+    raise AssertionError
+
+
+def raised(error, module=__name__):
+    """The error as a `raise` statement of a module raises it."""
+    try:
+        exec("def fail(error): raise error\nfail(error)", {"__name__": module, "error": error})
+    except type(error):
+        return error
+    raise AssertionError
+
+
+def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connection(folder):
+    exits = [exited(0), exited(1, -9), exited(2)]
+    say(folder, 0, raised_in_c(RuntimeError, RESET))
+    assert culprit(folder, exits[:2], []).headline == "rank 1 was ended by SIGKILL while starting."
+    say(folder, 2, ValueError("bad batch"))
+    assert plain(culprit(folder, exits, []).headline) == "rank 2 failed while starting: ValueError: bad batch."
+
+
+def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder):
+    for rank, step in ((0, 7), (1, 5)):
+        beat(folder, rank, step)
+        say(folder, rank, ValueError(f"of rank {rank}"))
+    assert culprit(folder, [exited(0), exited(1)], []).rank == 1
+    for rank, step in ((2, 4), (3, 3)):
+        beat(folder, rank, step)
+    assert culprit(folder, [exited(2, -9), exited(3, -9)], []).rank == 3
+
+
+def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_of_the_other_says(folder):
+    evidence = Evidence(folder)
+    for rank, moment in ((1, 2.0e9), (0, 1.0e9)):
+        say(folder, rank, ValueError(f"of rank {rank}"))
+        os.utime(folder.error_of(rank), (moment, moment))
+        evidence.look([0, 1])
+    assert culprit(folder, [exited(0), exited(1)], [], evidence).rank == 1
+    assert culprit(folder, [exited(5, -9), exited(4, -9)], []).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -37,47 +91,157 @@ def test_the_first_of_several_errors_is_told(folder):
     [("one\ntwo", "ValueError: one."), ("", "ValueError."), ("It ends.", "ValueError: It ends.")],
 )
 def test_a_headline_is_one_sentence(folder, message, told):
-    say(folder, 0, ValueError(message), moment=10.0)
-    assert culprit(folder, [exited(0, 1, 11.0)], []).headline == f"rank 0 failed while starting: {told}"
+    say(folder, 0, ValueError(message))
+    assert plain(culprit(folder, [exited(0)], []).headline) == f"rank 0 failed while starting: {told}"
 
 
 @pytest.mark.parametrize(
-    "message",
+    "error",
     [
-        "[../third_party/gloo/gloo/transport/tcp/pair.cc:525] Read error [127.0.0.1]:1234: Connection reset by peer",
-        "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:34567",
-        "Broken pipe",
+        raised(RuntimeError("my peer is lost: Connection reset by peer")),
+        raised(RuntimeError(RESET)),
+        raised(ConnectionResetError("connection closed by peer")),  # of a server of the user's
+        raised(ConnectionResetError("the same"), module="urllib3.connection"),
+        raised(LinkError("ps:0 is gone")),
+        raised_in_c(ConnectionResetError, "the same, of a socket in user code"),
+        raised_in_c(RuntimeError, "mat1 and mat2 shapes cannot be multiplied"),
+        raised_in_c(RuntimeError, "[enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes."),
+        raised_in_c(RuntimeError, "NCCL error: ncclUnhandledCudaError: Cuda failure 2 'out of memory'"),
+        raised_in_c(RuntimeError, "NCCL error: ncclInvalidArgument: Invalid value for an argument"),
+        raised(RuntimeError("EADDRINUSE: address already in use"), module="torch.distributed.rendezvous"),
     ],
 )
-def test_who_only_lost_another_counts_last(folder, message):
-    say(folder, 0, RuntimeError(message), moment=10.0)
-    found = culprit(folder, [exited(0, 1, 11.0), exited(1, -9, 12.0)], [])
-    assert found.headline.startswith("rank 1 was ended by SIGKILL")
+def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error):
+    assert not is_after_effect(error)
 
 
-def test_an_error_of_ours_that_a_lost_peer_caused_may_be_tried_again(folder):
-    try:
-        raise TrainingError("rank 0, step 3: the sum of gradients failed") from ConnectionResetError("gone")
-    except TrainingError as error:
-        say(folder, 0, error, moment=10.0)
-    assert not culprit(folder, [exited(0, 1, 11.0)], []).final
+@pytest.mark.parametrize(
+    "error",
+    [
+        raised_in_c(RuntimeError, RESET),  # also where user code waits for a collective
+        raised_in_c(RuntimeError, TIMED_OUT),
+        raised_in_c(RuntimeError, "NCCL error: ncclRemoteError: remote process exited or there was a network error"),
+        raised(LinkError("ps:0 is gone"), module="trainkit.strategies.parameter_server.links"),
+        raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.ring"),
+        raised(RuntimeError("wait timeout after 1000ms, keys: /0"), module="torch.distributed.distributed_c10d"),
+    ],
+)
+def test_an_error_that_a_transport_raised_for_a_lost_peer_is_an_after_effect(error):
+    assert is_after_effect(error)
+    wrapped = ValueError("what the user makes of it")
+    wrapped.__cause__ = error
+    assert is_after_effect(raised(wrapped))
+
+
+def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder):
+    def fail(module):
+        code = "raise TrainingError('rank 1 is silent') from ConnectionAbortedError('rank 1')"
+        try:
+            exec(code, {"__name__": module, "TrainingError": TrainingError})
+        except TrainingError as error:
+            return is_after_effect(error)
+
+    assert fail("trainkit.strategies.reducers.segment")
+    assert not fail("my_package.model")
 
 
 def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder):
-    say(folder, 0, ConnectionError("lost"), moment=10.0)
+    say(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
-        heart = Heartbeat(folder.heartbeat_of(rank))
-        heart.beat(step, "forward")
-        heart.close()
-    found = culprit(folder, [exited(0, 1, 11.0)], [1, 2])
+        beat(folder, rank, step)
+    found = culprit(folder, [exited(0)], [1, 2])
     assert found.headline == "rank 1 stopped answering in step 3 (forward)."
     assert isinstance(found.error(), HangError)
+
+
+@pytest.fixture
+def stopped():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        mark = ProcessMark.of(process.pid)
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        yield mark
+        process.kill()
+
+
+def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, stopped):
+    beat(folder, 0, 4)
+    beat(folder, 1, 5)
+    evidence = Evidence(folder, lambda: {0: ProcessMark.own(), 1: stopped})
+    found = hung(folder, [0, 1], now=1e9, started=0.0, timeout_s=5, evidence=evidence)
+    assert found.rank == 1
+    remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}."
+    assert found.headline.endswith(f" s in step 5 (forward) (supervisor.hang_timeout_s=5): {remedy}")
+    assert plain(unanswering(folder, [0, 1], evidence).headline).startswith("rank 1 is stopped by a signal (state T)")
+
+
+def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder, stopped):
+    later = ProcessMark(stopped.pid, stopped.started - 1)
+    evidence = Evidence(folder, lambda: {1: later})
+    assert (evidence.held(1), evidence.has_ended(1)) == (None, True)
+
+
+def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder, tmp_path):
+    events = tmp_path / "memory.events"
+    events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 3\n")
+    evidence = Evidence(folder, memory=MemoryEvents([tmp_path / "absent", events]))
+    kill = [exited(1, -signal.SIGKILL)]
+    assert culprit(folder, kill, [], evidence).headline == "rank 1 was ended by SIGKILL while starting."
+    events.write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 4\n")
+    counted = f"Its cgroup ran out of memory: oom_kill in {events} rose by 1."
+    assert culprit(folder, kill, [], evidence).headline == f"rank 1 was ended by SIGKILL while starting. {counted}"
+    assert culprit(folder, [exited(1, -signal.SIGTERM)], [], evidence).headline.endswith("SIGTERM while starting.")
+
+
+def test_where_nobody_counts_lack_of_memory_is_a_guess(folder, tmp_path):
+    evidence = Evidence(folder, memory=MemoryEvents([tmp_path / "absent"]))
+    assert culprit(folder, [exited(1, -9)], [], evidence).headline.endswith("The system may have run out of memory.")
+
+
+def test_exit_code_0_before_the_end_is_a_failure(folder):
+    beat(folder, 1, 7)
+    assert not is_clean(folder, exited(1, 0), stopping=True)
+    found = culprit(folder, [exited(1, 0)], [])
+    assert found.headline == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
+    folder.done_of(1).touch()
+    assert is_clean(folder, exited(1, 0), stopping=False)
+
+
+def test_exit_codes_of_a_stop_are_clean_where_a_stop_was_asked_for(folder):
+    assert [is_clean(folder, exited(1, 130), stopping=stopping) for stopping in (True, False)] == [True, False]
+
+
+def test_sys_exit_is_told_with_the_line_that_called_it(folder):
+    beat(folder, 1, 7)
+    say(folder, 1, raised(SystemExit(0)))
+    found = culprit(folder, [exited(1, 0)], [])
+    assert plain(found.headline) == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
+    assert found.detail.splitlines()[-1] == "SystemExit: 0"
+
+
+def test_the_first_error_of_a_rank_is_the_one_it_reports(folder):
+    report = Reporter(folder.error_of(1), 1)
+    report(ValueError("the cause"))
+    beat(folder, 1, 9, "save")
+    assert report(OSError("while it was ending")).message == "the cause"
+    found = culprit(folder, [exited(1)], [])
+    assert plain(found.headline) == "rank 1 failed while starting: ValueError: the cause."
+
+
+def test_a_verdict_names_pid_and_host(folder):
+    say(folder, 1, ValueError("bad"))
+    host = os.uname().nodename
+    assert culprit(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
+    evidence = Evidence(folder, lambda: {2: ProcessMark(42, 7)})
+    assert culprit(folder, [exited(2, 3)], [], evidence).headline == (
+        f"rank 2 (pid 42 on {host}) exited with code 3 while starting without an error report."
+    )
 
 
 def test_a_silent_death_shows_the_end_of_the_log(folder):
     folder.logs.mkdir()
     folder.log_of(1).write_text("".join(f"line {number}\n" for number in range(30)))
-    text = str(culprit(folder, [exited(1, -11, 10.0)], []).error("So be it."))
+    text = str(culprit(folder, [exited(1, -11)], []).error("So be it."))
     assert text.splitlines()[:3] == [
         "rank 1 was ended by SIGSEGV while starting. So be it.",
         f"The end of {folder.log_of(1)}:",
@@ -93,8 +257,8 @@ def test_a_silent_death_shows_the_end_of_the_log(folder):
     ],
 )
 def test_an_error_of_ours_arrives_as_it_was_raised(folder, error):
-    say(folder, 1, error, moment=10.0)
-    found = culprit(folder, [exited(1, error.exit_code, 11.0)], [])
+    say(folder, 1, error)
+    found = culprit(folder, [exited(1, error.exit_code)], [])
     assert found.final
     assert (type(found.error()), str(found.error())) == (type(error), str(error))
 
@@ -103,8 +267,8 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
     class BadBatchError(TrainingError):
         pass
 
-    say(folder, 0, BadBatchError("batch 7"), moment=10.0)
-    found = culprit(folder, [exited(0, 1, 11.0)], []).error()
+    say(folder, 0, BadBatchError("batch 7"))
+    found = culprit(folder, [exited(0)], []).error()
     assert (type(found), str(found)) == (TrainingError, "batch 7")
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.running import run
+from tests.support.verdicts import plain
 from trainkit.run import ranks
 from trainkit.run.forking import ForkServer
 
@@ -63,7 +64,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
         assert process.poll() is None
         time.sleep(0.01)
     _, told = process.communicate(timeout=120)
-    assert "rank 1 was ended by SIGKILL" in told
+    assert "rank 1 was ended by SIGKILL" in plain(told)
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 

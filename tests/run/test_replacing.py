@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tests.run.faking import assert_no_process_is_left, run_roles
+from tests.support.verdicts import plain
 from trainkit.errors import CrashLoopError, DataError
 from trainkit.run.folder import RunFolder
 
@@ -25,11 +26,8 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder, fake):
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     said = []
     assert run_roles(folder, "worker worker ps", say=said.append) == {"status": "finished", "attempt": 0}
-    expected = (
-        "rank 1 was ended by SIGKILL in step 3 (forward). The system may have run out of memory. "
-        "Starting worker:0 again, alone: the others go on."
-    )
-    assert said == [expected]
+    expected = "rank 1 was ended by SIGKILL in step 3 (forward). Starting worker:0 again, alone: the others go on."
+    assert [plain(line) for line in said] == [expected]
     assert [lives(folder, rank) for rank in (1, 2, 3)] == [[(0, 0), (0, 1)], [(0, 0)], [(0, 0)]]
     assert_no_process_is_left(folder)
 
@@ -38,7 +36,7 @@ def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake):
     fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
     said = []
     assert run_roles(folder, "worker ps", say=said.append) == {"status": "finished", "attempt": 1}
-    assert said[0].startswith("rank 2 was ended by SIGKILL in step 20 (idle).")
+    assert plain(said[0]).startswith("rank 2 was ended by SIGKILL in step 20 (idle).")
     assert lives(folder, 1) == [(0, 0), (1, 0)]
 
 
@@ -50,7 +48,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
         "rank 1 has made no progress for 1 s in step 3 (forward) (supervisor.hang_timeout_s=1). "
         "Starting worker:0 again, alone: the others go on."
     )
-    assert said == [expected]
+    assert [plain(line) for line in said] == [expected]
 
 
 def test_a_task_that_waits_to_be_asked_is_not_hanging(folder, fake, monkeypatch):
@@ -66,9 +64,9 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake
     with pytest.raises(CrashLoopError) as caught:
         run_roles(folder, "worker", max_restarts=1, say=said.append)
     assert len(said) == 1
-    assert str(caught.value).splitlines()[0] == (
+    assert plain(caught.value).splitlines()[0] == (
         "gave up after 1 restarts of worker:0 alone that got no further than step 0: "
-        "rank 1 was ended by SIGKILL in step 2 (forward). The system may have run out of memory."
+        "rank 1 was ended by SIGKILL in step 2 (forward)."
     )
     assert_no_process_is_left(folder)
 
@@ -93,7 +91,7 @@ def test_an_error_of_the_evaluators_own_does_not(folder, fake):
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
     said = []
     assert run_roles(folder, "evaluator", say=said.append)["status"] == "finished"
-    assert said == [
+    assert [plain(line) for line in said] == [
         "rank 1 failed in step 2 (idle): DataError: /gone. Starting evaluator:0 again, alone: the others go on."
     ]
 

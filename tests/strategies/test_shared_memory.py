@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from tests.support.pool import Place, Pool
+from trainkit.cluster.processes import ProcessMark
 from trainkit.errors import TrainingError
 from trainkit.run.last_words import write_last_words
 from trainkit.strategies.collective import GroupCollective
 from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers.processes import ProcessMark
 from trainkit.strategies.reducers.segment import Segment
 from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
 

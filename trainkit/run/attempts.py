@@ -8,6 +8,7 @@ import queue
 import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any, Final
 
@@ -15,25 +16,28 @@ from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.secrets import VARIABLE as SECRETS
 from trainkit.run.environment import worker_environ
-from trainkit.run.failure import Failure, culprit, hung
+from trainkit.run.evidence import Evidence, MemoryEvents
+from trainkit.run.failure import Failure, culprit, hung, is_clean
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.heartbeat import read_pulse
-from trainkit.run.last_words import read_last_words
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
-from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
+from trainkit.run.stopping import Reason, StopFlag
 
 __all__ = ["Attempts"]
 
-_CLEAN: Final = frozenset(EXIT_CODES.values())
 _LOOK_S: Final = 0.5
 """Seconds between two looks at the pulses of the ranks, and at whether a lost replica is due."""
 _GRACE_S: Final = 0.1
 """How long the others have to say their last words once one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
 """The same where the one only says that it lost another: who fails first may well be the last to end."""
+_ENDING_S: Final = 10.0
+"""How long a process that has ended may take to be reaped, on a machine that is busy."""
+_REPORTED_S: Final = 30.0
+"""How long a rank may live on after its error report, unless it saves."""
 _FAREWELL_S: Final = 5.0
 """How long tasks that assist have to end once the training has."""
 
@@ -53,6 +57,7 @@ class Attempts:
         replaceable: ranks that are started again alone when they die.
         max_restarts: deaths of such a one in a row, without progress, that are put up with.
         say: is told of such deaths.
+        memory: counts processes that the kernel killed for lack of memory; by default those of this cgroup.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Attempts:
         replaceable: Collection[int] = (),
         max_restarts: int = 0,
         say: Callable[[str], None] = print,
+        memory: MemoryEvents | None = None,
     ) -> None:
         self._roster = roster
         self._folder = folder
@@ -81,12 +87,14 @@ class Attempts:
         self._assistants = frozenset(assistants)
         self._replaceable = frozenset(replaceable) if max_restarts else frozenset()
         self._max_restarts, self._say = max_restarts, say
+        self._memory = memory or MemoryEvents()
         self._begin()
         self.events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()  # its put is safe in a signal handler
         self.stop = StopFlag()
 
     def _begin(self) -> None:
         """What an attempt knows of its tasks when none has been started."""
+        self._evidence = Evidence(self._folder, memory=self._memory)
         self._asked_to_resize = False
         self._over_at: float | None = None  # when the rank that trains ended cleanly, where others assist it
         self._told_to_wait = False
@@ -110,6 +118,7 @@ class Attempts:
         self._begin()
         started = time.monotonic()
         with self._groups(attempt, self.events.put) as group:
+            self._evidence = Evidence(self._folder, lambda: group.marks, memory=self._memory)
             for task in self._roster.tasks:
                 self._start(group, task, attempt)
             self._meeting.open()
@@ -141,6 +150,7 @@ class Attempts:
                 if self.events.empty():
                     return None
             event = self._next_event(min(_LOOK_S, self._hang_timeout_s / 4))
+            self._evidence.look(task.rank for task in self._roster.tasks)
             failure = self._look(group, started, continues_at) if event is None else self._take(group, attempt, event)
             if failure is not None:
                 return failure
@@ -148,16 +158,37 @@ class Attempts:
     def _look(self, group: WorkerGroup, started: float, continues_at: int | None) -> Failure | None:
         """Look after those that run; the failure of one that hangs, unless it is started again alone."""
         now = time.monotonic()
-        found = hung(self._folder, group.running, now=now, started=started, timeout_s=self._hang_timeout_s)
-        if found is None:
-            self._make_room(group, continues_at)
-            return None
-        failure = self._with_stacks(group, found)
+        lingering = self._lingering(group)
+        if lingering:
+            failure = culprit(self._folder, (), lingering, self._evidence)
+        else:
+            found = hung(
+                self._folder,
+                group.running,
+                now=now,
+                started=started,
+                timeout_s=self._hang_timeout_s,
+                evidence=self._evidence,
+            )
+            if found is None:
+                self._make_room(group, continues_at)
+                return None
+            failure = self._with_stacks(group, found)
         if not self._replacing.concerns(failure):
             return failure
         self._end(group, failure.rank)
         self._replacing.mourn(failure)
         return None
+
+    def _lingering(self, group: WorkerGroup) -> list[int]:
+        """Return the ranks that have reported an error long ago and do not end."""
+        found = []
+        for rank in group.running:
+            reported_s = self._evidence.reported_for_s(rank)
+            if reported_s is not None and reported_s > _REPORTED_S:
+                pulse = read_pulse(self._folder.heartbeat_of(rank))
+                found += [rank] * (pulse is None or pulse.phase != "save")
+        return found
 
     def _take(self, group: WorkerGroup, attempt: int, event: Exited | Reason) -> Failure | None:
         """Do what an event asks for; the failure that ends the attempt, if it tells of one."""
@@ -166,11 +197,11 @@ class Attempts:
             return None
         if event.attempt != attempt or self._is_expected(event.rank):
             return None
-        if event.code in _CLEAN:
+        if is_clean(self._folder, event, stopping=self.stop.requested is not None):
             self._note_end(event.rank)
             return None
         failure, exits = self._diagnose(group, attempt, event)
-        each = [culprit(self._folder, [one], ()) for one in exits]
+        each = [culprit(self._folder, [one], (), self._evidence) for one in exits]
         if not all(self._replacing.concerns(one) for one in each):
             return failure
         for one in each:
@@ -230,19 +261,28 @@ class Attempts:
 
     def _diagnose(self, group: WorkerGroup, attempt: int, first: Exited) -> tuple[Failure, list[Exited]]:
         """The failure that came first, and all that came within a moment of it."""
-        words = read_last_words(self._folder.error_of(first.rank))
-        grace_s = _GRACE_AFTER_LOSS_S if words is not None and words.aftermath else _GRACE_S
-        exits, deadline = [first], time.monotonic() + grace_s
-        while group.running and (left := deadline - time.monotonic()) > 0:
-            event = self._next_event(left)
+        exits, begun = [first], time.monotonic()
+        while group.running and (left := begun + self._grace_s(group, exits) - time.monotonic()) > 0:
+            event = self._next_event(min(left, _GRACE_S))
+            self._evidence.look(task.rank for task in self._roster.tasks)
             if event is not None and not isinstance(event, Exited):
                 self._ask_to_stop(group, event)
             elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
-                if event.code in _CLEAN:
+                if is_clean(self._folder, event, stopping=self.stop.requested is not None):
                     self._note_end(event.rank)
                 else:
                     exits.append(event)
-        return culprit(self._folder, exits, group.running), exits
+        return culprit(self._folder, exits, group.running, self._evidence), exits
+
+    def _grace_s(self, group: WorkerGroup, exits: list[Exited]) -> float:
+        """Return how long to wait for the failures of others: longer while all that failed only lost a connection."""
+        running = group.running
+        reports = [self._evidence.report(rank) for rank in (*(one.rank for one in exits), *running)]
+        if any(report is not None and not report.aftermath for report in reports):
+            return _GRACE_S
+        if any(self._evidence.report(one.rank) is None for one in exits):
+            return _GRACE_S
+        return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S
 
     def _with_stacks(self, group: WorkerGroup, failure: Failure) -> Failure:
         """Ask the hanging rank what its threads are doing; one that is stopped cannot tell."""
@@ -255,4 +295,4 @@ class Attempts:
         except OSError:
             stacks = ""
         detail = f"What its threads were doing:\n{stacks}" if stacks else ""
-        return Failure(rank=failure.rank, headline=failure.headline, detail=detail, hang=True)
+        return replace(failure, detail=detail)

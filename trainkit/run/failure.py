@@ -1,35 +1,54 @@
-"""Which rank failed, and how: what the user reads first."""
+"""Which rank failed, and how: what the user reads first.
+
+Failures are ordered by kind: an error that a rank raised itself, then a process that a signal or an exit ended, then a
+connection that was lost. Within a kind the lower step comes first, then what arrived here first. The clocks of other
+hosts decide nothing.
+"""
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
 from trainkit.errors import HangError, TrainingError, TrainkitError
+from trainkit.run.evidence import Evidence
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
 from trainkit.run.heartbeat import Pulse, read_pulse
-from trainkit.run.last_words import LastWords, read_last_words
+from trainkit.run.last_words import LastWords
+from trainkit.run.stopping import EXIT_CODES
 
-__all__ = ["Failure", "culprit", "hung", "unanswering"]
+__all__ = ["Failure", "Kind", "culprit", "hung", "is_clean", "unanswering"]
 
 _LOG_LINES: Final = 20
+_CLEAN: Final = frozenset(EXIT_CODES.values())
+
+
+class Kind(IntEnum):
+    """The kinds of failures, in the order in which they explain the others."""
+
+    OWN_ERROR = 0
+    PROCESS_ENDED = 1
+    CONNECTION_LOST = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failure of an attempt; the others followed from it."""
+    """The failure that caused the others of an attempt."""
 
     rank: int
     headline: str
-    """One sentence: who, when, what."""
+    """One sentence: which rank, process and host; when; what."""
     detail: str = ""
     """Traceback, stacks, or the end of a log."""
     words: LastWords | None = None
     hang: bool = False
+    step: int | None = None
+    """Updates that the rank had completed; None: it had not begun."""
 
     @property
     def final(self) -> bool:
@@ -45,88 +64,183 @@ class Failure:
         return kind("\n".join(part for part in (headline, self.detail) if part))
 
 
-def culprit(folder: RunFolder, exits: Iterable[Exited], running: Iterable[int]) -> Failure:
-    """Tell the failure that came first from those that followed.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Account:
+    """What is known of one rank that failed."""
 
-    A rank that loses its peer fails too, often before the peer has ended: what it says then only tells that another
-    is gone, and counts last. If nobody says anything else, and a rank still runs, it is that one that stopped
-    answering.
+    rank: int
+    kind: Kind
+    step: int
+    arrival: int
+    words: LastWords | None
+    code: int
+
+    @property
+    def order(self) -> tuple[Kind, int, int]:
+        return self.kind, self.step, self.arrival
+
+
+def is_clean(folder: RunFolder, exited: Exited, *, stopping: bool) -> bool:
+    """Return whether a rank that has ended had done its part, or was asked to stop before that.
+
+    Exit code 0 alone shows neither: user code may call `sys.exit` or `os._exit` in the middle of a step.
 
     Args:
-        folder: holds last words and pulses.
-        exits: of the ranks that ended, other than cleanly.
-        running: the ranks that have not ended.
+        folder: holds the mark of the ranks that have done their part.
+        exited: the end of the rank.
+        stopping: whether the ranks were asked to stop.
     """
-    running = list(running)
-    ended = {exited.rank: exited for exited in exits}
-    words = {rank: found for rank in (*ended, *running) if (found := read_last_words(folder.error_of(rank)))}
-    silent = {rank: exited for rank, exited in ended.items() if rank not in words}
-    moments = {rank: (found.aftermath, found.moment) for rank, found in words.items()}
-    moments |= {rank: (False, exited.moment) for rank, exited in silent.items()}
-    first = min(moments, key=lambda rank: moments[rank])
-    mute = [rank for rank in running if rank not in words]
-    if moments[first][0] and mute:
-        return unanswering(folder, mute)
-    when = _when(read_pulse(folder.heartbeat_of(first)))
-    if first in words:
-        return _told(words[first], when)
-    return _silent(folder, silent[first], when)
+    if exited.code not in _CLEAN:
+        return False
+    return folder.done_of(exited.rank).exists() or (exited.code != 0 and stopping)
 
 
-def unanswering(folder: RunFolder, ranks: Iterable[int]) -> Failure:
-    """The failure of the rank that the others waited for, out of those that said nothing."""
-    rank, pulse = _most_behind(folder, ranks)
-    return Failure(rank=rank, headline=f"rank {rank} stopped answering{_when(pulse)}.", hang=True)
+def culprit(
+    folder: RunFolder, exits: Sequence[Exited], running: Iterable[int], evidence: Evidence | None = None
+) -> Failure:
+    """Return the failure that caused the others.
+
+    If every rank only lost a connection, and a rank that reports nothing still runs, that rank stopped answering.
+
+    Args:
+        folder: holds the reports and pulses of the ranks.
+        exits: of the ranks that ended, other than cleanly, in the order in which they arrived.
+        running: the ranks that have not ended.
+        evidence: what the caller knows of the processes, where it started them.
+    """
+    running, evidence = list(running), evidence or Evidence(folder)
+    evidence.look([*(exited.rank for exited in exits), *running])
+    reports = {rank: report for rank in running if (report := evidence.report(rank)) is not None}
+    accounts = [_account(folder, exited, place, evidence) for place, exited in enumerate(exits)]
+    accounts += [_reported(report, evidence) for report in reports.values()]
+    first = min(accounts, key=lambda account: account.order)
+    mute = [rank for rank in running if rank not in reports]
+    if first.kind is Kind.CONNECTION_LOST and mute:
+        return unanswering(folder, mute, evidence)
+    if first.words is not None:
+        return _told(first.words, evidence)
+    return _silent(folder, first, evidence)
 
 
-def _told(words: LastWords, when: str) -> Failure:
-    what = next(iter(words.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
-    headline = f"rank {words.rank} failed{when}: {': '.join(filter(None, (words.kinds[0], what)))}."
-    return Failure(rank=words.rank, headline=headline, detail=words.traceback, words=words)
+def _account(folder: RunFolder, exited: Exited, place: int, evidence: Evidence) -> _Account:
+    report = evidence.report(exited.rank)
+    if report is not None:
+        return _reported(report, evidence)
+    step = _step_of(read_pulse(folder.heartbeat_of(exited.rank)))
+    return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, words=None, code=exited.code)
 
 
-def _silent(folder: RunFolder, exited: Exited, when: str) -> Failure:
-    if exited.code >= 0:
-        headline = f"rank {exited.rank} ended with exit code {exited.code}{when}, without a word."
+def _reported(report: LastWords, evidence: Evidence) -> _Account:
+    step = -1 if report.step is None else report.step
+    kind = Kind.CONNECTION_LOST if report.aftermath else Kind.OWN_ERROR
+    arrival = evidence.arrival(report.rank)
+    return _Account(rank=report.rank, kind=kind, step=step, arrival=arrival, words=report, code=report.exit_code)
+
+
+def unanswering(folder: RunFolder, ranks: Iterable[int], evidence: Evidence | None = None) -> Failure:
+    """Return the failure of the rank that the others waited for, out of those that reported nothing."""
+    evidence = evidence or Evidence(folder)
+    rank, pulse = _waited_for(folder, ranks, evidence)
+    held = evidence.held(rank)
+    headline = f"{evidence.name(rank)} stopped answering{_when(pulse)}."
+    if held is not None:
+        headline = f"{evidence.name(rank)} is {held}{_when(pulse)}.{_remedy(rank, evidence)}"
+    elif evidence.has_ended(rank):
+        headline = f"{evidence.name(rank)} has ended{_when(pulse)} without an error report."
+    return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
+
+
+def _told(words: LastWords, evidence: Evidence) -> Failure:
+    name = evidence.name(words.rank)
+    when = " while starting" if words.step is None else f" in step {words.step} ({words.phase})"
+    if words.left_by is not None:
+        headline = f"{name} exited with code {words.left_by}{when} before the training was done."
     else:
-        name = _signal_name(-exited.code)
-        hint = " The system may have run out of memory." if name == "SIGKILL" else ""
-        headline = f"rank {exited.rank} was ended by {name}{when}.{hint}"
-    return Failure(rank=exited.rank, headline=headline, detail=_tail(folder.log_of(exited.rank)))
+        what = next(iter(words.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+        headline = f"{name} failed{when}: {': '.join(filter(None, (words.kinds[0], what)))}."
+    return Failure(rank=words.rank, headline=headline, detail=words.traceback, words=words, step=words.step)
 
 
-def hung(folder: RunFolder, running: Iterable[int], *, now: float, started: float, timeout_s: float) -> Failure | None:
-    """The rank that holds up the others, where one has not beaten for too long; else None. One that is idle may wait.
+def _silent(folder: RunFolder, account: _Account, evidence: Evidence) -> Failure:
+    rank, pulse = account.rank, read_pulse(folder.heartbeat_of(account.rank))
+    name, when = evidence.name(rank), _when(pulse)
+    if account.code == 0:
+        headline = f"{name} exited with code 0{when} before the training was done."
+    elif account.code > 0:
+        headline = f"{name} exited with code {account.code}{when} without an error report."
+    else:
+        number = _signal_name(-account.code)
+        hint = _memory_hint(evidence) if number == "SIGKILL" else ""
+        headline = f"{name} was ended by {number}{when}.{hint}"
+    step = None if pulse is None else pulse.step
+    return Failure(rank=rank, headline=headline, detail=_tail(folder.log_of(rank)), step=step)
+
+
+def _memory_hint(evidence: Evidence) -> str:
+    counted = evidence.killed_for_memory()
+    if counted is not None:
+        return f" Its cgroup ran out of memory: {counted}."
+    return "" if evidence.counts_memory else " The system may have run out of memory."
+
+
+def hung(
+    folder: RunFolder,
+    running: Iterable[int],
+    *,
+    now: float,
+    started: float,
+    timeout_s: float,
+    evidence: Evidence | None = None,
+) -> Failure | None:
+    """Return the failure of the rank that holds up the others, where one has not beaten for too long; else None.
 
     Args:
         folder: holds the pulses.
-        running: the ranks to look at.
+        running: the ranks to look at; one that is idle may wait.
         now: this moment on the monotonic clock.
         started: the moment this attempt was started, which counts as everybody's first beat.
         timeout_s: how long a rank may go without a beat.
+        evidence: what the caller knows of the processes.
     """
+    evidence = evidence or Evidence(folder)
     pulses = {rank: read_pulse(folder.heartbeat_of(rank)) for rank in running}
     pulses = {rank: pulse for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"}
     if all(now - (pulse.moment if pulse else started) <= timeout_s for pulse in pulses.values()):
         return None
-    rank, pulse = _most_behind(folder, pulses)
+    rank, pulse = _waited_for(folder, pulses, evidence)
     silence = now - (pulse.moment if pulse else started)
+    held = evidence.held(rank)
     headline = (
-        f"rank {rank} has made no progress for {silence:.0f} s{_when(pulse)} (supervisor.hang_timeout_s={timeout_s:g})."
+        f"{evidence.name(rank)} has made no progress for {silence:.0f} s{_when(pulse)} "
+        f"(supervisor.hang_timeout_s={timeout_s:g})"
     )
-    return Failure(rank=rank, headline=headline, hang=True)
+    headline += "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
+    return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
 
 
-def _most_behind(folder: RunFolder, ranks: Iterable[int]) -> tuple[int, Pulse | None]:
-    """The rank that the others wait for: the one that has come least far, and of those the longest silent."""
+def _remedy(rank: int, evidence: Evidence) -> str:
+    pid = evidence.pid(rank)
+    return "" if pid is None or evidence.state(rank) != "T" else f" To let it continue: kill -CONT {pid}."
+
+
+def _waited_for(folder: RunFolder, ranks: Iterable[int], evidence: Evidence) -> tuple[int, Pulse | None]:
+    """Return the rank that the others wait for.
+
+    That is one whose process is stopped or gone, else the one that has come least far, and of those the longest silent.
+    """
     pulses: Mapping[int, Pulse | None] = {rank: read_pulse(folder.heartbeat_of(rank)) for rank in ranks}
 
-    def place(rank: int) -> tuple[tuple[int, int], float]:
+    def place(rank: int) -> tuple[bool, tuple[int, int], float]:
         pulse = pulses[rank]
-        return (pulse.progress, pulse.moment) if pulse else ((-1, 0), 0.0)
+        blocked = evidence.held(rank) is not None or evidence.has_ended(rank)
+        return (not blocked, pulse.progress, pulse.moment) if pulse else (not blocked, (-1, 0), 0.0)
 
     rank = min(pulses, key=place)
     return rank, pulses[rank]
+
+
+def _step_of(pulse: Pulse | None) -> int:
+    return -1 if pulse is None else pulse.step
 
 
 def _when(pulse: Pulse | None) -> str:

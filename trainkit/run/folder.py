@@ -134,6 +134,10 @@ class RunFolder:
         """The last words of a rank that failed, as JSON."""
         return self.live / f"rank_{rank}.error.json"
 
+    def done_of(self, rank: int) -> Path:
+        """The mark of a rank that has done its part to the end: exit code 0 without it is a failure."""
+        return self.live / f"rank_{rank}.done"
+
     def stacks_of(self, rank: int) -> Path:
         """Where a rank that hangs writes what each of its threads was doing."""
         return self.live / f"rank_{rank}.stacks"

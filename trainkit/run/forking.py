@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
+from trainkit.cluster.processes import ProcessMark
 from trainkit.run.forks import HEADER, send
 from trainkit.run.group import Exited, WorkerGroup
 
@@ -36,6 +37,8 @@ class Fork:
     """Ends the process that it is a fork of, and so all its forks."""
     running: bool = True
     """Whether it has not ended."""
+    mark: ProcessMark | None = None
+    """Its pid and start time; None until the process that it is a fork of has said them."""
     gone: threading.Event = field(default_factory=threading.Event)
     """Set once it has ended and been reported."""
 
@@ -168,12 +171,15 @@ class ForkServer:
             send(self._link, dict(content))
 
     def _listen(self, link: socket.socket) -> None:
-        """Pass on the ends of forks; where the server has died, theirs with it."""
+        """Take note of the pids of forks, and pass on their ends; where the server has died, theirs with it."""
         # It is a reset where the server leaves orders unread.
         with contextlib.suppress(OSError), link.dup() as own, own.makefile("rb") as file:
             while len(head := file.read(HEADER.size)) == HEADER.size:
                 told = json.loads(file.read(HEADER.unpack(head)[0]))
-                self._forks.pop(told["number"]).ended(told["code"])
+                if "code" in told:
+                    self._forks.pop(told["number"]).ended(told["code"])
+                else:
+                    self._forks[told["number"]].mark = ProcessMark(told["pid"], told["started"])
         for number in list(self._forks):
             self._forks.pop(number).ended(-signal.SIGKILL)
 

@@ -1,7 +1,7 @@
 """Forks of a process that has imported torch and trainkit, which is most of what starting a process costs.
 
     whoever asks  --- order, with a lifeline; signal --->  this process  --- fork --->  what was ordered
-                  <-------------- ended ----------------
+                  <---------- its pid; ended -----------
 
 What a fork shares with the others is modules that were imported, and what was read for all of them; nothing that was
 computed, no thread. It writes into its own copy, leads a session of its own, and its lifeline is held by whoever asked
@@ -20,10 +20,11 @@ import socket
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from typing import Any, Final
 
+from trainkit.cluster.processes import ProcessMark
 from trainkit.engine import failpoints
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
@@ -120,6 +121,8 @@ class Forks:
             return True
         os.close(reader)
         self._running[os.pidfd_open(pid)] = (number, pid)
+        with contextlib.suppress(OSError):  # nobody listens any more: `serve` finds out
+            send(self._link, {"number": number, **asdict(ProcessMark.of(pid))})
         return False
 
     def _bury(self, descriptor: int) -> None:

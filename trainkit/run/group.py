@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol, Self
 
+from trainkit.cluster.processes import ProcessMark
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
@@ -30,8 +30,6 @@ class Exited:
     rank: int
     code: int
     """Its exit code; -9 where signal 9 ended it."""
-    moment: float
-    """Seconds since the epoch."""
 
 
 class Process(Protocol):
@@ -40,6 +38,10 @@ class Process(Protocol):
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
+
+    @property
+    def mark(self) -> ProcessMark | None:
+        """Its pid and start time; None where they are not known yet."""
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal, and its children none; nothing where it has ended."""
@@ -100,12 +102,17 @@ class WorkerGroup:
         worker.watch(lambda code: self._tell(rank, code))
 
     def _tell(self, rank: int, code: int) -> None:
-        self._report(Exited(attempt=self._attempt, rank=rank, code=code, moment=time.time()))
+        self._report(Exited(attempt=self._attempt, rank=rank, code=code))
 
     @property
     def running(self) -> list[int]:
         """The ranks that have not ended."""
         return [rank for rank, worker in self._workers.items() if worker.running]
+
+    @property
+    def marks(self) -> dict[int, ProcessMark]:
+        """Pid and start time of the workers, by rank, also of those that have ended."""
+        return {rank: mark for rank, worker in self._workers.items() if (mark := worker.mark) is not None}
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to every worker that runs, not to its children."""
@@ -140,6 +147,7 @@ class WorkerGroup:
 class _Worker:
     def __init__(self, process: subprocess.Popen[bytes], lifeline_writer: int) -> None:
         self._process = process
+        self.mark = ProcessMark.of(process.pid)
         self._writer = lifeline_writer
         self._lock = threading.Lock()  # between a signal and the reaping: a reaped pid may be anybody's
         self._reaped = False

@@ -37,6 +37,7 @@ from trainkit.run.entering import identity_in, into_log, prepare_process
 from trainkit.run.environment import own_cores, threads_of
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
+from trainkit.run.last_words import Reporter
 from trainkit.run.latecomers import join_late, late_ranks, let_in, shared_token
 from trainkit.run.launched import ENDED, forget_folder, remember_folder, start_of_launch
 from trainkit.run.local_ranks import LocalRanks
@@ -93,13 +94,13 @@ def train_launched(
 
         share = len(plan.tasks) // launch.num_ranks
 
-        def run() -> Result:
+        def run(report: Reporter) -> Result:
             if share > 1:
                 return _host(meeting, plan, share, fence, redacted(resolved.to_dict())[1]).run(folder)
             identity = identity_in(launch, plan, store=meeting.address, prefix=meeting.prefix, token=token)
             failpoints.arm({**os.environ, **identity.to_environ()})
             with StopFlag() as stop:
-                return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check)
+                return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
 
         if launch.rank > 0:
             with into_log(folder.log_of(launch.rank)):

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import re
-import time
+import os
+import socket
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from trainkit import errors
 from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError
 from trainkit.redaction import mask
+from trainkit.run.after_effects import is_after_effect
 from trainkit.run.folder import write_json_atomically
+from trainkit.run.heartbeat import Pulse, read_pulse
 
-__all__ = ["LastWords", "last_words", "read_last_words", "words_from", "write_last_words"]
-
-_LOST_PEER: Final = re.compile(
-    r"connection (was )?(closed|reset|refused)|broken pipe|socket closed|timed out waiting|remote process exited"
-    r"|peer|ncclRemoteError|ncclSystemError",
-    re.IGNORECASE,
-)
-_LOST_PEER_TYPES: Final = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+__all__ = ["LastWords", "Reporter", "last_words", "read_last_words", "words_from", "write_last_words"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,19 +27,27 @@ class LastWords:
     """Why a rank failed, as it saw it."""
 
     rank: int
-    moment: float
-    """Seconds since the epoch, so that the first of several failures can be told."""
     kinds: tuple[str, ...]
     """The names of the exception's class and its bases, nearest first."""
     message: str
     traceback: str
     exit_code: int
     aftermath: bool
-    """Whether it only tells that another rank is gone."""
+    """Whether it only says that another rank is gone."""
     final: bool
     """Whether a restart would end the same way: one of our own errors, raised for a reason."""
     problems: tuple[Mapping[str, Any], ...] = field(default=())
     """Of a ConfigError: its problems."""
+    step: int | None = None
+    """Updates completed when it failed; None: it had not begun."""
+    phase: str = ""
+    pid: int = 0
+    host: str = ""
+
+    @property
+    def left_by(self) -> int | None:
+        """The exit code that user code ended the process with through `sys.exit`; None: it raised an error."""
+        return self.exit_code if self.kinds[0] == SystemExit.__name__ else None
 
     def error(self, where: str = "") -> TrainkitError:
         """The exception again, in this process: one of ours as it was, of any other class nothing but its message.
@@ -68,29 +72,70 @@ class LastWords:
         return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
+class Reporter:
+    """Writes the report of one rank, of the first error that it is called with; later errors follow from that one.
+
+    Args:
+        path: the file of the report; None: none is written, the ranks of this process have written theirs.
+        rank: the rank.
+        tell: passes the report on, to ranks that cannot read the file.
+    """
+
+    def __init__(self, path: Path | None, rank: int, tell: Callable[[LastWords], None] | None = None) -> None:
+        self._path, self._rank, self._tell = path, rank, tell
+        self.words: LastWords | None = None
+        """The report; None: nothing has failed."""
+
+    def __call__(self, error: BaseException) -> LastWords:
+        """Report an error, unless one was reported before; return what was reported."""
+        if self.words is None:
+            path, rank = self._path, self._rank
+            self.words = last_words(rank, error) if path is None else write_last_words(path, rank, error)
+            if self._tell is not None:
+                self._tell(self.words)
+        return self.words
+
+
 def write_last_words(path: Path, rank: int, error: BaseException) -> LastWords:
-    """Write down an error; returns what was written."""
-    words = last_words(rank, error)
-    write_json_atomically(path, asdict(words))
+    """Write the report of a rank that fails, before it leaves, closes or waits for anything; return the report."""
+    words = last_words(rank, error, read_pulse(path.with_name(f"rank_{rank}")))
+    with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: the exit code is left to tell
+        write_json_atomically(path, asdict(words))
     return words
 
 
-def last_words(rank: int, error: BaseException) -> LastWords:
-    """What there is to tell of an error."""
-    aftermath = any(_is_lost_peer(cause) for cause in _chain(error))
+def last_words(rank: int, error: BaseException, pulse: Pulse | None = None) -> LastWords:
+    """Return the report of an error.
+
+    Args:
+        rank: the rank that fails.
+        error: what was raised.
+        pulse: how far the rank had come.
+    """
+    aftermath = is_after_effect(error)
     ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     return LastWords(
         rank=rank,
-        moment=time.time(),
         kinds=tuple(kind.__name__ for kind in type(error).__mro__),
         message=mask(str(error)),
         traceback=mask("".join(traceback.format_exception(error)).rstrip()),
-        exit_code=error.exit_code if isinstance(error, TrainkitError) else 1,
+        exit_code=_exit_code(error),
         aftermath=aftermath,
         final=ours and not aftermath,
         problems=tuple(_shown(problem) for problem in problems),
+        step=None if pulse is None else pulse.step,
+        phase="" if pulse is None else pulse.phase,
+        pid=os.getpid(),
+        host=socket.gethostname(),
     )
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that an error ends; of `sys.exit`, the code that Python ends with."""
+    if isinstance(error, SystemExit):
+        return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
+    return error.exit_code if isinstance(error, TrainkitError) else 1
 
 
 def read_last_words(path: Path) -> LastWords | None:
@@ -113,18 +158,3 @@ def _shown(problem: Problem) -> dict[str, Any]:
         plain = value is None or isinstance(value, bool | int | float | str)
         content["value"] = value if plain else str(value)
     return content
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
-        yield current
-        current = current.__cause__ or current.__context__
-
-
-def _is_lost_peer(error: BaseException) -> bool:
-    if type(error).__name__ in _LOST_PEER_TYPES or isinstance(error, ConnectionError):
-        return True
-    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None

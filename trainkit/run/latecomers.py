@@ -29,7 +29,7 @@ from trainkit.run.entering import identity_in, into_log
 from trainkit.run.evaluating import training_has_ended
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
-from trainkit.run.last_words import write_last_words
+from trainkit.run.last_words import Reporter
 from trainkit.run.meeting import Meeting
 from trainkit.run.plan import make_plan
 from trainkit.run.runner import run_task
@@ -122,13 +122,14 @@ def join_late(cfg: RunConfig, launch: Launch) -> dict[str, Any]:
             life=board.add(f"{word['prefix']}/lives/{launch.rank}", 1) - 1,
         )
         failpoints.arm({**os.environ, **identity.to_environ()})
+        report = Reporter(folder.error_of(launch.rank), launch.rank)
         with into_log(folder.log_of(launch.rank)), StopFlag(None if identity.task.is_evaluator else _leave) as stop:
             try:
-                run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fence.check)
+                run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
             except (StoppedError, TerminatedError, KeyboardInterrupt):
                 raise
-            except Exception as error:  # noqa: BLE001 - told in the words of this task
-                _explain(launch, folder, error)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - told in the words of this task
+                _explain(launch, folder, error, report)
         if stop.requested:
             raise (StoppedError if stop.requested == "stopped" else TerminatedError)("the others go on.")
         return {**_outcome(folder), "folder": str(folder.path)}
@@ -152,11 +153,11 @@ def _leave(reason: Reason) -> None:
     raise (StoppedError if reason == "stopped" else TerminatedError)("asked to end; the others go on.")
 
 
-def _explain(launch: Launch, folder: RunFolder, error: Exception) -> None:
+def _explain(launch: Launch, folder: RunFolder, error: BaseException, report: Reporter) -> None:
     """Raise what ended this task, unless the training was over before it."""
     if training_has_ended(folder):
         return
-    words = write_last_words(folder.error_of(launch.rank), launch.rank, error)
+    words = report(error)
     sys.stderr.write("".join(traceback.format_exception(error)))  # its log
     if not words.aftermath:
         raise error

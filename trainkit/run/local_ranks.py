@@ -22,17 +22,17 @@ from trainkit.config.secrets import VARIABLE as SECRETS
 from trainkit.errors import StoppedError, TerminatedError, TrainkitError
 from trainkit.run import fence
 from trainkit.run.environment import num_cores, worker_environ
-from trainkit.run.failure import culprit
+from trainkit.run.evidence import Evidence
+from trainkit.run.failure import culprit, is_clean
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.ranks import ENTRY, rank_groups
-from trainkit.run.stopping import EXIT_CODES, Reason, StopFlag
+from trainkit.run.stopping import Reason, StopFlag
 
 __all__ = ["VARIABLE", "LocalRanks", "launch_from"]
 
 VARIABLE: Final = "TRAINKIT_LAUNCH"
 """The environment variable that hands a worker the launch it belongs to, so that it plans what the others plan."""
-_CLEAN: Final = frozenset(EXIT_CODES.values())
 _GRACE_S: Final = 1.0
 
 
@@ -70,16 +70,19 @@ class LocalRanks:
         ):
             for task in self.tasks:
                 group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
-            failed = self._watch(group, events)
+            evidence = Evidence(folder, lambda: group.marks)
+            failed = self._watch(group, events, folder, stop)
             if failed:
-                failure = culprit(folder, failed, group.running)
+                failure = culprit(folder, failed, group.running, evidence)
                 if stop.requested and not failure.final:
                     raise (StoppedError if stop.requested == "stopped" else TerminatedError)(str(failure.error()))
                 lost = failure.words is not None and failure.words.aftermath
                 raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
         return folder.read_result()
 
-    def _watch(self, group: WorkerGroup, events: queue.SimpleQueue[Exited | Reason]) -> list[Exited]:
+    def _watch(
+        self, group: WorkerGroup, events: queue.SimpleQueue[Exited | Reason], folder: RunFolder, stop: StopFlag
+    ) -> list[Exited]:
         """Wait for all to end; the failures, as soon as there is one and the others have had a moment."""
         failed: list[Exited] = []
         deadline = None
@@ -90,12 +93,12 @@ class LocalRanks:
                 continue
             if not isinstance(event, Exited):
                 group.signal(signal.SIGINT if event == "stopped" else signal.SIGTERM)
-            elif event.code not in _CLEAN:
+            elif not is_clean(folder, event, stopping=stop.requested is not None):
                 failed.append(event)
                 deadline = deadline or time.monotonic() + _GRACE_S
         while not events.empty():
             event = events.get()
-            if isinstance(event, Exited) and event.code not in _CLEAN:
+            if isinstance(event, Exited) and not is_clean(folder, event, stopping=stop.requested is not None):
                 failed.append(event)
         return failed
 

@@ -168,6 +168,10 @@ class Meeting:
         """Leave a word for the others; JSON."""
         self._board.set(f"{self.prefix}/{key}", json.dumps(value))
 
+    def count(self, key: str) -> int:
+        """Add 1 to a counter of this group, and return what it is then: the order in which processes came here."""
+        return self._board.add(f"{self.prefix}/count/{key}", 1)
+
     def ask(self, keys: Iterable[str], *, within_s: float) -> dict[str, Any]:
         """Words that were left for us, as soon as there is one; none where they come too late or the store is gone."""
         names = {key: f"{self.prefix}/{key}" for key in keys}

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from trainkit.engine.events import Run
+from trainkit.errors import StoppedError, TrainingError, TrainkitError
+from trainkit.run.folder import RunFolder
+from trainkit.run.last_words import LastWords
 from trainkit.run.rollbacks import rollbacks_of
 from trainkit.run.stopping import REASONS
 
-__all__ = ["progress_of", "status_of"]
+__all__ = ["Report", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
+
+Report = Callable[[BaseException], LastWords]
+"""Reports an error to the parent and the other ranks."""
 
 
 def progress_of(run: Run) -> dict[str, Any]:
@@ -27,3 +35,39 @@ def status_of(run: Run) -> dict[str, str]:
     if run.state.step < run.num_steps:
         return {"status": "stopped", "reason": f"stop_at_step={run.cfg.stop_at_step}"}
     return {"status": "finished", "reason": "all steps done"}
+
+
+def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
+    """Return what the result says of an error; of one that only follows from another rank's, no more than that."""
+    stopped = isinstance(error, KeyboardInterrupt | StoppedError)
+    reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+    if lost:
+        reason = "another rank has failed"
+    return {
+        "status": "stopped" if stopped else "failed",
+        "reason": "Ctrl-C, twice" if isinstance(error, KeyboardInterrupt) else reason,
+        "resume": folder.resume_command,
+    }
+
+
+def reported(error: BaseException, report: Report | None) -> bool:
+    """Report an error; return whether it only says that another rank is gone."""
+    if report is None or isinstance(error, KeyboardInterrupt):
+        return False
+    return report(error).aftermath
+
+
+def unless_exit(error: BaseException, report: Report | None, step: int | None) -> BaseException:
+    """Return the error that ends a rank: of `sys.exit` in the only process of a run, one that says where it was called.
+
+    Python would end that process with the code given to `sys.exit`, and 0 would pass for success. Where there is a
+    parent, the parent names the rank.
+    """
+    if report is not None or not isinstance(error, SystemExit):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    when = "while the run was starting" if step is None else f"in step {step}"
+    return TrainingError(
+        f"the process was to exit with code {error.code or 0} {when}, before the training was done: sys.exit was "
+        f"called in {frame.filename}, line {frame.lineno}, in {frame.name}."
+    )

@@ -8,18 +8,21 @@ has said what there is to say.
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
+from trainkit.cluster.processes import ProcessMark, host_mark
 from trainkit.errors import PeerError, TrainkitError
+from trainkit.run.evidence import Evidence
 from trainkit.run.failure import culprit, unanswering
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
-from trainkit.run.last_words import LastWords, last_words, words_from, write_last_words
+from trainkit.run.last_words import LastWords, Reporter, words_from
 from trainkit.run.meeting import Meeting
 from trainkit.run.skipped import skipped_in
 
@@ -36,7 +39,7 @@ _FAREWELL_S: Final = 30.0
 def end_together(
     meeting: Meeting,
     folder: RunFolder,
-    run: Callable[[], dict[str, Any] | None],
+    run: Callable[[Reporter], dict[str, Any] | None],
     *,
     confirm: Callable[[], None],
     hosts_ranks: bool = False,
@@ -46,7 +49,8 @@ def end_together(
     Args:
         meeting: the processes that take part.
         folder: the run folder.
-        run: does the part; returns what result.json holds, on rank 0.
+        run: does the part, given what reports an error before this rank leaves the others; returns what result.json
+            holds, on rank 0.
         confirm: raises where the folder is another group's by now.
         hosts_ranks: whether processes stand for hosts, whose ranks have told the folder already.
 
@@ -56,12 +60,12 @@ def end_together(
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
+    meeting.tell(f"process/{meeting.launch.rank}", _own_process())
+    report = _reporter(meeting, folder, hosts_ranks=hosts_ranks)
     try:
-        result = run()
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:
-        raise _explained(meeting, folder, error, confirm, hosts_ranks=hosts_ranks) from error
+        result = run(report)
+    except (Exception, SystemExit) as error:
+        raise _explained(meeting, folder, error, report, confirm, hosts_ranks=hosts_ranks) from error
     if meeting.launch.rank > 0:
         return _dismissed(meeting)
     result = result or {}
@@ -69,23 +73,38 @@ def end_together(
     return result
 
 
+def _reporter(meeting: Meeting, folder: RunFolder, *, hosts_ranks: bool) -> Reporter:
+    """Return what reports an error of this rank, through the folder and through the store, which counts arrivals."""
+    rank = meeting.launch.rank
+
+    def tell(words: LastWords) -> None:
+        meeting.hurry()
+        with contextlib.suppress(RuntimeError):
+            meeting.tell(f"failed/{rank}", {"arrival": meeting.count("reports"), "words": asdict(words)})
+
+    return Reporter(None if hosts_ranks else folder.error_of(rank), rank, tell)
+
+
 def _dismissed(meeting: Meeting) -> dict[str, Any]:
     told = meeting.ask(["result", "failed/0"], within_s=_FAREWELL_S)
     if "failed/0" in told:
-        raise meeting.peer_error(words_from(told["failed/0"]))
+        raise meeting.peer_error(words_from(told["failed/0"]["words"]))
     result: dict[str, Any] = told.get("result", {"status": "finished"})
     return result
 
 
 def _explained(
-    meeting: Meeting, folder: RunFolder, error: Exception, confirm: Callable[[], None], *, hosts_ranks: bool
+    meeting: Meeting,
+    folder: RunFolder,
+    error: BaseException,
+    report: Reporter,
+    confirm: Callable[[], None],
+    *,
+    hosts_ranks: bool,
 ) -> TrainkitError:
     """The error to end with, once the others have had time to say theirs."""
-    meeting.hurry()
+    words = report(error)
     rank = meeting.launch.rank
-    words = last_words(rank, error) if hosts_ranks else write_last_words(folder.error_of(rank), rank, error)
-    with contextlib.suppress(RuntimeError):
-        meeting.tell(f"failed/{rank}", asdict(words))
     if rank > 0:
         sys.stderr.write("".join(traceback.format_exception(error)))  # its log
         return _echo(meeting, None if hosts_ranks else folder, words)
@@ -109,21 +128,47 @@ def _echo(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> Train
 
 
 def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
-    """The failure that came first, by what every rank said; those that said nothing are gone or hang."""
+    """The failure that caused the others, by what every rank reported; those that reported nothing are gone or hang."""
     others = {rank: f"failed/{rank}" for rank in meeting.ranks if rank != words.rank}
-    said = {words.rank: words}
+    said, arrivals = {words.rank: words}, {words.rank: len(meeting.ranks)}
     deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if words.aftermath else _GRACE_S)
     while len(said) <= len(others) and (left := deadline - time.monotonic()) > 0:
         heard = meeting.ask([key for rank, key in others.items() if rank not in said], within_s=left)
         if not heard:
             break
-        said |= {found.rank: found for found in map(words_from, heard.values())}
+        for told in heard.values():
+            found = words_from(told["words"])
+            said[found.rank], arrivals[found.rank] = found, told["arrival"]
         if any(not found.aftermath for found in said.values()):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
+    own = meeting.ask([f"failed/{words.rank}"], within_s=0.0)
+    arrivals.update((words.rank, told["arrival"]) for told in own.values())
     if folder is None:  # each has judged its own ranks
-        return min(said.values(), key=lambda one: (one.aftermath, one.moment)).error()
+        order = {
+            rank: (one.aftermath, -1 if one.step is None else one.step, arrivals[rank]) for rank, one in said.items()
+        }
+        return said[min(said, key=lambda rank: order[rank])].error()
     silent = [rank for rank in others if rank not in said]
+    evidence = _evidence(meeting, folder, silent)
     if silent and all(one.aftermath for one in said.values()):  # also where they left words in the folder: who reads
-        return unanswering(folder, silent).error()  # them there cannot be reached, and lost us as we lost them
-    exits = [Exited(attempt=0, rank=rank, code=one.exit_code, moment=one.moment) for rank, one in said.items()]
-    return culprit(folder, exits, silent).error()
+        return unanswering(
+            folder, silent, evidence
+        ).error()  # them there cannot be reached, and lost us as we lost them
+    exits = [Exited(attempt=0, rank=rank, code=said[rank].exit_code) for rank in sorted(said, key=arrivals.__getitem__)]
+    return culprit(folder, exits, silent, evidence).error()
+
+
+def _own_process() -> dict[str, Any]:
+    return {**asdict(ProcessMark.own()), "at": host_mark(), "host": socket.gethostname()}
+
+
+def _evidence(meeting: Meeting, folder: RunFolder, ranks: Sequence[int]) -> Evidence:
+    """Return what this process can see of ranks that report nothing: of those on its own host, their state."""
+    told = {rank: meeting.ask([f"process/{rank}"], within_s=0.0).get(f"process/{rank}") for rank in ranks}
+    here = {
+        rank: ProcessMark(found["pid"], found["started"])
+        for rank, found in told.items()
+        if found and found["at"] == host_mark()
+    }
+    away = {rank: f"pid {found['pid']} on {found['host']}" for rank, found in told.items() if found}
+    return Evidence(folder, lambda: here, away=away)

@@ -15,7 +15,6 @@ from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
-from trainkit.errors import StoppedError, TrainkitError
 from trainkit.numerics.determinism import reproducible_process
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
@@ -28,6 +27,7 @@ from trainkit.run.heartbeat import pulse_of
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
+from trainkit.run.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.proof_records import last_proof
 from trainkit.run.resume import Start, find_start
@@ -147,6 +147,7 @@ def run_task(
     stop: StopFlag,
     plan: RunPlan | None = None,
     confirm: Callable[[], None] | None = None,
+    report: Report | None = None,
 ) -> dict[str, Any] | None:
     """Do one task of a run in this process.
 
@@ -157,6 +158,8 @@ def run_task(
         stop: asks this process to stop.
         plan: the plan of `cfg`, where it was made already.
         confirm: raises where the folder is another group's by now; asked before anything is kept in it.
+        report: reports an error to the parent and the other ranks, before this rank leaves or closes anything; None:
+            there are no others.
 
     Returns:
         What result.json holds, on the owner; None on other ranks.
@@ -175,10 +178,14 @@ def run_task(
                 work(plan, identity, folder, requested=lambda: stop.requested, on_phase=enter)
                 return None
             with telling_of_memory(plan, identity.task, lambda: None):
-                session = _open(plan, identity, folder, stop, confirm)
+                session = _open(plan, identity, folder, stop, confirm=confirm, report=report)
         except BaseException as error:
+            lost = reported(error, report)
+            ending = unless_exit(error, report, None)
             if is_owner:
-                folder.write_result({"skipped_steps": [], **_failed(error, folder)})
+                folder.write_result({"skipped_steps": [], **failure_of(ending, folder, lost=lost)})
+            if ending is not error:
+                raise ending from error
             raise
         try:
             with telling_of_memory(plan, identity.task, lambda: session.run.state.step):
@@ -186,7 +193,12 @@ def run_task(
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
         except BaseException as error:
             error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
-            _end(session, {**session.progress(), **_failed(error, folder), **_places(folder, plan)}, folder, error)
+            lost = reported(error, report)
+            ending = unless_exit(error, report, session.run.state.step)
+            failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_places(folder, plan)}
+            _end(session, failed, folder, ending)
+            if ending is not error:
+                raise ending from error
             raise
         _end(session, result, folder)
     return result if is_owner else None
@@ -201,7 +213,7 @@ def _evaluate_politely(*args: Any, **kwargs: Any) -> None:
 
 def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: BaseException | None = None) -> None:
     """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C."""
-    session.close()
+    session.close(failed=error is not None)
     if session.run.is_owner:
         session.confirm()
         folder.write_result(result)
@@ -210,18 +222,14 @@ def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: Bas
             callback.run_end(session.run, result)
 
 
-def _failed(error: BaseException, folder: RunFolder) -> dict[str, Any]:
-    stopped = isinstance(error, KeyboardInterrupt | StoppedError)
-    reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
-    return {
-        "status": "stopped" if stopped else "failed",
-        "reason": "Ctrl-C, twice" if isinstance(error, KeyboardInterrupt) else reason,
-        "resume": folder.resume_command,
-    }
-
-
 def _open(
-    plan: RunPlan, identity: Identity, folder: RunFolder, stop: StopFlag, confirm: Callable[[], None] | None
+    plan: RunPlan,
+    identity: Identity,
+    folder: RunFolder,
+    stop: StopFlag,
+    *,
+    confirm: Callable[[], None] | None,
+    report: Report | None,
 ) -> Session:
     session = Session(
         plan,
@@ -238,8 +246,9 @@ def _open(
         if enter is not None:
             session.listen(enter)
         begin_where_it_stood(session, folder.checkpoints)
-    except BaseException:
-        session.close()
+    except BaseException as error:
+        reported(error, report)
+        session.close(failed=True)
         raise
     return session
 

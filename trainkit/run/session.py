@@ -83,7 +83,8 @@ class Session:
             make_optimizer=make_optimizer(self.cfg, model),
         )
         self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
-        self._cleanup.callback(self.parts.strategy.leave, self.placed)
+        self._leaves = True
+        self._cleanup.callback(self._leave)
         self.placed.open_data = self._open_data
         self.placed.folder = folder
         self.run = run_of(self.plan, self.placed, folder, notes)
@@ -189,9 +190,19 @@ class Session:
         for callback in self.callbacks:
             callback.rolled_back(self.run, step)
 
-    def close(self) -> None:
-        """End workers, threads and the process group, however the training ended."""
+    def close(self, *, failed: bool = False) -> None:
+        """End workers, threads and the process group.
+
+        Args:
+            failed: this rank has failed. It then leaves no group of several ranks: to leave one waits for the others,
+                who wait for this rank. Its process is about to end, and with it its connections.
+        """
+        self._leaves = not failed or self.placed.everyone.num_ranks == 1
         self._cleanup.close()
+
+    def _leave(self) -> None:
+        if self._leaves:
+            self.parts.strategy.leave(self.placed)
 
     def _occasions(self) -> list[Occasion]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch

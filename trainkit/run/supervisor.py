@@ -116,13 +116,12 @@ def supervise(
 
 
 def _record(folder: RunFolder, error: TrainkitError) -> None:
-    """Leave a result, where the owner of the folder did not live to write one."""
-    if folder.read_result() is None:
-        status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
-        found = scan(folder.checkpoints)
-        last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
-        kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
-        folder.write_result({"status": status, "reason": str(error), **kept})
+    """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
+    status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
+    found = scan(folder.checkpoints)
+    last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
+    kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
+    folder.write_result({**kept, **(folder.read_result() or {}), "status": status, "reason": str(error)})
 
 
 def _until_done(

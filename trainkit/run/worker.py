@@ -34,7 +34,7 @@ from trainkit.run import lifeline
 from trainkit.run.ending import end_process
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
-from trainkit.run.last_words import write_last_words
+from trainkit.run.last_words import Reporter
 from trainkit.run.local_ranks import launch_from
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.stopping import EXIT_CODES, StopFlag, stop_signals, worker_signals
@@ -60,17 +60,21 @@ def main(arguments: list[str]) -> int:
         resolved = Path(arguments[0])
         folder = RunFolder(resolved.parent)
         rank = 0
+        report = Reporter(folder.error_of(rank), rank)
         try:
             identity = Identity.from_environ(os.environ)
             rank = identity.task.rank
+            report = Reporter(folder.error_of(rank), rank)
             _name_process(str(identity.task))
             failpoints.reached("start", 0)
             with _stacks_on_demand(folder, rank), _store_of_hand_started(identity, supervised=supervised):
-                result = _run(resolved, identity, folder, stop)
+                result = _run(resolved, identity, folder, stop, report)
+            with contextlib.suppress(OSError):  # the folder is gone: the parent finds out
+                folder.done_of(rank).touch()
         except KeyboardInterrupt:
             return EXIT_CODES["stopped"]
-        except Exception as error:  # noqa: BLE001 - the end of the line: whatever it is, it is told
-            words = write_last_words(folder.error_of(rank), rank, error)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the end of the line: every error is reported
+            words = report(error)
             if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
                 print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
             return words.exit_code
@@ -78,7 +82,9 @@ def main(arguments: list[str]) -> int:
         return EXIT_CODES.get(status, 1) if stop.requested else 0
 
 
-def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) -> dict[str, Any] | None:
+def _run(
+    resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
+) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the flag has to be up before
     from trainkit.run.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
@@ -89,7 +95,7 @@ def _run(resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag) 
     cfg, launch = RunConfig.from_dict(values), launch_from(os.environ)
     with allow_packages(packages_from(os.environ)):
         plan = None if launch is None else make_plan(cfg, launch=launch)
-        return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm)
+        return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
 
 
 def _name_process(name: str) -> None:

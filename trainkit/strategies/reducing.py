@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 
+from trainkit.cluster.processes import host_mark
 from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement, speed
@@ -20,7 +21,6 @@ from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import AutoReducer, BackendReducer, Closing, FlatReducer, Reducer
 from trainkit.strategies.reducers.compression import Compression, Compressor
 from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
-from trainkit.strategies.reducers.processes import host_mark
 from trainkit.strategies.reducers.ring import RingTransport
 from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
 from trainkit.strategies.reducers.to_one_device import ToOneDeviceTransport

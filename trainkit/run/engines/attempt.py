@@ -109,7 +109,7 @@ def failure_in(folder: RunFolder) -> Failure | None:
     }
     if not found:
         return None
-    exits = [Exited(attempt=0, rank=int(rank), code=1, moment=words.moment) for rank, words in found.items()]
+    exits = [Exited(attempt=0, rank=int(rank), code=words.exit_code) for rank, words in found.items()]
     failure = culprit(folder, exits, [])
     words = found[str(failure.rank)]
     if words.aftermath:

@@ -114,11 +114,10 @@ def _run(connection: Connection, job: Job, failures: list[BaseException]) -> Non
 
 
 def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
-    """Leave a result, where the owner of the folder did not live to write one."""
-    if folder.read_result() is None:
-        status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
-        kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command}
-        folder.write_result({"status": status, "reason": str(error), **kept})
+    """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
+    status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
+    kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
+    folder.write_result({**kept, "status": status, "reason": str(error)})
     return error
 
 

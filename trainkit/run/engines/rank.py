@@ -17,6 +17,7 @@ from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.tasks import Task
 from trainkit.run.engines.attempt import RankError, stop_file
 from trainkit.run.environment import worker_environ
+from trainkit.run.evidence import Evidence
 from trainkit.run.failure import culprit, hung
 from trainkit.run.fence import VARIABLE as FENCE
 from trainkit.run.fence import Fence
@@ -92,12 +93,13 @@ def run_rank(cargo: Mapping[str, Any], place: Place, attempt: list[str] | None) 
     Fence.seen(folder, token)
     exits: queue.SimpleQueue[Exited] = queue.SimpleQueue()
     with WorkerGroup(int(number), exits.put) as group:
+        evidence = Evidence(folder, lambda: group.marks)
         command = [*_WORKER, str(folder.resolved)]
         environ = {**_environ(cargo, place, attempt), FENCE: token}
         group.start(place.rank, command, environ, folder.log_of(place.rank), cwd=_seen(cargo["cwd"]))
-        code = _watch(group, exits, folder, place, float(cargo["hang_s"]))
-    if code not in _CLEAN:
-        raise RankError(_explained(folder, place, code))
+        code = _watch(group, exits, folder, place, hang_s=float(cargo["hang_s"]), evidence=evidence)
+    if code not in _CLEAN or (code == 0 and not folder.done_of(place.rank).exists()):
+        raise RankError(_explained(folder, place, code, evidence))
 
 
 def _environ(cargo: Mapping[str, Any], place: Place, attempt: list[str]) -> dict[str, str]:
@@ -126,7 +128,15 @@ def _seen(cwd: str) -> Path | None:
     return Path(cwd) if Path(cwd).is_dir() else None
 
 
-def _watch(group: WorkerGroup, exits: queue.SimpleQueue[Exited], folder: RunFolder, place: Place, hang_s: float) -> int:
+def _watch(
+    group: WorkerGroup,
+    exits: queue.SimpleQueue[Exited],
+    folder: RunFolder,
+    place: Place,
+    *,
+    hang_s: float,
+    evidence: Evidence,
+) -> int:
     """Wait for the end; pass a request to stop on, once."""
     started, told = time.monotonic(), False
     while True:
@@ -137,16 +147,16 @@ def _watch(group: WorkerGroup, exits: queue.SimpleQueue[Exited], folder: RunFold
         if not told and stop_file(folder).exists():
             told = True
             group.signal(signal.SIGINT if stop_file(folder).read_text() == "stopped" else signal.SIGTERM)
-        failure = hung(folder, [place.rank], now=time.monotonic(), started=started, timeout_s=hang_s)
+        failure = hung(folder, [place.rank], now=time.monotonic(), started=started, timeout_s=hang_s, evidence=evidence)
         if failure is not None:
             write_last_words(folder.error_of(place.rank), place.rank, RankError(failure.headline))
             group.kill()
 
 
-def _explained(folder: RunFolder, place: Place, code: int) -> str:
+def _explained(folder: RunFolder, place: Place, code: int, evidence: Evidence) -> str:
     """What became of the rank; one that said nothing is spoken for."""
-    exited = Exited(attempt=0, rank=place.rank, code=code, moment=time.time())
-    headline = culprit(folder, [exited], []).headline
+    exited = Exited(attempt=0, rank=place.rank, code=code)
+    headline = culprit(folder, [exited], [], evidence).headline
     if read_last_words(folder.error_of(place.rank)) is None:
         write_last_words(folder.error_of(place.rank), place.rank, RankError(headline))
     return headline

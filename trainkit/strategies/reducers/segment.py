@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
+from trainkit.cluster.processes import ProcessMark, host_mark
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.reducers.processes import ProcessMark, host_mark
 
 __all__ = ["Segment"]
 

@@ -133,4 +133,4 @@ class Remote:
                     job.over.set()
                     for file in (job.path, asked_file(job.path), ended_file(job.path)):
                         file.unlink(missing_ok=True)
-                    job.report(Exited(attempt=job.number, rank=0, code=code, moment=time.time()))
+                    job.report(Exited(attempt=job.number, rank=0, code=code))

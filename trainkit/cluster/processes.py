@@ -11,8 +11,8 @@ from typing import Final
 
 __all__ = ["ProcessMark", "host_mark"]
 
-_DEAD: Final = frozenset("ZXx")
-"""States of /proc/PID/stat: a zombie has ended, and waits for its parent to notice."""
+_DEAD: Final = frozenset({"Z", "X", "x", "gone"})
+"""States of a process that has ended; a zombie waits for its parent to notice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,25 @@ class ProcessMark:
         found = _stat(os.getpid())
         return cls(os.getpid(), found[1] if found else 0)
 
+    @classmethod
+    def of(cls, pid: int) -> ProcessMark:
+        """Return the mark of a process that this process has started and not yet reaped."""
+        found = _stat(pid)
+        return cls(pid, found[1] if found else 0)
+
+    @property
+    def state(self) -> str:
+        """The state of the process in /proc/PID/stat, a letter; `gone`: it has ended; empty: this system has no /proc.
+
+        Example:
+            >>> ProcessMark.own().state
+            'R'
+        """
+        found = _stat(self.pid)
+        if found is None and not Path("/proc/self/stat").exists():
+            return ""
+        return found[0] if found is not None and found[1] == self.started else "gone"
+
     @property
     def lives(self) -> bool:
         """Whether it has not ended.
@@ -37,8 +56,7 @@ class ProcessMark:
             >>> ProcessMark.own().lives
             True
         """
-        found = _stat(self.pid)
-        return found is not None and found[0] not in _DEAD and found[1] == self.started
+        return self.state not in _DEAD
 
 
 def _stat(pid: int) -> tuple[str, int] | None:
