@@ -14,6 +14,7 @@ TrainkitError                1   anything below
 ├── HangError                5   a rank that stopped making progress
 ├── CrashLoopError           6   restarts that do not get further
 ├── PeerError                    of a rank: another one failed; the exit code is that of its error
+├── HangupError            129   the terminal was closed (SIGHUP); resumable
 ├── StoppedError           130   Ctrl-C; resumable
 └── TerminatedError        143   SIGTERM; resumable
 """
@@ -34,6 +35,7 @@ __all__ = [
     "CrashLoopError",
     "DataError",
     "HangError",
+    "HangupError",
     "LinkError",
     "LossScaleError",
     "MissingExtraError",
@@ -215,6 +217,12 @@ class PeerError(TrainkitError):
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
         self.exit_code = exit_code  # type: ignore[misc]  # that of the other's error, of which this is the echo
+
+
+class HangupError(TrainkitError):
+    """The terminal of the run was closed (SIGHUP); it can be resumed."""
+
+    exit_code = 129
 
 
 class StoppedError(TrainkitError):

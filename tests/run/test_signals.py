@@ -38,9 +38,10 @@ def test_one_ctrl_c_stops_and_saves(running, folder):
     assert_no_process_is_left(folder)
 
 
-def test_sigterm_stops_and_saves_too(running, folder):
-    running.send_signal(signal.SIGTERM)
-    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "preempted", "attempt": 0}
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "preempted"), (signal.SIGHUP, "hangup")])
+def test_sigterm_and_sighup_stop_and_save_too(running, folder, number, status):
+    running.send_signal(number)
+    assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": status, "attempt": 0}
     assert_no_process_is_left(folder)
 
 

@@ -6,7 +6,16 @@ import threading
 
 import pytest
 
-from trainkit.run.stopping import StopFlag, stop_signals, worker_signals
+from trainkit.run.stopping import (
+    EXIT_CODES,
+    StopFlag,
+    signal_of,
+    status_of_error,
+    stop_error,
+    stop_signals,
+    worker_signals,
+)
+from trainkit.sweeps.stopping import signals_to
 
 
 def interrupt(number):
@@ -15,7 +24,12 @@ def interrupt(number):
 
 @pytest.mark.parametrize(
     ("number", "reason"),
-    [(signal.SIGINT, "stopped"), (signal.SIGTERM, "preempted"), (signal.SIGUSR1, "preempted")],
+    [
+        (signal.SIGINT, "stopped"),
+        (signal.SIGTERM, "preempted"),
+        (signal.SIGUSR1, "preempted"),
+        (signal.SIGHUP, "hangup"),
+    ],
 )
 def test_a_signal_becomes_a_reason(number, reason):
     with StopFlag() as stop:
@@ -49,15 +63,15 @@ def test_the_first_reason_counts_and_is_told_once():
 
 def test_a_stop_overrides_a_change_of_size():
     with StopFlag(signals=worker_signals()) as stop:
-        interrupt(signal.SIGHUP)
+        interrupt(signal.SIGWINCH)
         assert stop.requested == "resized"
         interrupt(signal.SIGINT)
-        interrupt(signal.SIGHUP)
+        interrupt(signal.SIGWINCH)
     assert stop.requested == "stopped"
 
 
 def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size():
-    assert set(worker_signals()) - set(stop_signals()) == {signal.SIGHUP}
+    assert set(worker_signals()) - set(stop_signals()) == {signal.SIGWINCH}
 
 
 def test_handlers_are_restored():
@@ -91,6 +105,24 @@ def test_outside_the_main_thread_the_flag_can_only_be_asked():
     assert found == ["stopped"]
 
 
+def test_a_sighup_that_nohup_ignores_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopFlag() as stop, signals_to(pytest.fail):
+            interrupt(signal.SIGHUP)
+        assert stop.requested is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_every_reason_has_its_signal_its_error_and_its_exit_code():
+    for reason, number, code in (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129)):
+        error = stop_error(reason, "asked to end")
+        assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
+        assert status_of_error(error) == reason
+
+
 FORK = """
 import multiprocessing, os, signal, time
 from trainkit.run.stopping import StopFlag
@@ -98,6 +130,7 @@ with StopFlag() as stop:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
     child.start()
     os.kill(child.pid, signal.SIGINT)
+    os.kill(child.pid, signal.SIGHUP)
     time.sleep(0.1)
     print(child.is_alive())
     child.terminate()
@@ -106,6 +139,6 @@ with StopFlag() as stop:
 """
 
 
-def test_a_forked_child_survives_ctrl_c_and_obeys_its_parent():
+def test_a_forked_child_survives_ctrl_c_and_hangup_and_obeys_its_parent():
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.split() == ["True", "-15", "None"]

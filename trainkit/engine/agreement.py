@@ -14,7 +14,7 @@ from trainkit.objectives.base import Collective
 __all__ = ["Agreement", "Answer"]
 
 _INTERVAL_S: Final = 0.5
-_REASONS: Final = ("stopped", "preempted", "resized")
+_REASONS: Final = ("stopped", "preempted", "hangup", "resized")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,7 +24,7 @@ from trainkit.run.heartbeat import read_pulse
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
-from trainkit.run.stopping import Reason, StopFlag
+from trainkit.run.stopping import Reason, StopFlag, resize_signal, signal_of
 
 __all__ = ["Attempts"]
 
@@ -247,8 +247,8 @@ class Attempts:
         """Ask a group that trains to save and end, once, where a lost replica is due: the next is started with it."""
         if self._roster.is_due and not self._asked_to_resize and self.has_begun(0, continues_at):
             self._asked_to_resize = True
-            if hasattr(signal, "SIGHUP"):  # elsewhere it waits for a failure
-                group.signal(signal.SIGHUP)
+            if (number := resize_signal()) is not None:  # elsewhere it waits for a failure
+                group.signal(number)
 
     def _next_event(self, timeout_s: float) -> Exited | Reason | None:
         try:
@@ -257,7 +257,7 @@ class Attempts:
             return None
 
     def _ask_to_stop(self, group: WorkerGroup, reason: Reason) -> None:
-        group.signal(signal.SIGINT if reason == "stopped" else signal.SIGTERM)
+        group.signal(signal_of(reason))
 
     def _diagnose(self, group: WorkerGroup, attempt: int, first: Exited) -> tuple[Failure, list[Exited]]:
         """The failure that came first, and all that came within a moment of it."""

@@ -4,7 +4,7 @@ It scores the checkpoints that are there and those that come, until the run has 
 folder any more. It may be stopped and started again: what is done is not done again. The run knows nothing of it, but
 that a checkpoint which is being evaluated is not removed, and which one is best.
 
-Exit codes: those of the exception (`trainkit.errors`); 130 and 143 where it was stopped.
+Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 where it was stopped.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from trainkit.cluster.launch import Launch
 from trainkit.config.build import build
 from trainkit.config.schema import Batch, RunConfig
 from trainkit.engine import failpoints
-from trainkit.errors import ConfigError, HangError, StoppedError, TerminatedError
+from trainkit.errors import ConfigError, HangError, HangupError, StoppedError, TerminatedError
 from trainkit.run.alikeness import differences, likeness
 from trainkit.run.board import Board
 from trainkit.run.entering import identity_in, into_log
@@ -33,7 +33,7 @@ from trainkit.run.last_words import Reporter
 from trainkit.run.meeting import Meeting
 from trainkit.run.plan import make_plan
 from trainkit.run.runner import run_task
-from trainkit.run.stopping import Reason, StopFlag
+from trainkit.run.stopping import Reason, StopFlag, stop_error
 from trainkit.run.waiting import Patience
 from trainkit.strategies.base import Strategy
 
@@ -96,7 +96,7 @@ def join_late(cfg: RunConfig, launch: Launch) -> dict[str, Any]:
     Raises:
         ConfigError: it was started differently from the chief, or sees another folder.
         HangError: the chief did not come, or is gone.
-        StoppedError, TerminatedError: this process was asked to end; the others go on.
+        StoppedError, TerminatedError, HangupError: this process was asked to end; the others go on.
     """
     board = Board(launch)
     patience = Patience(lambda: launch.place_of(0), timeout_s=cfg.supervisor.join_timeout_s)
@@ -126,12 +126,12 @@ def join_late(cfg: RunConfig, launch: Launch) -> dict[str, Any]:
         with into_log(folder.log_of(launch.rank)), StopFlag(None if identity.task.is_evaluator else _leave) as stop:
             try:
                 run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
-            except (StoppedError, TerminatedError, KeyboardInterrupt):
+            except (StoppedError, TerminatedError, HangupError, KeyboardInterrupt):
                 raise
             except (Exception, SystemExit) as error:  # noqa: BLE001 - told in the words of this task
                 _explain(launch, folder, error, report)
         if stop.requested:
-            raise (StoppedError if stop.requested == "stopped" else TerminatedError)("the others go on.")
+            raise stop_error(stop.requested, "the others go on.")
         return {**_outcome(folder), "folder": str(folder.path)}
 
 
@@ -150,7 +150,7 @@ def _word(board: Board, stack: ExitStack, patience: Patience) -> dict[str, Any]:
 
 def _leave(reason: Reason) -> None:
     """End this task at once: the others do its work."""
-    raise (StoppedError if reason == "stopped" else TerminatedError)("asked to end; the others go on.")
+    raise stop_error(reason, "asked to end; the others go on.")
 
 
 def _explain(launch: Launch, folder: RunFolder, error: BaseException, report: Reporter) -> None:

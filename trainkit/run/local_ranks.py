@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +18,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
 from trainkit.config.secrets import VARIABLE as SECRETS
-from trainkit.errors import StoppedError, TerminatedError, TrainkitError
+from trainkit.errors import TrainkitError
 from trainkit.run import fence
 from trainkit.run.environment import num_cores, worker_environ
 from trainkit.run.evidence import Evidence
@@ -27,7 +26,7 @@ from trainkit.run.failure import culprit, is_clean
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.ranks import ENTRY, rank_groups
-from trainkit.run.stopping import Reason, StopFlag
+from trainkit.run.stopping import Reason, StopFlag, signal_of, stop_error
 
 __all__ = ["VARIABLE", "LocalRanks", "launch_from"]
 
@@ -52,7 +51,7 @@ class LocalRanks:
     secrets: Mapping[str, Any]
 
     def run(self, folder: RunFolder) -> dict[str, Any] | None:
-        """Start the workers and watch them to the end; Ctrl-C and SIGTERM are passed on.
+        """Start the workers and watch them to the end; Ctrl-C, SIGTERM and SIGHUP are passed on.
 
         Returns:
             The content of result.json.
@@ -75,7 +74,7 @@ class LocalRanks:
             if failed:
                 failure = culprit(folder, failed, group.running, evidence)
                 if stop.requested and not failure.final:
-                    raise (StoppedError if stop.requested == "stopped" else TerminatedError)(str(failure.error()))
+                    raise stop_error(stop.requested, str(failure.error()))
                 lost = failure.words is not None and failure.words.aftermath
                 raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
         return folder.read_result()
@@ -92,7 +91,7 @@ class LocalRanks:
             except queue.Empty:
                 continue
             if not isinstance(event, Exited):
-                group.signal(signal.SIGINT if event == "stopped" else signal.SIGTERM)
+                group.signal(signal_of(event))
             elif not is_clean(folder, event, stopping=stop.requested is not None):
                 failed.append(event)
                 deadline = deadline or time.monotonic() + _GRACE_S

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.engine.events import Run
-from trainkit.errors import StoppedError, TrainingError, TrainkitError
+from trainkit.errors import TrainingError, TrainkitError
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import LastWords
 from trainkit.run.rollbacks import rollbacks_of
-from trainkit.run.stopping import REASONS
+from trainkit.run.stopping import REASONS, status_of_error
 
 __all__ = ["Report", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
 
@@ -39,12 +39,11 @@ def status_of(run: Run) -> dict[str, str]:
 
 def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
     """Return what the result says of an error; of one that only follows from another rank's, no more than that."""
-    stopped = isinstance(error, KeyboardInterrupt | StoppedError)
     reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
     if lost:
         reason = "another rank has failed"
     return {
-        "status": "stopped" if stopped else "failed",
+        "status": status_of_error(error),
         "reason": "Ctrl-C, twice" if isinstance(error, KeyboardInterrupt) else reason,
         "resume": folder.resume_command,
     }

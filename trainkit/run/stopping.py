@@ -2,7 +2,8 @@
 
     Ctrl-C (SIGINT)             "stopped"      exit code 130; a second one ends at once
     SIGTERM, SIGUSR1 (SLURM)    "preempted"    exit code 143
-    SIGHUP of the supervisor    "resized"      exit code 0: it goes on at once with another number of replicas
+    SIGHUP (terminal closed)    "hangup"       exit code 129; where it was ignored at the start (nohup) it stays ignored
+    SIGWINCH of the supervisor  "resized"      exit code 0: it goes on at once with another number of replicas
 
 Nothing here imports torch: a worker installs the flag before its slow imports, so that no signal is lost to them.
 """
@@ -16,34 +17,96 @@ from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Final, Literal, Self
 
-__all__ = ["EXIT_CODES", "REASONS", "Reason", "StopFlag", "stop_signals", "worker_signals"]
+from trainkit.errors import HangupError, StoppedError, TerminatedError, TrainkitError
 
-Reason = Literal["stopped", "preempted", "resized"]
+__all__ = [
+    "EXIT_CODES",
+    "REASONS",
+    "Reason",
+    "StopFlag",
+    "is_ignored",
+    "resize_signal",
+    "signal_of",
+    "status_of_error",
+    "stop_error",
+    "stop_signals",
+    "worker_signals",
+]
 
-EXIT_CODES: Final[Mapping[str, int]] = {"finished": 0, "stopped": 130, "preempted": 143, "resized": 0}
+Reason = Literal["stopped", "preempted", "hangup", "resized"]
+
+EXIT_CODES: Final[Mapping[str, int]] = {
+    "finished": 0,
+    "stopped": StoppedError.exit_code,
+    "preempted": TerminatedError.exit_code,
+    "hangup": HangupError.exit_code,
+    "resized": 0,
+}
 """Status of a result -> exit code of the process; every other status is a failure, 1."""
 
 REASONS: Final[Mapping[str, str]] = {
     "stopped": "Ctrl-C",
     "preempted": "asked to end by a signal",
+    "hangup": "the terminal was closed (SIGHUP)",
     "resized": "goes on with another number of replicas",
 }
 """Why a run stopped -> what its result says of it."""
 
 
 def stop_signals() -> dict[signal.Signals, Reason]:
-    """The signals that ask for a stop, and the reason each one gives; Windows has no SIGUSR1."""
+    """The signals that ask for a stop, and the reason each one gives; Windows has no SIGUSR1 and no SIGHUP."""
     signals: dict[signal.Signals, Reason] = {signal.SIGINT: "stopped", signal.SIGTERM: "preempted"}
     if hasattr(signal, "SIGUSR1"):
         signals[signal.SIGUSR1] = "preempted"
+    if hasattr(signal, "SIGHUP"):
+        signals[signal.SIGHUP] = "hangup"
     return signals
 
 
 def worker_signals() -> dict[signal.Signals, Reason]:
     """Those of a worker with a supervisor, which may also ask it to make room for a larger group."""
-    if hasattr(signal, "SIGHUP"):
-        return {**stop_signals(), signal.SIGHUP: "resized"}
-    return stop_signals()
+    number = resize_signal()
+    return stop_signals() if number is None else {**stop_signals(), number: "resized"}
+
+
+def resize_signal() -> signal.Signals | None:
+    """Return the signal that asks a worker to make room for a larger group; None on Windows, which has none.
+
+    A worker has no terminal, so that nothing else sends it this one, and a process that does not expect it ignores it.
+    """
+    return getattr(signal, "SIGWINCH", None)
+
+
+def signal_of(reason: Reason) -> signal.Signals:
+    """Return the signal that passes a request to stop on to another process."""
+    if reason == "hangup" and hasattr(signal, "SIGHUP"):
+        return signal.SIGHUP
+    return signal.SIGINT if reason == "stopped" else signal.SIGTERM
+
+
+def stop_error(reason: str, message: str) -> TrainkitError:
+    """Return the error of a run that was asked to stop and could not end in good order."""
+    return {"stopped": StoppedError, "hangup": HangupError}.get(reason, TerminatedError)(message)
+
+
+def status_of_error(error: BaseException) -> str:
+    """Return the status of a run that ended with an error.
+
+    Example:
+        >>> status_of_error(HangupError("the terminal was closed")), status_of_error(ValueError())
+        ('hangup', 'failed')
+    """
+    if isinstance(error, HangupError):
+        return "hangup"
+    if isinstance(error, TerminatedError):
+        return "preempted"
+    return "stopped" if isinstance(error, KeyboardInterrupt | StoppedError) else "failed"
+
+
+def is_ignored(number: signal.Signals) -> bool:
+    """Return whether a signal is to stay ignored: SIGHUP, where `nohup` or the like started this process so."""
+    hangup = getattr(signal, "SIGHUP", None)
+    return number == hangup and signal.getsignal(number) is signal.SIG_IGN
 
 
 class StopFlag:
@@ -87,6 +150,8 @@ class StopFlag:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in self._signals:
+                if is_ignored(number):
+                    continue
                 self._previous[number] = signal.signal(number, self._handle)
             if hasattr(signal, "pthread_sigmask"):
                 # The supervisor starts workers with these blocked; one that came before the handlers arrives now.
@@ -114,9 +179,9 @@ class StopFlag:
     def _handle_in_child(self, number: int) -> None:
         """A forked process inherits the handler, not the job.
 
-        A Ctrl-C reaches data loading processes too: they go on, since the step under way needs their batches, and end
-        with their parent. Whoever sends them SIGTERM means them.
+        A Ctrl-C and the end of a terminal reach data loading processes too: they go on, since the step under way needs
+        their batches, and end with their parent. Whoever sends them SIGTERM means them.
         """
-        if number != signal.SIGINT:
+        if self._signals[signal.Signals(number)] not in ("stopped", "hangup"):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

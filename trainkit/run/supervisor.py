@@ -26,7 +26,7 @@ from typing import Any
 
 from trainkit.cluster.tasks import Task
 from trainkit.engine.manifest import scan
-from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainkitError
+from trainkit.errors import CrashLoopError, StoppedError, TrainkitError
 from trainkit.run.attempts import Attempts
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
@@ -34,7 +34,7 @@ from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
 from trainkit.run.skipped import skipped_in
-from trainkit.run.stopping import REASONS, Reason, StopFlag
+from trainkit.run.stopping import REASONS, Reason, StopFlag, status_of_error, stop_error
 
 __all__ = ["supervise"]
 
@@ -58,8 +58,8 @@ def supervise(
 ) -> dict[str, Any]:
     """Run the tasks of one run on this machine, each in a process of its own, to the end.
 
-    Ctrl-C and SIGTERM are passed on as a request to save and stop; a second Ctrl-C ends everything at once. Call it
-    from the main thread: signals reach no other.
+    Ctrl-C, SIGTERM and SIGHUP are passed on as a request to save and stop; a second Ctrl-C ends everything at once.
+    Call it from the main thread: signals reach no other.
 
     Args:
         resolved: the config file that the workers read.
@@ -81,7 +81,7 @@ def supervise(
         The content of `result.json`.
 
     Raises:
-        StoppedError, TerminatedError: the run was stopped before the workers could write a result.
+        StoppedError, TerminatedError, HangupError: the run was stopped before the workers could write a result.
         CrashLoopError: restarts do not get further.
         HangError: a rank hangs, and there is no checkpoint to restart from.
         TrainkitError: what a worker raised on purpose; TrainingError for any other failure.
@@ -117,7 +117,7 @@ def supervise(
 
 def _record(folder: RunFolder, error: TrainkitError) -> None:
     """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
-    status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
+    status = status_of_error(error)
     found = scan(folder.checkpoints)
     last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
     kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
@@ -169,8 +169,7 @@ def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) 
     if failure.final:
         raise failure.error()
     if requested:
-        kind = StoppedError if requested == "stopped" else TerminatedError
-        raise kind(str(failure.error(f"It was asked to stop. {_kept(folder)}")))
+        raise stop_error(requested, str(failure.error(f"It was asked to stop. {_kept(folder)}")))
 
 
 def _given_up(failure: Failure, roster: Roster, max_restarts: int, reached: int) -> CrashLoopError:

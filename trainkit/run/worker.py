@@ -11,7 +11,7 @@ share. Rank 0 then hosts the store.
 
 The run folder opens no package: where the run names classes of yours, add `TRAINKIT_ALLOW_PACKAGES=my_package`.
 
-Exit codes: those of the exception (`trainkit.errors`); 130 and 143 for a run that was stopped and can be resumed.
+Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 for a run that was stopped and can be resumed.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Entry:
     job: str
     """Its number in the sweep, or the name of its folder."""
     status: str
-    """finished, pruned, stopped, failed, preempted, `exit 2` without a result, `not run`."""
+    """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`."""
     metrics: Mapping[str, float]
     overrides: tuple[str, ...]
     """What sets it apart."""

@@ -28,7 +28,7 @@ __all__ = ["Entry", "Leaderboard", "collect", "goal_of", "read_entry", "swept", 
 
 _TIE = Watched.of(Eval())
 """What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
-_ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1}
+_ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
 """What did all it was asked to, then what was cut short; a failure, whatever figure it had, comes after both."""
 
 

@@ -3,7 +3,8 @@
     while there are jobs    start those that fit into the free slots
                             wait for an end, a signal, or half a second
         a job ended         done, or tried again from its checkpoint, or failed: its slots are free
-        Ctrl-C, SIGTERM     no further starts; the jobs save and stop; at the second they end now
+        Ctrl-C, SIGTERM,    no further starts; the jobs save and stop; at the second of the first two they end now
+        SIGHUP
         half a second       look how far the jobs are, and whether the search wants to stop one
 
 Tested on Linux only.
@@ -27,7 +28,7 @@ from trainkit.sweeps.progress import Watch, last_line
 from trainkit.sweeps.record import is_complete
 from trainkit.sweeps.screen import Line, Screen, State, View
 from trainkit.sweeps.slots import Grant
-from trainkit.sweeps.stopping import NOT_TRIED_AGAIN, STOPPED, died, signals_to
+from trainkit.sweeps.stopping import HANGUP, NOT_TRIED_AGAIN, STOPPED, died, signals_to
 
 if TYPE_CHECKING:
     from trainkit.sweeps.sweep import Sweep
@@ -211,6 +212,8 @@ class Round:
                 one.process.signal(signal.SIGINT)
 
     def _pass_on(self, number: int) -> None:
+        if self.signals and number == HANGUP:  # the shell and the kernel both tell that a terminal is gone
+            return
         self.signals.append(number)
         if len(self.signals) > _MOST_SIGNALS:
             self.end_all()

@@ -9,11 +9,17 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Final
 
-from trainkit.errors import ConfigError, DataError, StoppedError, TerminatedError
+from trainkit.errors import ConfigError, DataError, HangupError, StoppedError, TerminatedError
+from trainkit.run.stopping import is_ignored
 
-__all__ = ["NOT_TRIED_AGAIN", "STOPPED", "died", "signals_to"]
+__all__ = ["HANGUP", "NOT_TRIED_AGAIN", "STOPPED", "died", "signals_to"]
 
-STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, -signal.SIGINT, -signal.SIGTERM)
+HANGUP: Final = getattr(signal, "SIGHUP", None)
+"""The terminal is gone; Windows has no such signal."""
+STOPPED: Final = (
+    *(kind.exit_code for kind in (StoppedError, TerminatedError, HangupError)),
+    *(-number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None),
+)
 """Exit codes of a job that was asked to end."""
 NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, StoppedError.exit_code, -signal.SIGINT)
 """Those of what would end the same way, and of what a person wanted."""
@@ -31,7 +37,7 @@ def died(code: int) -> str:
 
 @contextlib.contextmanager
 def signals_to(take: Callable[[int], None]) -> Iterator[None]:
-    """Hand Ctrl-C and SIGTERM on while the block runs; only a main thread can.
+    """Hand on Ctrl-C, SIGTERM and SIGHUP while the block runs; only a main thread can. An ignored SIGHUP stays so.
 
     Args:
         take: called in a signal handler: it may do no more than the put of a SimpleQueue, which is reentrant.
@@ -44,7 +50,8 @@ def signals_to(take: Callable[[int], None]) -> Iterator[None]:
         del frame
         take(number)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None]
+    before = {number: signal.signal(number, handle) for number in numbers if not is_ignored(number)}
     try:
         yield
     finally:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Literal
 
-from trainkit.errors import StoppedError, TerminatedError
 from trainkit.run.lock import locked
+from trainkit.run.stopping import stop_error, stop_signals
 from trainkit.sweeps.entries import PRUNED
 from trainkit.sweeps.jobs import Job, Source
 from trainkit.sweeps.leaderboard import collect, write
@@ -72,6 +72,7 @@ class Sweep:
         Raises:
             StoppedError: Ctrl-C; jobs that ran were stopped in good order, the others were not started.
             TerminatedError: the same by SIGTERM.
+            HangupError: the same by SIGHUP.
             ConfigError: another sweep runs in this folder.
         """
         if self.halted:
@@ -128,7 +129,7 @@ class Sweep:
         known = f" of {source.total}" if source.total is not None else ""
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command goes on: "
         text += f"sweep.resume={self.folder}"
-        raise StoppedError(text) if number == signal.SIGINT else TerminatedError(text)
+        raise stop_error(stop_signals()[signal.Signals(number)], text)
 
 
 def _say(line: str) -> None:

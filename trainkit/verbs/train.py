@@ -33,7 +33,7 @@ def run(call: Call) -> int:
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
-    """0 for a run that did what it was asked to, `stop_at_step` included; 130 or 143 for one stopped by a signal.
+    """0 for a run that did what it was asked to, `stop_at_step` included; 129, 130 or 143 for one stopped by a signal.
 
     Example:
         >>> exit_code({"status": "stopped"})

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Final
 
 from trainkit.config.allowed import package_environ
-from trainkit.errors import CrashLoopError, StoppedError, TerminatedError, TrainingError, TrainkitError
+from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError
 from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
 from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
 from trainkit.run.engines.rank import cargo_of
@@ -18,7 +18,7 @@ from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.run.plan import RunPlan
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.skipped import skipped_in
-from trainkit.run.stopping import StopFlag
+from trainkit.run.stopping import StopFlag, status_of_error, stop_error
 
 __all__ = ["run_on"]
 
@@ -28,8 +28,8 @@ _POLL_S: Final = 0.2
 def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
     """Run a plan on an engine, to the end.
 
-    Ctrl-C and SIGTERM are passed on as a request to save and stop; a second Ctrl-C ends everything at once. Call it
-    from the main thread: signals reach no other.
+    Ctrl-C, SIGTERM and SIGHUP are passed on as a request to save and stop; a second Ctrl-C ends everything at once.
+    Call it from the main thread: signals reach no other.
 
     Args:
         engine: built from the config's `cluster`.
@@ -40,7 +40,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
         The content of `result.json`.
 
     Raises:
-        StoppedError, TerminatedError: the run was stopped before the workers could write a result.
+        StoppedError, TerminatedError, HangupError: the run was stopped before the workers could write a result.
         CrashLoopError: the engine gave up starting the processes again.
         TrainkitError: what a worker raised on purpose, or what the engine says.
     """
@@ -92,8 +92,8 @@ def _until_done(
     if found is not None and found.final:
         raise _recorded(folder, found.error())
     if stop.requested:
-        kind = StoppedError if stop.requested == "stopped" else TerminatedError
-        raise _recorded(folder, kind(f"{found.headline if found else failures[0]} It was asked to stop."))
+        what = f"{found.headline if found else failures[0]} It was asked to stop."
+        raise _recorded(folder, stop_error(stop.requested, what))
     if found is None:
         raise _recorded(folder, TrainingError(f"{job.cargo['kind']} ended the run: {_brief(failures[0])}"))
     if max_restarts == 0:
@@ -115,7 +115,7 @@ def _run(connection: Connection, job: Job, failures: list[BaseException]) -> Non
 
 def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
     """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
-    status = {StoppedError: "stopped", TerminatedError: "preempted"}.get(type(error), "failed")
+    status = status_of_error(error)
     kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
     folder.write_result({**kept, "status": status, "reason": str(error)})
     return error

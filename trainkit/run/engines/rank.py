@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.last_words import read_last_words, write_last_words
 from trainkit.run.network import socket_environ
-from trainkit.run.stopping import EXIT_CODES
+from trainkit.run.stopping import EXIT_CODES, Reason, signal_of
 
 __all__ = ["Place", "cargo_of", "run_rank"]
 
@@ -146,11 +145,16 @@ def _watch(
             pass
         if not told and stop_file(folder).exists():
             told = True
-            group.signal(signal.SIGINT if stop_file(folder).read_text() == "stopped" else signal.SIGTERM)
+            group.signal(signal_of(_reason_of_stop(folder)))
         failure = hung(folder, [place.rank], now=time.monotonic(), started=started, timeout_s=hang_s, evidence=evidence)
         if failure is not None:
             write_last_words(folder.error_of(place.rank), place.rank, RankError(failure.headline))
             group.kill()
+
+
+def _reason_of_stop(folder: RunFolder) -> Reason:
+    said = stop_file(folder).read_text(errors="replace")
+    return "stopped" if said == "stopped" else "hangup" if said == "hangup" else "preempted"
 
 
 def _explained(folder: RunFolder, place: Place, code: int, evidence: Evidence) -> str:

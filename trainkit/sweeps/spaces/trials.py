@@ -26,7 +26,7 @@ from optuna.trial import TrialState
 from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.schema import Sweep as Settings
 from trainkit.config.watched import Watched
-from trainkit.errors import ConfigError, Problem, StoppedError, TerminatedError
+from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.sweeps.entries import read_entry
 from trainkit.sweeps.jobs import Job
 from trainkit.sweeps.spaces.halving import JobOf
@@ -34,7 +34,7 @@ from trainkit.sweeps.spaces.rows import Rows
 
 __all__ = ["Trials", "distributions", "open_study"]
 
-_STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code)
+_STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"
 
 
