@@ -55,7 +55,10 @@ _SHOWN_PROBLEMS: Final = 30
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     with masked_output():
-        return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
+        try:
+            return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
+        finally:
+            _tell("")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -68,10 +71,10 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except TrainkitError as error:
-        sys.stderr.write(f"{_one_screen(error)}\n")
+        _tell(f"{_one_screen(error)}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        sys.stderr.write("stopped\n")
+        _tell("stopped\n")
         return 130
     except BrokenPipeError:
         # The reader, `head` say, has seen enough.
@@ -80,8 +83,20 @@ def _run(arguments: Sequence[str]) -> int:
     except Exception:
         if not knows_secrets():
             raise
-        sys.stderr.write(traceback.format_exc())  # as Python would print it, were there no secret to mask
+        _tell(traceback.format_exc())  # as Python would print it, were there no secret to mask
         return 1
+
+
+def _tell(text: str) -> None:
+    """Print on standard error, and what waits to be printed; a terminal that is gone changes no exit code."""
+    for stream, content in ((sys.stdout, ""), (sys.stderr, text)):
+        try:
+            stream.write(content)
+            stream.flush()
+        except OSError:
+            from trainkit.report.train_log import silence  # noqa: PLC0415 - where it happened only
+
+            silence(stream)
 
 
 def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:

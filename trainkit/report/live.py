@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TextIO
 
 from trainkit.report.numbers import clock, compact, count, fixed, share
 from trainkit.report.tables import is_terminal
+from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -132,29 +133,44 @@ class PlainLine:
 
 
 class TerminalLine:
-    """A bar redrawn in place four times a second by a thread of rich; what others print appears above it."""
+    """A bar redrawn in place four times a second by a thread of rich; what others print appears above it.
 
-    def __init__(self, *, console: Console, step_now: Callable[[], int] | None = None) -> None:
+    Args:
+        console: of the terminal; what it draws is not recorded.
+        step_now: the number of finished steps.
+        log: takes the readings as lines of the run's log.
+    """
+
+    def __init__(
+        self, *, console: Console, step_now: Callable[[], int] | None = None, log: LiveLine | None = None
+    ) -> None:
         from rich.live import Live  # noqa: PLC0415 - a terminal only, and after the first step
 
         self._console = console
+        self._log = log
         self._step_now = step_now
         self._reading: Reading | None = None
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
+        # By now rich takes what others print, to show it above the bar; the log is to have it without the bar.
+        sys.stdout, sys.stderr = recorded_again(sys.stdout), recorded_again(sys.stderr)
         # A process that is killed cannot give a hidden cursor back.
         console.show_cursor(True)
         # A run that fails between two hooks must not leave its bar under the traceback.
         atexit.register(self.close)
 
     def update(self, reading: Reading) -> None:
-        """Take the reading for the next redraw."""
+        """Take the reading for the next redraw, and for the next line of the log."""
         self._reading = reading
+        if self._log is not None:
+            self._log.update(reading)
 
     def close(self) -> None:
         """Remove the bar."""
         atexit.unregister(self.close)
         self._live.stop()
+        if self._log is not None:
+            self._log.close()
 
     def _render(self) -> RenderableType:
         from rich.progress_bar import ProgressBar  # noqa: PLC0415 - as above
@@ -250,4 +266,9 @@ def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
         return PlainLine(every_s=every_s)
     from rich.console import Console  # noqa: PLC0415 - as above
 
-    return TerminalLine(console=Console(highlight=False), step_now=step_now)
+    log = into_log_alone()
+    return TerminalLine(
+        console=Console(file=unrecorded(sys.stdout), highlight=False),
+        step_now=step_now,
+        log=None if log is None else PlainLine(every_s=every_s, stream=log),
+    )

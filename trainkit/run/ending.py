@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 from typing import NoReturn
@@ -17,6 +18,7 @@ def end_process(code: int) -> NoReturn:
     exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had done all its work would count as crashed.
     """
     atexit._run_exitfuncs()  # noqa: SLF001 - what registered itself there is owed its call
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal is gone
+            stream.flush()
     os._exit(code)

@@ -24,6 +24,7 @@ from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import masked_output
+from trainkit.report.train_log import lasting_output
 from trainkit.run.evaluating import evaluate_beside, training_has_ended
 from trainkit.run.folder import RunFolder
 from trainkit.run.plan import RunPlan, make_plan
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
         return 2
     folder = RunFolder(Path(arguments[0]))
     task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
-    with masked_output(), StopFlag() as stop:
+    with masked_output(), lasting_output(), StopFlag() as stop:
         try:
             with allow_packages(packages):
                 evaluate_beside(

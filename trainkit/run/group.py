@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from trainkit.cluster.processes import ProcessMark
+from trainkit.report.train_log import unrecorded
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
@@ -215,8 +216,9 @@ def _pass_on(source: IO[bytes]) -> None:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     with source:
         while content := os.read(source.fileno(), 1 << 16):
-            sys.stdout.write(decoder.decode(content))
-            sys.stdout.flush()
+            shown = unrecorded(sys.stdout)  # the child records what it prints itself
+            shown.write(decoder.decode(content))
+            shown.flush()
 
 
 @contextlib.contextmanager

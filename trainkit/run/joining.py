@@ -47,7 +47,7 @@ from trainkit.run.model_facts import model_notes
 from trainkit.run.parting import end_together
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.resume import Start
-from trainkit.run.runner import Job, Result, begin_folder, new_folder, resumed_from, run_task
+from trainkit.run.runner import Job, Result, begin_folder, new_folder, recorded_run, resumed_from, run_task
 from trainkit.run.stopping import StopFlag
 
 __all__ = ["train_launched"]
@@ -110,7 +110,9 @@ def train_launched(
         def part() -> Result:
             return end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
 
-        done = (part() if job is None else job(folder.path, part)) or {}
+        with recorded_run(folder) as log:
+            log.write([launch.line()])  # printed before there was a folder
+            done = (part() if job is None else job(folder.path, part)) or {}
         if done.get("status") in ENDED:
             forget_folder(plan.cfg, meeting)
         return {**done, "folder": str(folder.path)}

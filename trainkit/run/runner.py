@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +17,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
 from trainkit.numerics.determinism import reproducible_process
+from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
@@ -34,7 +36,7 @@ from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
 
-__all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
+__all__ = ["Job", "Result", "begin_folder", "new_folder", "recorded_run", "resumed_from", "run_task", "train"]
 
 _NICENESS: Final = 5
 """How far an evaluator stands back."""
@@ -81,7 +83,7 @@ def train(
     model = abstract_model(plan)
     found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
-    with folder.lock() as lock:
+    with folder.lock() as lock, recorded_run(folder):
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
 
         def run() -> Result:
@@ -111,6 +113,17 @@ def train(
 
         result = run() if job is None else job(folder.path, run)
     return {**(result or {}), "folder": str(folder.path)}
+
+
+@contextmanager
+def recorded_run(folder: RunFolder) -> Iterator[TrainLog]:
+    """Record what a run shows, and the error that it ends with, in `train.log`."""
+    with recorded_output(folder.log, separated=True) as log:
+        try:
+            yield log
+        except BaseException as error:
+            log.write_error(error)
+            raise
 
 
 def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:

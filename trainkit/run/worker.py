@@ -30,6 +30,7 @@ from trainkit.config.allowed import allow_packages, packages_from
 from trainkit.config.secrets import in_environment, restored
 from trainkit.engine import failpoints
 from trainkit.redaction import masked_output
+from trainkit.report.train_log import recorded_output
 from trainkit.run import lifeline
 from trainkit.run.ending import end_process
 from trainkit.run.fence import Fence
@@ -67,7 +68,11 @@ def main(arguments: list[str]) -> int:
             report = Reporter(folder.error_of(rank), rank)
             _name_process(str(identity.task))
             failpoints.reached("start", 0)
-            with _stacks_on_demand(folder, rank), _store_of_hand_started(identity, supervised=supervised):
+            with (
+                _recorded(folder, rank, supervised=supervised),
+                _stacks_on_demand(folder, rank),
+                _store_of_hand_started(identity, supervised=supervised),
+            ):
                 result = _run(resolved, identity, folder, stop, report)
             with contextlib.suppress(OSError):  # the folder is gone: the parent finds out
                 folder.done_of(rank).touch()
@@ -76,7 +81,8 @@ def main(arguments: list[str]) -> int:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the end of the line: every error is reported
             words = report(error)
             if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
-                print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
+                with _recorded(folder, rank, supervised=True):
+                    print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
             return words.exit_code
         status = (result or {}).get("status", "finished")
         return EXIT_CODES.get(status, 1) if stop.requested else 0
@@ -96,6 +102,23 @@ def _run(
     with allow_packages(packages_from(os.environ)):
         plan = None if launch is None else make_plan(cfg, launch=launch)
         return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
+
+
+@contextlib.contextmanager
+def _recorded(folder: RunFolder, rank: int, *, supervised: bool) -> Iterator[None]:
+    """Record what rank 0 prints, unless it goes into a log by itself, which the driver of an engine shows."""
+    if rank > 0 or _goes_into(folder.log_of(rank)):
+        yield
+        return
+    with recorded_output(folder.log, separated=not supervised):
+        yield
+
+
+def _goes_into(log: Path) -> bool:
+    """Whether standard output is a file."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(1), log.stat())
+    return False
 
 
 def _name_process(name: str) -> None:

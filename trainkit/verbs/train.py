@@ -49,6 +49,7 @@ def exit_code(result: Mapping[str, Any]) -> int:
 def _sweep(call: Call) -> int:
     """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
+    from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
     from trainkit.verbs.folding import refuse_open_folds, with_folds  # noqa: PLC0415 - for sweeps only
     from trainkit.verbs.points import sweep_points  # noqa: PLC0415 - the same
 
@@ -60,13 +61,14 @@ def _sweep(call: Call) -> int:
         from trainkit.run.rehearsal import rehearse  # noqa: PLC0415 - imports torch
 
         rehearse(points, num_gpus=_gpus_elsewhere(points[0]))
-    outcome = multirun(
-        call.overrides,
-        config_dirs=call.config_dirs,
-        packages=call.packages,
-        task=functools.partial(sweep_job, packages=call.packages),
-        check=_check_point,
-    )
+    with lasting_output():
+        outcome = multirun(
+            call.overrides,
+            config_dirs=call.config_dirs,
+            packages=call.packages,
+            task=functools.partial(sweep_job, packages=call.packages),
+            check=_check_point,
+        )
     return _exit_code(outcome)
 
 

@@ -71,7 +71,8 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
         composition: a checked composition.
         folder: the run folder.
         task: what to run; it is called in this process.
-        configure_logging: whether Hydra sets up the loggers of this process, with `train.log` in the folder.
+        configure_logging: whether Hydra sets up the loggers of this process. Its file beside the console is left out:
+            `train.log` takes what the console shows.
 
     Returns:
         What the task returns. What it raises is raised unchanged.
@@ -83,6 +84,7 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
             cfg.hydra.mode = RunMode.RUN
             if (folder / ".hydra").exists():
                 cfg.hydra.output_subdir = None
+            _log_to_the_console_alone(cfg)
         hidden = redact_hydra(cfg)
         variables = {path[-1]: str(value) for path, value in hidden.items() if path[:2] == ("job", "env_set")}
         hydra_utils.JobRuntime.instance().set("name", cfg.hydra.job.name)
@@ -111,6 +113,21 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
         raise raised[0]
     result: T = done.return_value
     return result
+
+
+def _log_to_the_console_alone(cfg: DictConfig) -> None:
+    """Take away Hydra's default file handler, whose file would hold the lines of `train.log` twice."""
+    logging = cfg.hydra.job_logging
+    plain = OmegaConf.to_container(logging) if logging is not None else {}
+    if not isinstance(plain, dict):
+        return
+    handlers, root = plain.get("handlers") or {}, plain.get("root") or {}
+    if (handlers.get("file") or {}).get("filename") == _HYDRA_LOG and "file" in root.get("handlers", ()):
+        del logging.handlers.file
+        logging.root.handlers = [name for name in root["handlers"] if name != "file"]
+
+
+_HYDRA_LOG = "${hydra.runtime.output_dir}/${hydra.job.name}.log"
 
 
 def multirun(

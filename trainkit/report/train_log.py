@@ -1,0 +1,289 @@
+"""`train.log`: what a run showed on the screen, as plain lines, without secrets.
+
+Several processes of a run write to one log: its supervisor and rank 0, each whole lines at its end. A line is in the
+file once it is complete, so that a process that is killed loses none; it is not synced to the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final, TextIO, cast
+
+from trainkit.errors import TrainkitError
+from trainkit.redaction import mask
+from trainkit.report.screen_text import ScreenText
+
+__all__ = [
+    "LastingStream",
+    "TrainLog",
+    "into_log_alone",
+    "lasting_output",
+    "plain_lines",
+    "recorded_again",
+    "recorded_output",
+    "silence",
+    "unrecorded",
+]
+
+_GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF})
+"""What writing fails with where the terminal was closed, or the reader of a pipe has ended."""
+
+
+class TrainLog:
+    """Appends lines to a log; a disk that refuses them ends nothing.
+
+    Args:
+        path: of the file; only a regular file is written to.
+        separated: whether a line parts what an earlier run in this folder wrote from what follows.
+    """
+
+    def __init__(self, path: Path, *, separated: bool = False) -> None:
+        self._path = path
+        self._lock = threading.RLock()
+        self._descriptor: int | None = None
+        self._is_closed = False
+        self._lost = 0
+        self._pid = os.getpid()
+        with self._lock, contextlib.suppress(OSError):
+            if self._open() and separated and self._size():
+                now = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+                self.write([f"----- {now} -----"])
+
+    def write(self, lines: Sequence[str]) -> None:
+        """Append lines; those that the disk refuses are counted, and the number is written once it takes some again."""
+        if not lines:
+            return
+        if os.getpid() != self._pid:  # a fork: a thread that held the lock is not in it
+            self._pid, self._lock = os.getpid(), threading.RLock()
+        with self._lock:
+            lost = [f"({self._lost} lines before this one could not be written)"] if self._lost else []
+            text = "".join(f"{line}\n" for line in mask("\n".join([*lost, *lines])).split("\n"))
+            try:
+                if not self._open():
+                    return
+                self._append(text.encode("utf-8", errors="backslashreplace"))
+                self._lost = 0
+            except OSError:
+                self._lost += len(lines)
+
+    def write_error(self, error: BaseException) -> None:
+        """Append an error as the command line shows it."""
+        if isinstance(error, KeyboardInterrupt):
+            self.write(["stopped"])
+        elif isinstance(error, TrainkitError):
+            self.write(plain_lines(str(error)))
+        else:
+            self.write(plain_lines("".join(traceback.format_exception(error))))
+
+    def close(self) -> None:
+        """Close the file; what is written later is dropped."""
+        with self._lock:
+            self._is_closed = True
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+                self._descriptor = None
+
+    def _open(self) -> bool:
+        """Whether the file is open; one that is no regular file, a link to another place above all, is never.
+
+        Raises:
+            OSError: the folder or the disk refuses it.
+        """
+        if self._descriptor is not None or self._is_closed:
+            return not self._is_closed
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):  # Windows has none of them
+            flags |= getattr(os, name, 0)
+        try:
+            descriptor = os.open(self._path, flags, 0o644)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise
+            self._refuse()
+            return False
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            self._refuse()
+            return False
+        self._descriptor = descriptor
+        return True
+
+    def _size(self) -> int:
+        return 0 if self._descriptor is None else os.fstat(self._descriptor).st_size
+
+    def _refuse(self) -> None:
+        self._is_closed = True
+        unrecorded(sys.stderr).write(f"{self._path} is no regular file, and this run writes no log.\n")
+
+    def _append(self, content: bytes) -> None:
+        assert self._descriptor is not None
+        while content:
+            content = content[os.write(self._descriptor, content) :]
+
+
+def plain_lines(text: str) -> list[str]:
+    r"""Return a text as lines without control characters.
+
+    Example:
+        >>> plain_lines("a\x1b[31mb\x1b[0m\x07\nc")
+        ['ab', 'c']
+    """
+    screen = ScreenText()
+    return [*screen.feed(text), *screen.finish()]
+
+
+class LastingStream:
+    """A text stream that outlives its terminal: once that is gone, what is written to it is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text."""
+        self._try(lambda: self.stream.write(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Pass on what was written."""
+        self._try(self.stream.flush)
+
+    def finish(self) -> None:
+        """Pass on what is left."""
+        self.flush()
+
+    def _try(self, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except OSError as error:
+            if error.errno in _GONE:
+                silence(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "stream":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.stream, name)
+
+
+def silence(stream: TextIO) -> None:
+    """Let all that is still written to a stream, by this process and those it starts, go nowhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+class _RecordedStream(LastingStream):
+    """A text stream whose lines go into a log, too."""
+
+    def __init__(self, stream: TextIO, log: TrainLog) -> None:
+        super().__init__(stream)
+        self._log = log
+        self._begin()
+
+    def write(self, text: str) -> int:
+        """Write a text, and the lines that it completes into the log."""
+        if os.getpid() != self._pid:  # a fork: what its parent had begun is its parent's
+            self._begin()
+        with self._lock:
+            self._log.write(self._screen.feed(text))
+        return super().write(text)
+
+    def finish(self) -> None:
+        """Write the line that was begun into the log."""
+        with self._lock:
+            self._log.write(self._screen.finish())
+        self.flush()
+
+    def _begin(self) -> None:
+        self._pid, self._lock, self._screen = os.getpid(), threading.RLock(), ScreenText()
+
+
+class _LogAlone:
+    """A text stream of lines that are for the log and not for the screen."""
+
+    def __init__(self, log: TrainLog) -> None:
+        self._log = log
+        self._screen = ScreenText()
+
+    def write(self, text: str) -> int:
+        self._log.write(self._screen.feed(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Nothing waits."""
+
+
+_open_logs: list[TrainLog] = []
+
+
+@contextlib.contextmanager
+def recorded_output(path: Path, *, separated: bool = False) -> Iterator[TrainLog]:
+    """Write into a log what Python prints to standard output and standard error while the block runs.
+
+    A terminal that is closed meanwhile raises no error: what is printed then stands in the log.
+
+    Args:
+        path: the log.
+        separated: as `TrainLog` has it.
+
+    Yields:
+        The log, for what is printed after the block.
+    """
+    log = TrainLog(path, separated=separated)
+    _open_logs.append(log)
+    try:
+        with _replaced_output(lambda stream: _RecordedStream(stream, log)):
+            yield log
+    finally:
+        _open_logs.remove(log)
+        log.close()
+
+
+def lasting_output() -> contextlib.AbstractContextManager[None]:
+    """Let nothing that is printed while the block runs raise an error because the terminal was closed."""
+    return _replaced_output(LastingStream)
+
+
+@contextlib.contextmanager
+def _replaced_output(make: Callable[[TextIO], LastingStream]) -> Iterator[None]:
+    before = sys.stdout, sys.stderr
+    out, err = map(make, before)
+    sys.stdout, sys.stderr = cast("Any", out), cast("Any", err)
+    try:
+        yield
+    finally:
+        out.finish()
+        err.finish()
+        if sys.stdout is out:
+            sys.stdout = before[0]
+        if sys.stderr is err:
+            sys.stderr = before[1]
+
+
+def unrecorded(stream: TextIO) -> TextIO:
+    """Return the stream below a recorded one, for what is redrawn in place; any other stream as it is."""
+    return cast("TextIO", LastingStream(stream.stream)) if isinstance(stream, _RecordedStream) else stream
+
+
+def recorded_again(above: TextIO) -> TextIO:
+    """Return a stream that writes to `above` and into the log of this process; `above` where there is none."""
+    return cast("TextIO", _RecordedStream(above, _open_logs[-1])) if _open_logs else above
+
+
+def into_log_alone() -> TextIO | None:
+    """Return a stream that writes into the log of this process and not to the screen; None where there is none."""
+    return cast("TextIO", _LogAlone(_open_logs[-1])) if _open_logs else None
