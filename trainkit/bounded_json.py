@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["Kind", "expect_map", "expect_maps", "parse_json"]
+__all__ = ["Kind", "expect_map", "expect_maps", "parse_json", "whole_numbers"]
 
 _MAX_DEPTH: Final = 64
 """Maps and lists within each other; trainkit writes fewer than 20."""
@@ -18,7 +18,7 @@ _MAX_INTEGER: Final = 1 << 64
 """Integers are smaller, and larger than the negative of it: seeds are unsigned numbers of 64 bits."""
 
 Kind = type | tuple[type, ...]
-"""What a value may be."""
+"""What a value may be; `object`: anything."""
 
 _NAMES: Final[Mapping[type, str]] = {
     dict: "a map",
@@ -153,10 +153,23 @@ def expect_maps(content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[st
     return content
 
 
+def whole_numbers(content: Any) -> list[int]:
+    """Return a list once it is checked that it holds whole numbers from 0 on.
+
+    Raises:
+        ValueError: it is no list, or holds something else.
+    """
+    if not isinstance(content, list | tuple):
+        raise ValueError(f"it is {_kind_of(content)}, and a list of whole numbers was expected")  # noqa: TRY004 - of a text
+    if any(type(number) is not int or number < 0 for number in content):
+        raise ValueError("it holds something else than whole numbers from 0 on")
+    return list(content)
+
+
 def _is(value: Any, kind: Kind) -> bool:
     kinds = kind if isinstance(kind, tuple) else (kind,)
     if isinstance(value, bool):
-        return bool in kinds
+        return bool in kinds or object in kinds
     if isinstance(value, int) and float in kinds:
         return True
     return isinstance(value, kinds)

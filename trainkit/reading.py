@@ -15,14 +15,14 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, Literal, cast
 
 from trainkit.bounded_json import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
 
 __all__ = [
     "MAX_BYTES",
-    "open_appending",
+    "open_descriptor",
     "open_regular",
     "read_bytes",
     "read_json",
@@ -31,6 +31,7 @@ __all__ = [
     "read_tail",
     "read_text",
     "refuse_link",
+    "size_of",
 ]
 
 MAX_BYTES: Final = 16 << 20
@@ -49,11 +50,20 @@ _KINDS: Final = (
 )
 
 
-def open_regular(path: Path, *, follow: bool = False, buffering: int = -1) -> BinaryIO:
-    """Open a regular file for reading; never wait for the writer of a pipe.
+Mode = Literal["rb", "ab", "wb"]
+_FLAGS: Final[Mapping[Mode, int]] = {
+    "rb": os.O_RDONLY,
+    "ab": os.O_WRONLY | os.O_APPEND | os.O_CREAT,
+    "wb": os.O_WRONLY | os.O_CREAT,
+}
+
+
+def open_regular(path: Path, mode: Mode = "rb", *, follow: bool = False, buffering: int = -1) -> BinaryIO:
+    """Open a regular file; never wait for the other end of a pipe.
 
     Args:
-        path: the file.
+        path: the file; made where it is absent and written to.
+        mode: read it, write at its end, or write it anew.
         follow: whether a symbolic link is followed: for a path that the user named, not for a file inside a folder.
         buffering: as `open` takes it.
 
@@ -61,19 +71,20 @@ def open_regular(path: Path, *, follow: bool = False, buffering: int = -1) -> Bi
         AbsentFileError: there is no such file.
         UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
     """
-    return cast("BinaryIO", os.fdopen(_descriptor(path, os.O_RDONLY, follow=follow), "rb", buffering))
+    descriptor = open_descriptor(path, _FLAGS[mode], follow=follow)
+    if mode == "wb":
+        os.ftruncate(descriptor, 0)  # not by a flag: what is no regular file is left as it is
+    return cast("BinaryIO", os.fdopen(descriptor, mode, buffering))
 
 
-def open_appending(path: Path) -> BinaryIO:
-    """Open a regular file to write at its end; make it where it is absent.
+def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
+    """Return the descriptor of a regular file; as `open_regular` otherwise.
 
-    Raises:
-        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+    Args:
+        path: the file.
+        flags: as `os.open` takes them, without O_TRUNC.
+        follow: whether a symbolic link is followed.
     """
-    return cast("BinaryIO", os.fdopen(_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab"))
-
-
-def _descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
@@ -98,6 +109,23 @@ def _refuse_irregular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
         kind = next((name for matches, name in _KINDS if matches(mode)), "no regular file")
         raise UnreadableError.of(path, f"it is {kind}")
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes that a regular file has.
+
+    Raises:
+        AbsentFileError: there is no such file.
+        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+    """
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        raise AbsentFileError.of(path, "it does not exist") from None
+    except (OSError, ValueError) as error:
+        raise UnreadableError.of(path, getattr(error, "strerror", None) or str(error)) from None
+    _refuse_irregular(path, found.st_mode)
+    return found.st_size
 
 
 def refuse_link(folder: Path) -> None:

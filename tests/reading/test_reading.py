@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from trainkit.bounded_json import expect_map, expect_maps, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
-from trainkit.reading import open_appending, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
+from trainkit.reading import open_regular, read_bytes, read_json, read_lines, read_map, read_tail, refuse_link
 
 LINK = "it is a symbolic link, and trainkit follows none inside its own folders"
 
@@ -60,10 +61,19 @@ def test_only_a_regular_file_of_bounded_size_is_read(cwd: Path, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "large"])
-def test_only_a_regular_file_is_appended_to(cwd: Path, kind: str) -> None:
+@pytest.mark.parametrize("mode", ["ab", "wb"])
+def test_only_a_regular_file_is_written_to(cwd: Path, kind: str, mode: Literal["ab", "wb"]) -> None:
     make(kind, cwd / "rows.jsonl")
     with pytest.raises(UnreadableError):
-        open_appending(cwd / "rows.jsonl")
+        open_regular(cwd / "rows.jsonl", mode)
+
+
+def test_a_file_is_written_anew_or_at_its_end(tmp_path: Path) -> None:
+    steps: list[tuple[Literal["ab", "wb"], bytes]] = [("ab", b"1"), ("ab", b"12"), ("wb", b"2")]
+    for mode, content in steps:
+        with open_regular(tmp_path / "rows", mode) as file:
+            file.write(content[-1:])
+        assert (tmp_path / "rows").read_bytes() == content
 
 
 def test_an_absent_file_is_an_error_of_its_own(tmp_path: Path) -> None:
@@ -132,7 +142,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("reason", SHAPES)
 def test_a_map_of_another_shape_is_refused(reason: str) -> None:
-    with pytest.raises(ValueError, match="was expected|missing") as caught:
+    with pytest.raises(ValueError, match=r"was expected|missing") as caught:
         expect_map(SHAPES[reason], {"step": int, "name": str}, optional={"seed": (int, type(None))})
     assert str(caught.value) == reason
 

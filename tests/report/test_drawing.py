@@ -17,7 +17,8 @@ def test_a_plot_is_drawn_beside_the_training(tmp_path):
 
 def test_a_plot_that_fails_says_why(tmp_path):
     drawing = Drawing(metrics_request(tmp_path, title="digits", metrics=tmp_path / "absent.jsonl", modes={}))
-    assert drawing.wait(60) == f"FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}/absent.jsonl'"
+    absent = f"{tmp_path}/absent.jsonl cannot be read: it does not exist."
+    assert drawing.wait(60) == f"trainkit.errors.AbsentFileError: {absent}"
 
 
 def test_a_plot_that_takes_too_long_is_given_up(tmp_path):

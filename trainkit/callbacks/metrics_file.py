@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.engine.events import Callback, Row, Run
+from trainkit.errors import AbsentFileError
+from trainkit.reading import open_regular, read_lines, size_of
 
 __all__ = ["MetricsFile", "keep_until"]
 
@@ -70,8 +73,8 @@ class MetricsFile(Callback):
         rows, self._rows = self._rows, []
         self._due = self._clock() + self._flush_s
         if rows and run.is_owner:
-            with _path(run).open("a", encoding="utf-8") as file:
-                file.write("".join(f"{_line(row)}\n" for row in rows))
+            with open_regular(_path(run), "ab") as file:
+                file.write("".join(f"{_line(row)}\n" for row in rows).encode())
 
 
 def _path(run: Run) -> Path:
@@ -88,18 +91,19 @@ def keep_until(path: Path, step: int) -> None:
 
     A row that a crash tore in two is dropped too.
     """
-    if not path.exists():
+    try:
+        size_of(path)
+    except AbsentFileError:
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with path.open(encoding="utf-8") as old, partial.open("w", encoding="utf-8") as new:
-        new.writelines(line for line in old if step > 0 and line.endswith("\n") and _step_of(line) <= step)
+    with open_regular(partial, "wb") as new:
+        new.writelines(line for line in read_lines(path) if step > 0 and _step_of(line) <= step)
     partial.replace(path)
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError:
+        step: float = expect_map(parse_json(line), {"step": float})["step"]
+    except ValueError:
         return math.inf
-    step = row.get("step") if isinstance(row, dict) else None
-    return step if isinstance(step, int | float) else math.inf
+    return step

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Final, Literal
 from trainkit.config.values import above, at_least, below, limits_in, misfit, pattern, plain, within
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, placement, speed
+from trainkit.reading import read_text
 
 __all__ = [
     "GROUPS",
@@ -341,11 +342,12 @@ def load_resolved(path: str | Path) -> RunConfig:
 
     Raises:
         ConfigError: the file is no config of a run.
+        UnreadableError: it is no regular file, is too large, or is no UTF-8 text.
     """
     import yaml  # noqa: PLC0415 - a process that builds its config in memory needs none
 
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = Path(path).read_text(encoding="utf-8")
+    text = read_text(Path(path), limit=1 << 20)
     values = yaml.load(text, Loader=loader)  # noqa: S506 - both loaders are the safe ones
     if not isinstance(values, Mapping):
         raise ConfigError([Problem(key=str(path), rule="is no mapping of keys to values.")])

@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.bounded_json import expect_map, expect_maps
 from trainkit.engine.ownership import Owner
-from trainkit.errors import CheckpointError
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import read_json, refuse_link, size_of
 
 __all__ = [
     "FORMAT",
@@ -37,6 +39,7 @@ __all__ = [
     "folder_name",
     "foreign",
     "has_saved",
+    "is_checkpoint",
     "manifest_bytes",
     "read_manifest",
     "scan",
@@ -48,9 +51,18 @@ FORMAT: Final = 1
 """The version of the layout; a reader refuses what is newer than itself."""
 
 MANIFEST: Final = "manifest.json"
-_FOLDER: Final = re.compile(r"step_(\d{8,})")
+_FOLDER: Final = re.compile(r"step_([0-9]{8,18})")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
-_MAX_JSON_BYTES: Final = 1 << 30
+_MAX_BYTES: Final = 64 << 20
+"""Of a manifest, which has a hundred bytes for each file of the checkpoint."""
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_KEYS: Final = {
+    "step": int,
+    "position": object,
+    "fingerprint": (str, type(None)),
+    "metric": (float, type(None)),
+    "files": dict,
+}
 
 
 class NewerFormatError(CheckpointError):
@@ -112,6 +124,16 @@ def manifest_bytes(checkpoint: Checkpoint) -> bytes:
     return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
 
 
+def is_checkpoint(name: str) -> bool:
+    """Return whether a name is that of a checkpoint's folder, which may be joined to a path.
+
+    Example:
+        >>> is_checkpoint("step_00001234"), is_checkpoint("../step_00001234")
+        (True, False)
+    """
+    return _FOLDER.fullmatch(name) is not None
+
+
 def step_of(folder: Path) -> int:
     """The step that the name of a checkpoint's folder tells.
 
@@ -128,15 +150,12 @@ def read_manifest(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: no manifest, a damaged one, one of a newer format, or a file that is absent or of another size.
     """
-    path = folder / MANIFEST
     try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise damaged(folder, f"{MANIFEST} is absurdly large")
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError:
+        content = read_json(folder / MANIFEST, limit=_MAX_BYTES)
+    except AbsentFileError:
         raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
-    except (OSError, ValueError) as error:
-        raise damaged(folder, f"{MANIFEST} cannot be read ({error})") from None
+    except UnreadableError as error:
+        raise damaged(folder, f"{MANIFEST} cannot be read ({error.reason})") from None
     checkpoint = _parse(folder, content)
     for name, record in checkpoint.files.items():
         _compare_size(folder, name, record)
@@ -149,16 +168,27 @@ def _parse(folder: Path, content: Any) -> Checkpoint:
     expected = content.pop("sha256", None)
     if expected != _own_hash(content):
         raise damaged(folder, f"{MANIFEST} is not what was written (SHA-256 differs)")
-    if content["format"] != FORMAT:
+    try:
+        return _checked(folder, content)
+    except ValueError as error:  # whoever crafts a manifest can hash it as well
+        raise damaged(folder, f"{MANIFEST} is not what was written ({error})") from None
+
+
+def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
+    number = expect_map(content, {"format": int})["format"]
+    if number > FORMAT:
         raise NewerFormatError(
-            f"checkpoint {folder} has format {content['format']}; this version of trainkit reads format {FORMAT}."
+            f"checkpoint {folder} has format {number}; this version of trainkit reads format {FORMAT}."
         )
-    files = {
-        name: FileRecord(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in content["files"].items()
-    }
-    for name in files:
+    expect_map(content, _KEYS)
+    if number != FORMAT or content["step"] < 0:
+        raise ValueError(f"its format is {number} and its step {content['step']}")
+    expect_maps(list(content["files"].values()), {"bytes": int, "sha256": str})
+    for name, entry in content["files"].items():
         if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: never out of the folder
-            raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name!r}.")
+            raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
+        if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
+            raise ValueError(f"of {name} it holds no size and SHA-256")
     return Checkpoint(
         folder=folder,
         step=content["step"],
@@ -166,7 +196,10 @@ def _parse(folder: Path, content: Any) -> Checkpoint:
         fingerprint=content["fingerprint"],
         metric=content["metric"],
         owner=_owner(folder, content),
-        files=files,
+        files={
+            name: FileRecord(num_bytes=entry["bytes"], sha256=entry["sha256"])
+            for name, entry in content["files"].items()
+        },
     )
 
 
@@ -179,9 +212,11 @@ def _owner(folder: Path, content: Mapping[str, Any]) -> str | None:
 
 def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
     try:
-        found = (folder / name).stat().st_size
-    except OSError:
+        found = size_of(folder / name)
+    except AbsentFileError:
         raise damaged(folder, f"{name} is absent") from None
+    except UnreadableError as error:
+        raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
     if found != record.num_bytes:
         raise damaged(folder, f"{name} has {found} bytes, {record.num_bytes} were written")
 
@@ -199,7 +234,10 @@ def survey(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
     """Yield the checkpoint folders of a run, newest first, complete or not.
 
     Complete checkpoints of other runs are left out, where the folder above `root` has a token (`Owner`). Of a folder
-    whose manifest cannot be read nobody knows who wrote it: it is yielded with the error.
+    whose manifest cannot be read nobody knows who wrote it: it is yielded with the error. An absent folder holds none.
+
+    Raises:
+        CheckpointError: `root` is a symbolic link, or cannot be read.
     """
     owner = Owner.found(root.parent)
     for path, entry in _entries(root):
@@ -220,12 +258,32 @@ def foreign(root: Path) -> list[Checkpoint]:
 
 
 def _entries(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
-    found = (path for path in root.iterdir() if _FOLDER.fullmatch(path.name)) if root.is_dir() else iter(())
-    for path in sorted(found, key=step_of, reverse=True):
+    for path in sorted(_folders_in(root), key=step_of, reverse=True):
         try:
-            yield path, read_manifest(path)
+            yield path, _of_its_step(path)
         except CheckpointError as error:
             yield path, error
+
+
+def _folders_in(root: Path) -> list[Path]:
+    try:
+        refuse_link(root)
+        return [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
+    except (OSError, UnreadableError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise CheckpointError(f"the checkpoints in {root} cannot be read: {reason}.") from None
+
+
+def _of_its_step(folder: Path) -> Checkpoint:
+    """Read the manifest of a folder whose name tells a step, which must be that of the manifest."""
+    try:
+        refuse_link(folder)
+    except UnreadableError as error:
+        raise damaged(folder, error.reason) from None
+    checkpoint = read_manifest(folder)
+    if checkpoint.step != step_of(folder):
+        raise damaged(folder, f"its {MANIFEST} is that of step {checkpoint.step}")
+    return checkpoint
 
 
 def scan(root: Path) -> list[Checkpoint]:

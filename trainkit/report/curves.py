@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from numpy.typing import NDArray
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.report.numbers import compact, figure
 
 __all__ = ["BLUE", "GREY", "INK", "ORANGE", "STYLE", "Curve", "draw_lr", "draw_metrics", "read_curves", "save"]
@@ -93,7 +93,7 @@ def _running(values: NDArray[Any]) -> NDArray[np.float64]:
     return np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
 
 
-def read_curves(rows: Iterable[str]) -> dict[str, Curve]:
+def read_curves(rows: Iterable[str | bytes]) -> dict[str, Curve]:
     """Curves from the lines of `metrics.jsonl`, by name; a torn last line is left out.
 
     Example:
@@ -104,11 +104,11 @@ def read_curves(rows: Iterable[str]) -> dict[str, Curve]:
     points: dict[str, list[tuple[float, float]]] = {}
     for line in rows:
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
+            row = expect_map(parse_json(line), {"step": float})
+        except ValueError:
             continue
         for name, value in row.items():
-            if "/" in name:
+            if "/" in name and isinstance(value, int | float | None):
                 points.setdefault(name, []).append((row["step"], math.nan if value is None else value))
     return {name: Curve.of(pairs) for name, pairs in points.items()}
 

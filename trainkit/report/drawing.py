@@ -14,6 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainkit.reading import read_lines
+
 __all__ = ["Drawing", "lr_request", "metrics_request", "sweep_request"]
 
 
@@ -84,8 +86,7 @@ def draw(request: Mapping[str, Any]) -> None:
         case "lr":
             curves.draw_lr(Path(request["path"]), title=request["title"], points=request["points"])
         case "metrics":
-            with Path(request["metrics"]).open(encoding="utf-8") as rows:
-                read = curves.read_curves(rows)
+            read = curves.read_curves(read_lines(Path(request["metrics"])))
             curves.draw_metrics(Path(request["folder"]), title=request["title"], curves=read, modes=request["modes"])
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same

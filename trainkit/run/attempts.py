@@ -15,6 +15,8 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.secrets import VARIABLE as SECRETS
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_tail
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence, MemoryEvents
 from trainkit.run.failure import Failure, culprit, hung, is_clean
@@ -291,8 +293,8 @@ class Attempts:
         group.signal(signal.SIGUSR2)
         time.sleep(0.3)
         try:
-            stacks = self._folder.stacks_of(failure.rank).read_text(errors="replace").strip()
-        except OSError:
+            stacks = read_tail(self._folder.stacks_of(failure.rank), 1 << 16)[0].decode(errors="replace").strip()
+        except UnreadableError:
             stacks = ""
         detail = f"What its threads were doing:\n{stacks}" if stacks else ""
         return replace(failure, detail=detail)

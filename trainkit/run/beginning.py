@@ -22,6 +22,7 @@ from trainkit.numerics.order import SampleOrder
 from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
 from trainkit.run.rollbacks import suspect_of
+from trainkit.run.saved_state import refuse_unfit
 from trainkit.strategies.base import Placed, Training, Update
 
 __all__ = ["begin_where_it_stood", "loader_of", "run_of", "samples_of", "training_of"]
@@ -106,13 +107,13 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
     Also where a training rolls back: it then continues a checkpoint of its own, or the one that it was resumed from.
     """
     cfg = session.cfg
-    own = newest_valid(checkpoints, report=session.warn)
+    own = newest_valid(checkpoints, report=session.warn, check=refuse_unfit)
     if own is not None:
         session.restore(own)
     elif cfg.resume not in (None, "auto"):
-        session.restore(_load(Path(str(cfg.resume)), session))
-    elif cfg.init_from is not None:
-        session.start_from(_load(Path(cfg.init_from).expanduser(), session))
+        session.restore(_load(Path(str(cfg.resume)), session, check=refuse_unfit))
+    elif cfg.init_from is not None:  # the user named it: a link to it is followed
+        session.start_from(_load(Path(cfg.init_from).expanduser().resolve(), session))
     _refuse_other_steps(session)
     if cfg.numerics.on_nonfinite == "rollback":
         state = session.run.state
@@ -129,12 +130,14 @@ def _refuse_other_steps(session: Restorable) -> None:
             raise CheckpointError(f"the ranks see different checkpoints: {seen}. The run folder is not shared by all.")
 
 
-def _load(path: Path, session: Restorable) -> Loaded:
+def _load(path: Path, session: Restorable, *, check: Callable[[Loaded], None] = lambda _: None) -> Loaded:
     """A checkpoint folder, or the newest whole one of a run or `checkpoints` folder."""
     if (path / "manifest.json").is_file():
-        return load(path)
+        loaded = load(path)
+        check(loaded)
+        return loaded
     root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = newest_valid(root, report=session.warn)
+    found = newest_valid(root, report=session.warn, check=check)
     if found is None:
         raise CheckpointError(f"{path} holds no checkpoint.")
     return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from trainkit.cluster.address import Address, is_loopback
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
+from trainkit.reading import open_regular
 from trainkit.run.network import own_address, socket_environ
 from trainkit.run.plan import RunPlan
 
@@ -62,7 +63,7 @@ def into_log(log: Path) -> Iterator[None]:
     """Whatever this process and its children print goes into a log: the terminal is rank 0's."""
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
-    with log.open("ab") as file:
+    with open_regular(log, "ab") as file:
         _redirect([file.fileno(), file.fileno()])
     try:
         yield

@@ -8,6 +8,7 @@ checkpoint has its line once it is done, and what has a line is not done again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,14 +18,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.cluster.identity import Identity
 from trainkit.config.watched import Watched
 from trainkit.data.evaluation import EvalBatches
 from trainkit.engine.checkpoint import Checkpoint, Judged, Loaded, Retention, exclusive, load, scan
 from trainkit.engine.evaluate import evaluate
-from trainkit.engine.manifest import MANIFEST
+from trainkit.engine.manifest import MANIFEST, is_checkpoint
 from trainkit.engine.state import State
-from trainkit.errors import CheckpointError
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import open_regular, read_bytes, read_lines
 from trainkit.report.events import EventFile
 from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.folder import RunFolder
@@ -36,6 +39,8 @@ from trainkit.strategies.stored import weights_in
 
 __all__ = ["Evaluator", "evaluate_beside", "training_has_ended"]
 
+_MAX_BYTES: Final = 64 << 20
+"""Of a manifest."""
 _LOOK_S: Final = 0.5
 """Seconds between two looks at the folder of checkpoints."""
 
@@ -195,8 +200,8 @@ class Evaluator:
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
         self._events.scalars(figures, step=row["step"], wall_time=time.time())
         self._events.flush()
-        with self._folder.evaluations.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        with open_regular(self._folder.evaluations, "ab") as file:
+            file.write(f"{json.dumps(row)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(dict(row))
@@ -207,7 +212,9 @@ class Evaluator:
         if not root.is_dir():
             return
         metrics = {
-            row["checkpoint"]: row[name] for row in self.rows if name in row and (root / row["checkpoint"]).is_dir()
+            row["checkpoint"]: row[name]
+            for row in self.rows
+            if isinstance(row.get(name), float | int) and (root / row["checkpoint"]).is_dir()
         }
         self._retention.judge(root, Judged(metrics=metrics))
 
@@ -219,21 +226,20 @@ class _LeftOffError(Exception):
 def _mark(folder: Path) -> str:
     """What tells a checkpoint from another of the same step."""
     try:
-        return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()[:16]
-    except OSError:
+        return hashlib.sha256(read_bytes(folder / MANIFEST, limit=_MAX_BYTES)).hexdigest()[:16]
+    except UnreadableError:
         return ""
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of an earlier life; one that it did not get to the end of is none."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError:
+        lines = list(read_lines(path))
+    except AbsentFileError:
         return []
     rows = []
     for line in lines:
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
+        with contextlib.suppress(ValueError):
+            row = expect_map(parse_json(line), {"step": int, "checkpoint": str, "manifest": str})
+            rows += [row] if is_checkpoint(row["checkpoint"]) else []
     return rows

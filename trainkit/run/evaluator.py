@@ -10,7 +10,6 @@ Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 where i
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import sys
@@ -22,7 +21,8 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.allowed import allow_packages
 from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
 from trainkit.config.secrets import in_environment, restored
-from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
+from trainkit.reading import read_map
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
 from trainkit.run.evaluating import evaluate_beside, training_has_ended
@@ -90,13 +90,13 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
 def _is_at_work(folder: RunFolder) -> bool:
     """Whether the process that signed the lock lives; one on another host is believed to. The lock is not tried."""
     try:
-        holder = json.loads((folder.path / ".lock").read_text())
+        holder = read_map(folder.path / ".lock", {"host": str, "pid": int})
         if holder["host"] != socket.gethostname():
             return True
         os.kill(holder["pid"], 0)
     except PermissionError:  # somebody else's
         return True
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, UnreadableError, OverflowError):
         return False
     return True
 

@@ -14,7 +14,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Final
 
-from trainkit.errors import HangError, TrainingError, TrainkitError
+from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
+from trainkit.reading import read_tail
 from trainkit.run.evidence import Evidence
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
@@ -25,6 +26,7 @@ from trainkit.run.stopping import EXIT_CODES
 __all__ = ["Failure", "Kind", "culprit", "hung", "is_clean", "unanswering"]
 
 _LOG_LINES: Final = 20
+_LOG_BYTES: Final = 1 << 16
 _CLEAN: Final = frozenset(EXIT_CODES.values())
 
 
@@ -256,7 +258,7 @@ def _signal_name(number: int) -> str:
 
 def _tail(log: Path) -> str:
     try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:]
-    except OSError:
+        lines = read_tail(log, _LOG_BYTES)[0].decode(errors="replace").splitlines()[-_LOG_LINES:]
+    except UnreadableError:
         return ""
     return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)]) if lines else ""

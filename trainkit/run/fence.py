@@ -9,7 +9,6 @@ file system can rule out; what would be written then is a checkpoint of the same
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
-from trainkit.errors import ConfigError, Problem, TrainingError
+from trainkit.errors import ConfigError, Problem, TrainingError, UnreadableError
+from trainkit.reading import read_map
 from trainkit.run.folder import RunFolder, write_json_atomically
 
 __all__ = ["VARIABLE", "Fence"]
@@ -28,6 +28,7 @@ VARIABLE: Final = "TRAINKIT_FENCE"
 """The environment variable that hands a worker the token of its group."""
 
 _NAME: Final = ".fence"
+_MAX_BYTES: Final = 4096
 _PATIENCE_S: Final = 5.0
 """How long a folder may take to appear on another host: caches of network file systems live for seconds."""
 
@@ -88,10 +89,9 @@ class Fence:
     def holder(self) -> dict[str, object]:
         """Who put up the fence that stands there now."""
         try:
-            found = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_map(self.path, {"token": str, "pid": int, "host": str}, limit=_MAX_BYTES)
+        except UnreadableError:
             return {}
-        return found if isinstance(found, dict) else {}
 
     def check(self) -> None:
         """Make sure that the folder is still this group's.

@@ -19,10 +19,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from trainkit.config.allowed import package_arguments
 from trainkit.config.secrets import keys_to_add
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.lock import locked
 
@@ -176,10 +178,18 @@ class RunFolder:
     def read_result(self) -> dict[str, Any] | None:
         """What `result.json` holds; None where there is none, or none that can be read."""
         try:
-            content = json.loads(self.result.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            return read_map(self.result, {}, optional=_RESULT)
+        except UnreadableError:
             return None
-        return content if isinstance(content, dict) else None
+
+
+_RESULT: Final = {
+    "status": str,
+    "reason": (str, type(None)),
+    "last": (str, type(None)),
+    "best": (str, type(None)),
+}
+"""Kinds of the values of result.json that are read again."""
 
 
 def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:

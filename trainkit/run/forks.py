@@ -22,10 +22,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
 
 from trainkit.cluster.processes import ProcessMark
 from trainkit.engine import failpoints
+from trainkit.reading import open_descriptor
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
 
@@ -153,7 +155,7 @@ def become(order: Order) -> None:
     os.dup2(nothing, 0)
     os.close(nothing)
     if order.log is not None:
-        log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        log = open_descriptor(Path(order.log), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

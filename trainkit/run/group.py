@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import IO, Protocol, Self
 
 from trainkit.cluster.processes import ProcessMark
+from trainkit.reading import open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run import lifeline
 from trainkit.run.stopping import stop_signals
@@ -224,7 +225,7 @@ def _pass_on(source: IO[bytes]) -> None:
 @contextlib.contextmanager
 def _opened(log: Path) -> Iterator[IO[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
+    with open_regular(log, "ab") as file:
         yield file
 
 

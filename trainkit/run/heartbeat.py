@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import time
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.engine import failpoints
 from trainkit.engine.failpoints import PHASES, Phase
+from trainkit.errors import UnreadableError
+from trainkit.reading import open_descriptor, read_bytes
 from trainkit.run.folder import RunFolder
 
 __all__ = ["Heartbeat", "Pulse", "pulse_of", "read_pulse"]
@@ -36,9 +39,12 @@ class Heartbeat:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+b") as file:  # never empty for a moment: the supervisor reads it, also between two lives
-            file.truncate(_LAYOUT.size)
-            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(descriptor, _LAYOUT.size)  # never empty: the supervisor reads it between two lives
+            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+        finally:
+            os.close(descriptor)
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
@@ -73,8 +79,8 @@ class Pulse:
 def read_pulse(path: Path) -> Pulse | None:
     """The last beat; None where the rank has not come to its first."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_bytes(path, limit=_LAYOUT.size)
+    except UnreadableError:
         return None
     if len(content) != _LAYOUT.size:
         return None

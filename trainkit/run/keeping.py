@@ -20,6 +20,7 @@ from trainkit.engine.checkpoint import (
 )
 from trainkit.engine.events import Callback, Run
 from trainkit.engine.left_out import REMEDY
+from trainkit.engine.manifest import damaged
 from trainkit.errors import NonFiniteError
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
@@ -150,7 +151,11 @@ class Keeper:
         for name, callback in _by_kind(self._callbacks).items():
             if name in loaded.meta["callbacks"]:
                 callback.restore(loaded.meta["callbacks"][name])
-        self._strategy.recall(self._placed, loaded.meta.get("strategy", {}))
+        try:
+            self._strategy.recall(self._placed, loaded.meta.get("strategy", {}))
+        except (ValueError, TypeError) as error:
+            what = f"meta.json does not tell what the strategy remembered ({error})"
+            raise damaged(loaded.checkpoint.folder, what) from None
         self._saved_at = loaded.checkpoint.step
         return loaded.meta.get("data")
 

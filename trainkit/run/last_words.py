@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import traceback
@@ -13,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import errors
-from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError
+from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError, UnreadableError
+from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.after_effects import is_after_effect
 from trainkit.run.folder import write_json_atomically
@@ -141,8 +141,8 @@ def _exit_code(error: BaseException) -> int:
 def read_last_words(path: Path) -> LastWords | None:
     """What a rank wrote; None where it wrote nothing."""
     try:
-        return words_from(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError):
+        return words_from(read_map(path, {"kinds": list, "problems": list, "rank": int, "message": str}))
+    except (UnreadableError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Final
@@ -10,7 +9,8 @@ from typing import Final
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.semantics import fingerprint
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, UnreadableError
+from trainkit.reading import read_map
 from trainkit.run.folder import RunFolder, write_json_atomically
 from trainkit.run.meeting import Meeting
 from trainkit.run.resume import Start, adopt, find_start
@@ -66,7 +66,7 @@ def _continued(cfg: RunConfig, path: Path) -> Start | None:
         return None
     try:
         earlier = load_resolved(folder.resolved)
-    except ConfigError:
+    except (ConfigError, UnreadableError):
         return None
     adopted = adopt(cfg, earlier)
     if fingerprint(adopted) != fingerprint(earlier):
@@ -83,7 +83,6 @@ def _recorded(cfg: RunConfig, launch: Launch) -> str | None:
     if not launch.name:
         return None
     try:
-        found = json.loads(_record(cfg, launch).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return str(read_map(_record(cfg, launch), {"folder": str})["folder"])
+    except UnreadableError:
         return None
-    return str(found["folder"]) if isinstance(found, dict) and "folder" in found else None

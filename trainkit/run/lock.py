@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.reading import open_descriptor, read_map
 
 if sys.platform == "win32":  # untested there
     import msvcrt
@@ -32,9 +33,10 @@ def locked(path: Path) -> Iterator[int]:
         The descriptor, to be passed to the processes that write into the folder.
 
     Raises:
-        ConfigError: somebody else holds it; says who.
+        ConfigError: another process holds it; says which.
+        UnreadableError: the file is a link, a pipe or something else that is no regular file.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         if not _try_lock(descriptor):
             rule = f"in use by {_holder(path)}. Wait for it to end, or stop it."
@@ -57,6 +59,8 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
+_MAX_BYTES = 4096
+"""Of the signature."""
 _FAR = 1 << 20
 """Windows locks bytes and forbids reading them: lock one far behind the signature."""
 
@@ -74,7 +78,7 @@ def _sign(descriptor: int) -> None:
 
 def _holder(path: Path) -> str:
     try:
-        held = json.loads(path.read_text())
+        held = read_map(path, {"pid": int, "host": str, "since": str}, limit=_MAX_BYTES)
         return f"process {held['pid']} on {held['host']} since {held['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # seen between its lock and its signature
+    except UnreadableError:  # seen between its lock and its signature
         return "another process"

@@ -15,10 +15,10 @@ from trainkit.config.allowed import allow_packages, allowed_packages, name_probl
 from trainkit.config.build import build
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets import from_environment, redacted, restored, with_own_secrets
-from trainkit.engine.checkpoint import Loaded, load, newest_valid
+from trainkit.engine.checkpoint import Loaded, load_below, newest_valid
 from trainkit.engine.checkpoint.saving import untied
 from trainkit.engine.checkpoint.tensor_file import TensorFile, write_tensors
-from trainkit.engine.manifest import FileRecord
+from trainkit.engine.manifest import FileRecord, is_checkpoint
 from trainkit.errors import CheckpointError, ConfigError, Problem
 from trainkit.numerics.precision import Precision
 from trainkit.run.building import build_model
@@ -87,10 +87,9 @@ def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _checkpoint(folder: Path, which: Which) -> Loaded:
-    named = (RunFolder(folder).read_result() or {}).get(which)
-    if named:  # a run folder may have been moved since
-        own = folder / "checkpoints" / Path(str(named)).name
-        return load(own if own.is_dir() else Path(str(named)))
+    name = Path((RunFolder(folder).read_result() or {}).get(which) or "").name  # the run may have been moved since
+    if is_checkpoint(name):
+        return load_below(folder / "checkpoints", name)
     found = newest_valid(folder / "checkpoints", report=lambda _: None) if which == "last" else None
     if found is None:
         raise CheckpointError(f"{folder} has no checkpoint named {which}.")

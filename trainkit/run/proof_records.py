@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import stat
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,8 @@ import torch
 
 from trainkit.config.secrets import redacted
 from trainkit.config.semantics import fingerprint
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_json
 from trainkit.run.folder import write_json_atomically
 from trainkit.run.plan import RunPlan
 
@@ -102,10 +103,9 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
 def last_proof(plan: RunPlan) -> dict[str, Any] | None:
     """Return the last proof of a training as it is planned; None where none is kept that can be believed."""
     folder = proofs_folder()
-    text = None if folder is None else _read(folder / f"{key_of(plan)}.json")
     try:
-        content = None if text is None else json.loads(text)
-    except (ValueError, RecursionError):
+        content = None if folder is None else read_json(folder / f"{key_of(plan)}.json", limit=_LARGEST)
+    except UnreadableError:
         return None
     return content if _is_proof(content) else None
 
@@ -119,22 +119,6 @@ def _plain(value: Any) -> Any:
 
 def _devices(plan: RunPlan) -> str:
     return ", ".join(sorted({task.device.partition(":")[0] for task in plan.tasks}))
-
-
-def _read(path: Path) -> bytes | None:
-    """Read a small regular file, not through a link, without waiting for a pipe; None where it is none."""
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    try:
-        descriptor = os.open(path, flags)
-        try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                return None
-            text = os.read(descriptor, _LARGEST + 1)
-        finally:
-            os.close(descriptor)
-    except OSError:
-        return None
-    return text if len(text) <= _LARGEST else None
 
 
 def _is_proof(content: Any) -> bool:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.semantics import fingerprint, other_training
 from trainkit.engine.manifest import scan
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.run.folder import RunFolder
 
 __all__ = ["Start", "adopt", "find_start"]
+
+_SHOWN: Final = 3
+"""Folders that cannot be read and are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +68,19 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
         if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
             return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
-    candidates = sorted(root.glob("*/resolved.yaml"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in candidates:
+    unread: list[str] = []
+    for file in sorted(root.glob("*/resolved.yaml"), key=lambda file: file.lstat().st_mtime, reverse=True):
         folder = RunFolder(file.parent)
-        adopted = adopt(cfg, load_resolved(file))
-        if _unfinished(folder) and fingerprint(adopted) == fingerprint(load_resolved(file)):
-            return Start(cfg=adopted, folder=folder, note=f"resume=auto: continues {folder.path}")
-    return Start(cfg=cfg, note=f"resume=auto: no unfinished run of this training in {root}, so a fresh start")
+        try:
+            earlier = load_resolved(file)
+            adopted = adopt(cfg, earlier)
+            if _unfinished(folder) and fingerprint(adopted) == fingerprint(earlier):
+                note = f"resume=auto: continues {folder.path}"
+                return Start(cfg=adopted, folder=folder, note="; ".join([note, *unread[:_SHOWN]]))
+        except (ConfigError, CheckpointError, UnreadableError):  # what another run left is no reason not to train
+            unread.append(f"{folder.path} cannot be read and is passed over")
+    note = f"resume=auto: no unfinished run of this training in {root}, so a fresh start"
+    return Start(cfg=cfg, note="; ".join([note, *unread[:_SHOWN]]))
 
 
 def _unfinished(folder: RunFolder) -> bool:

@@ -6,12 +6,13 @@ resumed, which step is trained for the second time.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from trainkit.bounded_json import expect_maps
 from trainkit.engine.left_out import Suspect
-from trainkit.errors import CheckpointError
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import read_map
 from trainkit.run.folder import write_json_atomically
 
 __all__ = ["FILE", "note_rollback", "rollbacks_of", "suspect_of"]
@@ -29,13 +30,14 @@ def rollbacks_of(folder: Path) -> list[dict[str, int]]:
         CheckpointError: the file is damaged.
     """
     path = folder / FILE
-    if not path.is_file():
-        return []
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-        return [{name: int(one[name]) for name in ("step", "checkpoint")} for one in content["rollbacks"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is no record of rollbacks: {error}. Remove it to resume without it.") from error
+        noted = expect_maps(read_map(path, {"rollbacks": list})["rollbacks"], {"step": int, "checkpoint": int})
+    except AbsentFileError:
+        return []
+    except (UnreadableError, ValueError) as error:
+        reason = error.reason if isinstance(error, UnreadableError) else error
+        raise CheckpointError(f"{path} is no record of rollbacks: {reason}. Remove it to resume without it.") from None
+    return [{name: one[name] for name in ("step", "checkpoint")} for one in noted]
 
 
 def note_rollback(folder: Path, suspect: Suspect) -> None:

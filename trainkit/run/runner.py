@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,10 @@ from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
+from trainkit.engine.manifest import is_checkpoint
+from trainkit.errors import AbsentFileError
 from trainkit.numerics.determinism import reproducible_process
+from trainkit.reading import read_map
 from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
@@ -251,7 +253,7 @@ def _open(
         callbacks=build_callbacks(plan.cfg),
         fingerprint=fingerprint(plan.cfg),
         requested=lambda: stop.requested,
-        notes=(*_read(folder.environment).get("notes", ()), *_missing(plan, identity)),
+        notes=(*_notes(folder), *_missing(plan, identity)),
         confirm=confirm,
     )
     try:
@@ -274,11 +276,18 @@ def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
 
 def _places(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
     """Return where checkpoints lie, how the run is resumed, and the last proof of this training on this placement."""
-    names = _read(folder.checkpoints / "index.json")
-    places = {name: str(folder.checkpoints / names[name]) if names.get(name) else None for name in ("best", "last")}
+    try:
+        names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
+    except AbsentFileError:
+        names = {}
+    found = {name: names.get(name) or "" for name in ("best", "last")}
+    places = {name: str(folder.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}
     return {**places, "resume": folder.resume_command, "proved": last_proof(plan)}
 
 
-def _read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+def _notes(folder: RunFolder) -> list[str]:
+    try:
+        notes: list[str] = read_map(folder.environment, {"notes": list})["notes"]
+    except AbsentFileError:  # started by hand
+        return []
+    return [note for note in notes if isinstance(note, str)]

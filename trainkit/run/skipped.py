@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from trainkit.bounded_json import expect_map, expect_maps
 from trainkit.engine.manifest import scan
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
 
 __all__ = ["skipped_in"]
 
@@ -15,8 +17,8 @@ def skipped_in(checkpoints: Path) -> dict[str, Any]:
     """Return `skipped_steps` for result.json by the newest complete checkpoint; an empty list where there is none."""
     for checkpoint in scan(checkpoints)[:1]:
         try:
-            state: Any = json.loads((checkpoint.folder / "meta.json").read_text(encoding="utf-8"))["state"]
-            return {"skipped_steps": list(state["left_out"]["steps"])}
-        except (OSError, ValueError, KeyError, TypeError):
+            state = expect_map(read_map(checkpoint.folder / "meta.json", {"state": dict})["state"], {"left_out": dict})
+            return {"skipped_steps": expect_maps(state["left_out"].get("steps"), {"step": int})}
+        except (UnreadableError, ValueError):
             break  # of an earlier version, or damaged, which a resume names
     return {"skipped_steps": []}

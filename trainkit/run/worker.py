@@ -29,6 +29,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.config.allowed import allow_packages, packages_from
 from trainkit.config.secrets import in_environment, restored
 from trainkit.engine import failpoints
+from trainkit.reading import open_regular
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
 from trainkit.run import lifeline
@@ -135,7 +136,7 @@ def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
         yield
         return
     folder.live.mkdir(parents=True, exist_ok=True)
-    with folder.stacks_of(rank).open("w") as file:
+    with open_regular(folder.stacks_of(rank), "wb") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         try:
             yield

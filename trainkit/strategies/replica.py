@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +158,28 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
     replica.stepper.forget()
 
 
+_LIKE_PARAM: Final = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "ax", "prev"}
+)
+"""Slots that the optimizers of torch keep in the shape of the parameter; fused kernels trust it without a look."""
+
+
+def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        slot, _, name = rest.partition("/")
+        shape = own.get(f"param/{name}")
+        if kind != "optimizer" or shape is None:
+            continue
+        found = tuple(shape_of(tensors, key))
+        slot = slot.partition("@")[0]
+        if slot in _LIKE_PARAM and found != shape:
+            yield f"{key} is {found} there and {shape} here"
+        elif slot == "step" and math.prod(found) != 1:
+            yield f"{key} is {found} there, and one number was expected"
+
+
 def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
     """Refuse a checkpoint of another model.
 
@@ -173,6 +197,7 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
         for key, shape in own.items()
         if key in tensors and tuple(shape_of(tensors, key)) != shape
     ]
+    lines += _misshapen_slots(own, tensors)
     if lines:
         more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")

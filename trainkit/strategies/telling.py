@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from trainkit.bounded_json import parse_json
 from trainkit.objectives.base import Collective
 
 __all__ = ["tell_all"]
@@ -21,4 +22,4 @@ def tell_all(content: Any, everyone: Collective) -> list[Any]:
         [{'written': True}]
     """
     said = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
-    return [json.loads(part.cpu().numpy().tobytes()) for part in everyone.gather(said)]
+    return [parse_json(part.cpu().numpy().tobytes()) for part in everyone.gather(said)]

@@ -2,24 +2,51 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
+from trainkit.bounded_json import Kind, expect_maps
 from trainkit.config.schema import load_resolved
 from trainkit.config.watched import Watched
-from trainkit.errors import ConfigError
+from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
+from trainkit.reading import read_map
 
-__all__ = ["NOT_RUN", "PRUNED", "Entry", "goal_of", "read_entries", "read_entry", "relative", "swept"]
+__all__ = [
+    "NOT_RUN",
+    "PRUNED",
+    "SWEEP_FILE",
+    "Entry",
+    "goal_of",
+    "read_entries",
+    "read_entry",
+    "read_jobs",
+    "relative",
+    "swept",
+]
 
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
 """A job that a search ended because others did better: no failure, and not to be compared with whole trainings."""
 
+SWEEP_FILE: Final = "sweep.json"
+"""The file of a sweep's folder that lists its jobs."""
+
 _STOP: Final = "stop_at_step"
+_MAX_BYTES: Final = 256 << 20
+"""Of the list of jobs, which has about 500 bytes for each."""
+_JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
+_LATER: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
+"""Keys that an earlier version did not write."""
+_RESULT: Final[Mapping[str, Kind]] = {
+    "status": (str, type(None)),
+    "reason": (str, type(None)),
+    "metrics": (dict, type(None)),
+    "seconds": (float, type(None)),
+    "steps": (int, type(None)),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +56,7 @@ class Entry:
     job: str
     """Its number in the sweep, or the name of its folder."""
     status: str
-    """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`."""
+    """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`, `unreadable`."""
     metrics: Mapping[str, float]
     overrides: tuple[str, ...]
     """What sets it apart."""
@@ -59,7 +86,7 @@ def goal_of(folder: Path) -> Watched | None:
     """What the run in a folder goes by; None where its config cannot be read."""
     try:
         return Watched.of(load_resolved(folder / "resolved.yaml").eval)
-    except (OSError, ConfigError):
+    except (ConfigError, UnreadableError):
         return None
 
 
@@ -82,8 +109,9 @@ def read_entry(
         arguments: all of its run; a `stop_at_step` that is none of them is a search's, which let it go there.
         pruned: whether a search stopped it while it ran.
     """
-    result = _json(folder / "result.json") if exit_code is not None else {}
-    metrics = {name: float(value) for name, value in (result.get("metrics") or {}).items() if value is not None}
+    result = _result(folder / "result.json") if exit_code is not None else {}
+    figures = result.get("metrics") or {}
+    metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     seconds, steps = result.get("seconds"), result.get("steps")
     left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and not _says(arguments, _STOP)
     return Entry(
@@ -113,8 +141,9 @@ def _says(arguments: Sequence[str], key: str) -> bool:
 
 def read_entries(folder: Path) -> list[Entry]:
     """The jobs of a sweep's folder in their order, or all runs below any other folder."""
-    jobs = _json(folder / "sweep.json").get("jobs")
-    if not isinstance(jobs, list):
+    try:
+        jobs = read_jobs(folder)
+    except AbsentFileError:
         found = sorted(path.parent for path in folder.rglob("result.json"))
         return [read_entry(run, job=relative(run, folder)) for run in found]
     labels = swept([job["overrides"] for job in jobs])
@@ -131,14 +160,40 @@ def read_entries(folder: Path) -> list[Entry]:
     ]
 
 
+def read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return the jobs that the `sweep.json` of a folder lists.
+
+    Raises:
+        AbsentFileError: there is no such file: the folder is no sweep's.
+        UnreadableError: the file is damaged, or names a folder outside the sweep's.
+    """
+    path = folder / SWEEP_FILE
+    try:
+        jobs = expect_maps(read_map(path, {"jobs": list}, limit=_MAX_BYTES)["jobs"], _JOB, optional=_LATER)
+        for job in jobs:
+            _refuse_foreign(job)
+    except ValueError as error:
+        raise UnreadableError.of(path, str(error)) from None
+    return jobs
+
+
+def _refuse_foreign(job: Mapping[str, Any]) -> None:
+    place = Path(job["folder"])
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
+    if not all(isinstance(text, str) for text in job["overrides"]):
+        raise ValueError(f"an override of its job {job['job'][:40]!a} is no text")
+
+
 def relative(folder: Path, base: Path) -> str:
     """A folder as seen from another, with forward slashes."""
     return Path(os.path.relpath(folder, base)).as_posix()
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _result(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_map(path, {}, optional=_RESULT)
+    except AbsentFileError:
         return {}
-    return cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    except UnreadableError:
+        return {"status": "unreadable"}

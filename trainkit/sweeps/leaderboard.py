@@ -28,6 +28,7 @@ __all__ = ["Entry", "Leaderboard", "collect", "goal_of", "read_entry", "swept", 
 
 _TIE = Watched.of(Eval())
 """What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
+_MAX_CELL: Final = 400
 _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
 """What did all it was asked to, then what was cut short; a failure, whatever figure it had, comes after both."""
 
@@ -85,7 +86,7 @@ class Leaderboard:
 
     def lines(self) -> list[str]:
         """As an aligned table."""
-        rows = [self._head(), *self._rows()]
+        rows = [[_printable(cell) for cell in row] for row in (self._head(), *self._rows())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
@@ -185,6 +186,12 @@ def _runnable(argument: str) -> str:
     """An argument as a shell takes it, with a variable in place of a secret."""
     key, _, value = argument.partition("=")
     return reference(key) if REDACTED in value else shlex.quote(argument)
+
+
+def _printable(cell: str) -> str:
+    """Text of a file on the screen: without the codes that move its cursor, and no longer than a few lines."""
+    text = cell if len(cell) <= _MAX_CELL else f"{cell[:_MAX_CELL]}..."
+    return "".join(one if one.isprintable() else "?" for one in text)
 
 
 def _blank(value: float | None) -> str:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.watched import Watched
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, UnreadableError
+from trainkit.reading import read_tail
 
 __all__ = ["Progress", "Watch", "last_line"]
 
@@ -63,26 +64,21 @@ class Watch:
 def _config(folder: Path) -> RunConfig | None:
     try:
         return load_resolved(folder / "resolved.yaml")
-    except (OSError, ConfigError):
+    except (ConfigError, UnreadableError):
         return None
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
     """The last whole rows of the file."""
     try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - _TAIL_BYTES))
-            lines = opened.read().split(b"\n")
-    except OSError:
+        content, is_whole = read_tail(file, _TAIL_BYTES)
+    except UnreadableError:
         return []
     rows = []
-    for line in lines[1 if size > _TAIL_BYTES else 0 : -1]:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows += [row] if isinstance(row, dict) else []
+    for line in content.split(b"\n")[0 if is_whole else 1 : -1]:
+        with contextlib.suppress(ValueError):
+            row = expect_map(parse_json(line), {"step": int})
+            rows.append({name: value for name, value in row.items() if isinstance(value, int | float)})
     return rows
 
 
@@ -108,10 +104,7 @@ def _share(step: int, epoch: float | None, cfg: RunConfig) -> float | None:
 def last_line(log: Path) -> str:
     """The last line that a job printed."""
     try:
-        with log.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - _TAIL_BYTES))
-            lines = opened.read().decode(errors="replace").split("\n")
-    except OSError:
+        lines = read_tail(log, _TAIL_BYTES)[0].decode(errors="replace").split("\n")
+    except UnreadableError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.errors import AbsentFileError
 from trainkit.run.folder import RunFolder, write_atomically
+from trainkit.sweeps.entries import SWEEP_FILE, read_jobs
 from trainkit.sweeps.jobs import Job
 
 __all__ = ["FILE", "Record", "Row", "is_complete"]
 
-FILE: Final = "sweep.json"
+FILE: Final = SWEEP_FILE
 
 
 @dataclass(kw_only=True)
@@ -45,11 +47,14 @@ class Record:
 
     @classmethod
     def read(cls, folder: Path, *, command: Sequence[str] = ()) -> Record:
-        """That of an earlier sweep in this folder; an empty one where there is none."""
+        """Read that of an earlier sweep in this folder; an empty one where there is none.
+
+        Raises:
+            UnreadableError: the file is damaged; without it every job would be trained again.
+        """
         try:
-            found = json.loads((folder / FILE).read_text(encoding="utf-8"))
-            rows = [_row(folder, item) for item in found["jobs"]]
-        except (OSError, ValueError, KeyError, TypeError):
+            rows = [_row(folder, item) for item in read_jobs(folder)]
+        except AbsentFileError:
             rows = []
         return cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from trainkit.engine.checkpoint.background import BackgroundSaver
 from trainkit.engine.checkpoint.judged import Judged, exclusive
-from trainkit.engine.checkpoint.loading import Loaded, load, newest_valid
+from trainkit.engine.checkpoint.loading import Loaded, load, load_below, newest_valid
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, prune, save, write_part
 from trainkit.engine.checkpoint.together import SaverOfPieces
@@ -29,6 +29,7 @@ __all__ = [
     "commit",
     "exclusive",
     "load",
+    "load_below",
     "newest_valid",
     "prune",
     "read_manifest",

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.engine.manifest import Checkpoint
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
 
 if sys.platform != "win32":
     import fcntl
@@ -53,11 +55,11 @@ class Judged:
     def read(cls, root: Path) -> Judged:
         """What the file in a `checkpoints` folder says; nothing, where there is none or none that can be read."""
         try:
-            content = json.loads((root / _NAME).read_text(encoding="utf-8"))
-            metrics = {str(name): float(value) for name, value in content["metrics"].items()}
-            return cls(evaluating=content["evaluating"], metrics=metrics)
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            content = read_map(root / _NAME, {"metrics": dict, "evaluating": (str, type(None))})
+        except UnreadableError:
             return cls()
+        metrics = {name: float(value) for name, value in content["metrics"].items() if isinstance(value, int | float)}
+        return cls(evaluating=content["evaluating"], metrics=metrics)
 
     def write(self, root: Path) -> None:
         """Write the file; a reader sees the old one or the new one."""

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.engine.checkpoint.stored import StoredTensors
 from trainkit.engine.checkpoint.tensor_file import TensorFile
-from trainkit.engine.manifest import Checkpoint, NewerFormatError, damaged, foreign, has_saved, read_manifest, survey
-from trainkit.errors import CheckpointError
+from trainkit.engine.manifest import (
+    MANIFEST,
+    Checkpoint,
+    NewerFormatError,
+    damaged,
+    foreign,
+    has_saved,
+    read_manifest,
+    survey,
+)
+from trainkit.errors import CheckpointError, UnreadableError
+from trainkit.reading import read_bytes, refuse_link
 
-__all__ = ["Loaded", "load", "newest_valid", "note_foreign"]
+__all__ = ["Loaded", "load", "load_below", "newest_valid", "note_foreign"]
+
+_MAX_BYTES: Final = 1 << 30
+"""Of an index, which has a hundred bytes for each piece of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,20 +62,38 @@ def load(folder: Path) -> Loaded:
         if name.endswith(".safetensors")
     }
     try:
-        aliases: dict[str, str] = dict(index["aliases"])
+        expect_map(index, {"tensors": dict, "aliases": dict})
+        aliases: dict[str, str] = index["aliases"]
         tensors = StoredTensors(index["tensors"], aliases, files)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise damaged(folder, f"index.json does not fit the tensors ({error})") from None
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise damaged(folder, f"index.json does not fit the tensors ({_one_line(error)})") from None
     meta = {**rest, "position": checkpoint.position, "fingerprint": checkpoint.fingerprint}
     return Loaded(checkpoint=checkpoint, tensors=tensors, aliases=aliases, meta=meta)
 
 
-def newest_valid(root: Path, report: Callable[[str], None]) -> Loaded | None:
+def load_below(root: Path, name: str) -> Loaded:
+    """Verify the checkpoint of a name in a `checkpoints` folder; as `load` otherwise.
+
+    Raises:
+        CheckpointError: incomplete, damaged, or a symbolic link.
+    """
+    for folder in (root, root / name):
+        try:
+            refuse_link(folder)
+        except UnreadableError as error:
+            raise damaged(root / name, f"{folder.name}: {error.reason}") from None
+    return load(root / name)
+
+
+def newest_valid(
+    root: Path, report: Callable[[str], None], *, check: Callable[[Loaded], None] = lambda _: None
+) -> Loaded | None:
     """Load the newest checkpoint of a run that is whole; damaged ones are named and passed over.
 
     Args:
         root: a `checkpoints` folder.
         report: is told of each damaged one, and what is used instead.
+        check: raises CheckpointError for one that is whole and cannot be used; it is passed over as well.
 
     Returns:
         None where the run has completed no checkpoint.
@@ -76,6 +107,7 @@ def newest_valid(root: Path, report: Callable[[str], None]) -> Loaded | None:
             if isinstance(entry, CheckpointError):
                 raise entry
             loaded = load(folder)
+            check(loaded)
         except NewerFormatError:
             raise
         except CheckpointError as error:
@@ -107,12 +139,23 @@ def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
             )
 
 
-def _read_json(checkpoint: Checkpoint, name: str) -> Any:
+def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
+    folder = checkpoint.folder
+    record = checkpoint.files.get(name)
+    if record is None:
+        raise damaged(folder, f"{name} is not listed in {MANIFEST}")
     try:
-        content = (checkpoint.folder / name).read_bytes()
-        record = checkpoint.files[name]
-    except (OSError, KeyError) as error:
-        raise damaged(checkpoint.folder, f"{name} cannot be read ({error})") from None
+        content = read_bytes(folder / name, limit=min(record.num_bytes, _MAX_BYTES))
+    except UnreadableError as error:
+        raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
     if hashlib.sha256(content).hexdigest() != record.sha256:
-        raise damaged(checkpoint.folder, f"{name} is not what was written (SHA-256 differs)")
-    return json.loads(content)
+        raise damaged(folder, f"{name} is not what was written (SHA-256 differs)")
+    try:
+        return expect_map(parse_json(content), {})
+    except ValueError as error:
+        raise damaged(folder, f"{name} is not what was written ({error})") from None
+
+
+def _one_line(error: Exception, most: int = 200) -> str:
+    """What torch says of crafted numbers may have many lines."""
+    return (str(error).splitlines() or [type(error).__name__])[0][:most]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
+from trainkit.bounded_json import expect_map, expect_maps
 from trainkit.engine.checkpoint.dtypes import DTYPES
-from trainkit.engine.checkpoint.tensor_file import TensorFile
+from trainkit.engine.checkpoint.tensor_file import TensorFile, lengths_in
 from trainkit.strategies.pieces import misfit
 from trainkit.strategies.stored import Stored
 
 __all__ = ["StoredTensors"]
+
+_MAX_PIECES: Final = 1 << 14
+"""Pieces of one tensor: one for each rank that held some of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,16 +122,20 @@ class StoredTensors(Stored):
         return found
 
 
-def _entry(name: str, told: Mapping[str, Any], files: Mapping[str, TensorFile]) -> _Entry:
-    shape, dtype = tuple(told["shape"]), DTYPES[told["dtype"]]
+def _entry(name: str, told: Any, files: Mapping[str, TensorFile]) -> _Entry:
+    expect_map(told, {"shape": list, "dtype": str, "pieces": list})
+    pieces = expect_maps(told["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
+    if len(pieces) > _MAX_PIECES:
+        raise ValueError(f"{name}: it has {len(pieces):,} pieces, and at most {_MAX_PIECES:,} are read")
+    shape, dtype = lengths_in(told["shape"]), DTYPES[told["dtype"]]
     cuts = tuple(
         _Cut(
             file=files[piece["file"]],
             key=piece.get("key", name),
-            offset=tuple(piece["offset"]),
-            size=tuple(piece["size"]),
+            offset=lengths_in(piece["offset"]),
+            size=lengths_in(piece["size"]),
         )
-        for piece in told["pieces"]
+        for piece in pieces
     )
     if wrong := misfit(shape, [(cut.offset, cut.size) for cut in cuts]):
         raise ValueError(f"{name}: {wrong}")

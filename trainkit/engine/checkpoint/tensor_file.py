@@ -23,13 +23,18 @@ from typing import Any, BinaryIO, Final, Self
 import torch
 from torch import Tensor
 
+from trainkit.bounded_json import expect_map, parse_json, whole_numbers
 from trainkit.engine.checkpoint.dtypes import DTYPES, NAMES, bytes_of
 from trainkit.engine.manifest import FileRecord, damaged
+from trainkit.errors import UnreadableError
+from trainkit.reading import open_regular
 
-__all__ = ["TensorFile", "write_bytes", "write_tensors"]
+__all__ = ["TensorFile", "lengths_in", "write_bytes", "write_tensors"]
 
 _CHUNK: Final = 8 << 20
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
+_MAX_DIMS: Final = 64  # torch's own limit
+_MAX_NUMEL: Final = 1 << 63
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
@@ -116,9 +121,9 @@ class TensorFile:
             CheckpointError: the bytes are not those that were written.
         """
         try:
-            file = path.open("rb", buffering=0)
-        except OSError as error:
-            raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+            file = open_regular(path, buffering=0)
+        except UnreadableError as error:
+            raise damaged(path.parent, f"{path.name} cannot be read ({error.reason})") from None
         try:
             return cls(path, file, _Scan(file, path, record).entries())
         except BaseException as error:
@@ -171,7 +176,7 @@ class _Scan:
     def entries(self) -> dict[str, _Entry]:
         try:
             entries = self._scanned()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, RuntimeError):  # a crafted header
+        except (ValueError, KeyError):  # a crafted header
             raise self._damage() from None
         if self._file.read(1) or self._digest.hexdigest() != self._record.sha256:
             raise self._damage()
@@ -190,12 +195,15 @@ class _Scan:
 
     def _listed(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
         """The tensors in the order of their bytes, which must follow each other without a gap."""
-        header = json.loads(text)
+        header = expect_map(parse_json(text, depth=8), {})
         header.pop("__metadata__", None)
+        for entry in header.values():
+            expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
+            entry["data_offsets"] = lengths_in(entry["data_offsets"])
         entries, at = [], 0
         for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
-            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], tuple(entry["shape"])
-            if begin != at or end - begin != math.prod(shape) * dtype.itemsize or min(shape, default=0) < 0:
+            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
+            if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
                 raise self._damage()
             entries.append((name, dtype, shape, begin, end - begin))
             at = end
@@ -223,6 +231,22 @@ class _Scan:
 
     def _damage(self) -> Exception:
         return damaged(self._path.parent, f"{self._path.name} is not what was written (SHA-256 differs)")
+
+
+def lengths_in(content: Any) -> tuple[int, ...]:
+    """Return a shape, or an offset, out of JSON; one that a tensor can have.
+
+    Raises:
+        ValueError: it is no list of whole numbers from 0 on, or the numbers are too large for any tensor.
+
+    Example:
+        >>> lengths_in([2, 3])
+        (2, 3)
+    """
+    numbers = whole_numbers(content)
+    if len(numbers) > _MAX_DIMS or math.prod(max(number, 1) for number in numbers) >= _MAX_NUMEL:
+        raise ValueError("a shape or offset is larger than any tensor")
+    return tuple(numbers)
 
 
 def _filled(file: BinaryIO, target: memoryview) -> bool:

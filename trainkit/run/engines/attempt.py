@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import io
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.reading import open_regular, read_map, read_text
 from trainkit.run.failure import Failure, culprit
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder, write_json_atomically
 from trainkit.run.group import Exited
 from trainkit.run.last_words import read_last_words
 
-__all__ = ["RankError", "failure_in", "forget_attempts", "may_restart", "open_attempt", "seen_attempt", "stop_file"]
+__all__ = [
+    "RankError",
+    "failure_in",
+    "forget_attempts",
+    "may_restart",
+    "open_attempt",
+    "seen_attempt",
+    "stop_file",
+    "stop_reason",
+]
 
 _PATIENCE_S: Final = 60.0
 _POLL_S: Final = 0.1
@@ -71,20 +82,27 @@ def seen_attempt(cargo: Mapping[str, Any], key: str) -> list[str] | None:
 
 def _attempts(folder: RunFolder) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads((folder.path / _ATTEMPTS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        return read_map(folder.path / _ATTEMPTS, {"count": int, "key": str, "attempt": (list, type(None))})
+    except AbsentFileError:
         return {}
-    return found
 
 
 def _rank_0_says(folder: RunFolder) -> Any:
     folder.logs.mkdir(parents=True, exist_ok=True)
-    return folder.log_of(0).open("a", encoding="utf-8")
+    return io.TextIOWrapper(open_regular(folder.log_of(0), "ab"), encoding="utf-8")
 
 
 def stop_file(folder: RunFolder) -> Path:
     """The file that asks every rank to save and stop; it says why."""
     return folder.path / ".stop"
+
+
+def stop_reason(folder: RunFolder) -> str:
+    """Return why every rank is to stop; empty where no file says so."""
+    try:
+        return read_text(stop_file(folder), limit=64)
+    except UnreadableError:
+        return ""
 
 
 def forget_attempts(folder: RunFolder) -> None:

@@ -6,11 +6,12 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Final
 
 from trainkit.config.allowed import package_environ
-from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError
+from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
+from trainkit.reading import open_regular
 from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
 from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
 from trainkit.run.engines.rank import cargo_of
@@ -23,6 +24,7 @@ from trainkit.run.stopping import StopFlag, status_of_error, stop_error
 __all__ = ["run_on"]
 
 _POLL_S: Final = 0.2
+_CHUNK: Final = 1 << 16
 
 
 def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
@@ -131,12 +133,10 @@ def _shown(folder: RunFolder) -> Iterator[None]:
         nonlocal position
         while True:
             last = ended.wait(_POLL_S)
-            if log.exists():
-                with log.open("rb") as file:
-                    file.seek(position)
-                    content = file.read()
-                position += len(content)
-                if content:
+            with suppress(UnreadableError), open_regular(log) as file:
+                file.seek(position)
+                while content := file.read(_CHUNK):
+                    position += len(content)
                     sys.stdout.write(content.decode("utf-8", errors="replace"))
                     sys.stdout.flush()
             if last:

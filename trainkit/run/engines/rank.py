@@ -153,7 +153,7 @@ def _watch(
 
 
 def _reason_of_stop(folder: RunFolder) -> Reason:
-    said = stop_file(folder).read_text(errors="replace")
+    said = stop_reason(folder)
     return "stopped" if said == "stopped" else "hangup" if said == "hangup" else "preempted"
 
 

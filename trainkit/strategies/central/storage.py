@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from trainkit.bounded_json import whole_numbers
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
@@ -194,7 +195,7 @@ class CentralStorage(Alone):
     def recall(self, placed: Any, remembered: Mapping[str, Any]) -> None:
         """Hand them out again, before any other."""
         if placed.flight is not None:
-            placed.flight.left_over = list(remembered.get("handed_out", ()))
+            placed.flight.left_over = whole_numbers(remembered.get("handed_out", []))
 
     def leave(self, placed: Any) -> None:
         """End the threads."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainkit.bounded_json import whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
 from trainkit.strategies.parameter_server.policies import Staleness
@@ -65,7 +66,7 @@ class AsyncDesk(Desk):
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
         """Those steps come first."""
         self.version = version
-        self._again = sorted(remembered.get("handed_out", ()))
+        self._again = sorted(whole_numbers(remembered.get("handed_out", [])))
         self._next = version + len(self._again)
 
     def _choose(self, worker: str) -> Ticket | None:

@@ -22,6 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from trainkit.bounded_json import expect_map, parse_json
 from trainkit.errors import LinkError
 
 __all__ = ["Frame", "Link", "memory_of"]
@@ -31,6 +32,8 @@ _MAGIC: Final = b"tkl1"
 _META_BYTES: Final = 64 * 1024
 _STRANGER_BYTES: Final = 1024
 """Text of a frame from a peer that has not shown that it knows the token."""
+_META_DEPTH: Final = 8
+"""Maps and lists within each other in the text of a frame."""
 _TOGETHER: Final = 64
 """Stretches of memory that one system call moves."""
 _PATIENCE_S: Final = 1e6
@@ -196,12 +199,9 @@ class Link:
 
     def _parsed(self, text: bytearray) -> dict[str, Any]:
         try:
-            meta = json.loads(text)
-        except (ValueError, RecursionError):
-            meta = None
-        if not isinstance(meta, dict):
-            raise self._refusal("sent what is no frame")
-        return meta
+            return expect_map(parse_json(text, depth=_META_DEPTH), {})
+        except ValueError:
+            raise self._refusal("sent what is no frame") from None
 
     def _refusal(self, why: str) -> LinkError:
         """What is raised at a frame that is wrong: nothing after it can be understood."""

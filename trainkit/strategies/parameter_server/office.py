@@ -11,7 +11,7 @@ from typing import Any, Self
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
-from trainkit.errors import LinkError
+from trainkit.errors import CheckpointError, LinkError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Outcome, Placed, Training
 from trainkit.strategies.parameter_server.chief import Chief
@@ -95,7 +95,10 @@ class Office(Placed):
     def begin(self, plan: BatchPlan, version: int, until: int | None) -> None:
         """Prepare the desk for what is to come, give the servers what they shall hold; again after a rollback."""
         self._desk = self.setting.desk(plan, until)
-        self._desk.recall(self.recalled, version)
+        try:
+            self._desk.recall(self.recalled, version)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"meta.json does not tell which steps were handed out: {error}.") from None
         self._version = self._seen = version
         unsaved = unsaved_of(self.mirror.model)
         self.servers.load_state(replica_state(self.mirror), version=version, unsaved=unsaved)

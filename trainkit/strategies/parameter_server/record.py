@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
+from trainkit.bounded_json import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
+from trainkit.reading import open_regular, read_lines
 from trainkit.strategies.parameter_server.desk import Merge
 
 __all__ = ["FILE", "Line", "Part", "Record", "read_record"]
@@ -62,16 +65,22 @@ class Line:
         return cls(merge.version, tuple(Part(errand.ticket, read, errand.worker) for errand, read in pairs))
 
     @classmethod
-    def parse(cls, text: str) -> Self:
+    def parse(cls, text: str | bytes) -> Self:
         """A line of the file."""
-        found = json.loads(text)
-        parts = (Part(Ticket(step, tuple(shards)), read, worker) for step, shards, read, worker in found["of"])
-        return cls(found["version"], tuple(parts))
+        found = expect_map(parse_json(text), {"version": int, "of": list})
+        return cls(found["version"], tuple(_part(*item) for item in found["of"]))
 
     def text(self) -> str:
         """As the file has it."""
         parts = [[part.ticket.step, list(part.ticket.shards), part.read, part.worker] for part in self.parts]
         return json.dumps({"version": self.version, "of": parts}, separators=(",", ":"))
+
+
+def _part(step: Any, shards: Any, read: Any, worker: Any) -> Part:
+    whole_numbers([step, read])
+    if not isinstance(worker, str):
+        raise ValueError("the name of a worker is no text")  # noqa: TRY004 - of a text
+    return Part(Ticket(step, tuple(whole_numbers(shards))), read, worker)
 
 
 class Record:
@@ -83,10 +92,10 @@ class Record:
     """
 
     def __init__(self, path: Path, version: int) -> None:
-        kept = [line for line in read_record(path) if line.version < version] if path.is_file() else []
+        kept = [line for line in read_record(path) if line.version < version] if path.exists() else []
         self.kept = tuple(kept)
         """What earlier starts have written and is still true."""
-        self._file = path.open("w", encoding="utf-8")
+        self._file = TextIOWrapper(open_regular(path, "wb"), encoding="utf-8")
         self._file.writelines(f"{line.text()}\n" for line in kept)
 
     def note(self, merge: Merge) -> None:
@@ -108,10 +117,7 @@ def read_record(path: Path) -> Iterator[Line]:
     Raises:
         CheckpointError: a line is no update.
     """
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    for number, text in enumerate(lines, start=1):
-        if not text.endswith("\n"):
-            return
+    for number, text in enumerate(read_lines(path), start=1):
         try:
             yield Line.parse(text)
         except (ValueError, KeyError, TypeError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainkit.bounded_json import whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
 
@@ -75,9 +76,10 @@ class SyncDesk(Desk):
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
         """Go on with those."""
         self.version = version
-        step, shard = remembered.get("fresh", (version, 0)) if self.replaces else (version, 0)
+        step, shard = whole_numbers(remembered.get("fresh", [version, 0])) if self.replaces else (version, 0)
         self._fresh = (step, shard)
-        self._returned = [(step, shard) for step, shard in remembered.get("returned", ())] if self.replaces else []
+        returned = map(whole_numbers, remembered.get("returned", [])) if self.replaces else []
+        self._returned = [(step, shard) for step, shard in returned]
 
     @property
     def _is_over(self) -> bool:

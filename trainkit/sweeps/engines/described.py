@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.reading import read_lines, read_map
 from trainkit.run.folder import write_atomically
 from trainkit.run.group import Exited, WorkerGroup
 
@@ -98,7 +99,7 @@ class Described:
     @classmethod
     def read(cls, path: Path) -> Described:
         """What a file describes."""
-        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        told = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
         return cls(**{**told, "command": tuple(told["command"]), "driver": Driver(**told["driver"])})
 
     @property
@@ -169,7 +170,7 @@ def _watched(group: WorkerGroup, exits: queue.SimpleQueue[Exited], asked: Path, 
             pass
         if driver.is_gone:
             group.kill()
-        words = asked.read_text(encoding="utf-8").split() if asked.exists() else []
+        words = [line.decode(errors="replace").strip() for line in read_lines(asked)] if asked.exists() else []
         for word in words[seen:]:
             if word == "SIGKILL":
                 group.kill()

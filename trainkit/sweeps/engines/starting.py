@@ -12,6 +12,8 @@ from pathlib import Path
 from signal import SIGKILL, Signals
 from typing import Final
 
+from trainkit.errors import UnreadableError
+from trainkit.reading import open_regular, read_text
 from trainkit.run.engines.base import CARRIED
 from trainkit.run.group import Exited
 from trainkit.sweeps.engines.base import Handle, Submitter
@@ -58,13 +60,13 @@ class _Remote:
             self.over.wait(_KILL_S)
 
     def _ask(self, number: Signals) -> None:
-        with asked_file(self.path).open("a", encoding="utf-8") as file:
-            file.write(f"{number.name}\n")
+        with open_regular(asked_file(self.path), "ab") as file:
+            file.write(f"{number.name}\n".encode())
 
     def look(self, now: float) -> int | None:
         """Its exit code, once it has ended or is lost."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(ended_file(self.path).read_text(encoding="utf-8"))
+        with contextlib.suppress(UnreadableError, ValueError):
+            return int(read_text(ended_file(self.path), limit=32))
         why = self.handle.lost()
         if why is None:
             return None
@@ -72,8 +74,8 @@ class _Remote:
         if now - self.lost_at < _LATE_S:
             return None
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("a", encoding="utf-8") as file:
-            file.write(f"{why}\n")
+        with open_regular(self.log, "ab") as file:
+            file.write(f"{why}\n".encode())
         return _LOST
 
 

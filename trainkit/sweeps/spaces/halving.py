@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from trainkit.config.watched import Watched
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.jobs import Job
 from trainkit.sweeps.spaces.rows import figure_at
@@ -180,7 +181,6 @@ class Halving:
 
 def _json(path: Path) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_map(path, {}, optional={"status": str, "steps": (int, type(None))})
+    except UnreadableError:
         return {}
-    return content if isinstance(content, dict) else {}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
+
+from trainkit.bounded_json import expect_map, parse_json
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_lines, size_of
 
 __all__ = ["Rows", "figure_at"]
 
@@ -25,15 +28,13 @@ class Rows:
     def new(self) -> list[tuple[int, float]]:
         """Step and figure of each new row; NaN for one that is no number."""
         try:
-            with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._read:
-                    self._read = 0
-                file.seek(self._read)
-                whole, _, _ = file.read().rpartition(b"\n")
-        except OSError:
+            if size_of(self._path) < self._read:
+                self._read = 0
+            lines = list(read_lines(self._path, start=self._read))
+        except UnreadableError:
             return []
-        self._read += len(whole) + 1 if whole else 0
-        return [found for line in whole.splitlines() if (found := _figure(line, self._metric)) is not None]
+        self._read += sum(map(len, lines))
+        return [found for line in lines if (found := _figure(line, self._metric)) is not None]
 
 
 def figure_at(path: Path, metric: str, step: int | None) -> float | None:
@@ -50,8 +51,7 @@ def figure_at(path: Path, metric: str, step: int | None) -> float | None:
 
 def _figure(line: bytes, metric: str) -> tuple[int, float] | None:
     try:
-        row = json.loads(line)
-        value = row[metric]
-        return int(row["step"]), math.nan if value is None else float(value)
-    except (ValueError, KeyError, TypeError):
+        row = expect_map(parse_json(line), {"step": int, metric: (float, type(None))})
+        return row["step"], math.nan if row[metric] is None else float(row[metric])
+    except ValueError:
         return None

@@ -1,0 +1,43 @@
+"""Check what a checkpoint's meta.json tells of a training, before anything of it is taken over."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from trainkit.bounded_json import expect_map, expect_maps
+from trainkit.engine.checkpoint import Loaded
+from trainkit.engine.manifest import damaged
+
+__all__ = ["refuse_unfit"]
+
+_META: Final = {"state": dict, "loss_scale": dict, "callbacks": dict}
+_LATER: Final = {"data": (dict, type(None)), "strategy": dict}
+"""Keys that an earlier version did not write."""
+_STATE: Final = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
+_LOSS_SCALE: Final = {"scale": float, "good_steps": int, "overflows": int}
+_LEFT_OUT: Final = {"count": int, "steps": list, "first": int, "last": int}
+_STREAM: Final = {"epoch": int, "position": int}
+
+
+def refuse_unfit(loaded: Loaded) -> None:
+    """Refuse a checkpoint whose meta.json is not what a run continues from; the earlier one is then used.
+
+    Raises:
+        CheckpointError: a key is missing, of another kind, or contradicts the manifest.
+    """
+    try:
+        _check(loaded.meta, loaded.checkpoint.step)
+    except ValueError as error:
+        raise damaged(loaded.checkpoint.folder, f"meta.json is not what was written ({error})") from None
+
+
+def _check(meta: Any, step: int) -> None:
+    expect_map(meta, _META, optional=_LATER)
+    state = expect_map(meta["state"], _STATE, optional={"left_out": dict, "skipped": int})
+    expect_map(meta["loss_scale"], _LOSS_SCALE)
+    left_out = expect_map(state.get("left_out", {}), {}, optional=_LEFT_OUT)
+    expect_maps(left_out.get("steps", []), {"step": int})
+    if meta.get("data") is not None:
+        expect_map(meta["data"], {}, optional=_STREAM)
+    if state["step"] != step:
+        raise ValueError(f"its step is {state['step']}, and that of the manifest {step}")
