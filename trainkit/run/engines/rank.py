@@ -14,7 +14,7 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.tasks import Task
-from trainkit.run.engines.attempt import RankError, stop_file
+from trainkit.run.engines.attempt import RankError, stop_file, stop_reason
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence
 from trainkit.run.failure import culprit, hung
