@@ -46,8 +46,9 @@ from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.parting import end_together
 from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.recording import recorded_run
 from trainkit.run.resume import Start
-from trainkit.run.runner import Job, Result, begin_folder, new_folder, recorded_run, resumed_from, run_task
+from trainkit.run.runner import Job, Result, begin_folder, new_folder, resumed_from, run_task
 from trainkit.run.stopping import StopFlag
 
 __all__ = ["train_launched"]
@@ -110,8 +111,9 @@ def train_launched(
         def part() -> Result:
             return end_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
 
-        with recorded_run(folder) as log:
-            log.write([launch.line()])  # printed before there was a folder
+        with recorded_run(folder, confirm=fence.check) as record:
+            record.log.write([launch.line()])  # printed before there was a folder
+            record.follow_pulse()
             done = (part() if job is None else job(folder.path, part)) or {}
         if done.get("status") in ENDED:
             forget_folder(plan.cfg, meeting)

@@ -11,6 +11,7 @@ from trainkit.config.semantics import fingerprint, other_training
 from trainkit.engine.manifest import scan
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.run.folder import RunFolder
+from trainkit.run.status import look_at
 
 __all__ = ["Start", "adopt", "find_start"]
 
@@ -61,7 +62,7 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
 def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
     if run_dir is not None and scan(run_dir / "checkpoints"):
         adopted = _same_training(cfg, run_dir)
-        return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: continues {run_dir}")
+        return Start(cfg=adopted, folder=RunFolder(run_dir), note=_continues(RunFolder(run_dir)))
     if run_dir is not None and (run_dir / "resolved.yaml").is_file():
         earlier = load_resolved(run_dir / "resolved.yaml")
         adopted = adopt(cfg, earlier)
@@ -74,18 +75,36 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
         try:
             earlier = load_resolved(file)
             adopted = adopt(cfg, earlier)
-            if _unfinished(folder) and fingerprint(adopted) == fingerprint(earlier):
-                note = f"resume=auto: continues {folder.path}"
-                return Start(cfg=adopted, folder=folder, note="; ".join([note, *unread[:_SHOWN]]))
+            if not _unfinished(folder) or fingerprint(adopted) != fingerprint(earlier):
+                continue
         except (ConfigError, CheckpointError, UnreadableError):  # what another run left is no reason not to train
             unread.append(f"{folder.path} cannot be read and is passed over")
+            continue
+        _refuse_running(folder)
+        return Start(cfg=adopted, folder=folder, note="; ".join([_continues(folder), *unread[:_SHOWN]]))
     note = f"resume=auto: no unfinished run of this training in {root}, so a fresh start"
     return Start(cfg=cfg, note="; ".join([note, *unread[:_SHOWN]]))
 
 
 def _unfinished(folder: RunFolder) -> bool:
-    result = folder.read_result()
-    return bool(scan(folder.checkpoints)) and (result is None or result.get("status") != "finished")
+    return bool(scan(folder.checkpoints)) and look_at(folder).state != "finished"
+
+
+def _continues(folder: RunFolder) -> str:
+    found = look_at(folder)
+    ended = "" if found.state == "unknown" or found.is_running else f", which {found.told()}"
+    return f"resume=auto: continues {folder.path}{ended}"
+
+
+def _refuse_running(folder: RunFolder) -> None:
+    """Refuse a run that certainly runs; of one on another host only its age is known, and it may have been killed."""
+    found = look_at(folder)
+    if found.is_running and not found.note:
+        rule = (
+            f"{folder.path}, the newest unfinished run of this training, {found.told()}. Wait until it has ended, stop "
+            "it, or leave out resume=auto for another run."
+        )
+        raise ConfigError([Problem(key="resume", value="auto", rule=rule)])
 
 
 def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +18,6 @@ from trainkit.engine.manifest import is_checkpoint
 from trainkit.errors import AbsentFileError
 from trainkit.numerics.determinism import reproducible_process
 from trainkit.reading import read_map
-from trainkit.report.train_log import TrainLog, recorded_output
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
@@ -34,11 +32,12 @@ from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.outcome import Report, failure_of, reported, unless_exit
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.proof_records import last_proof
+from trainkit.run.recording import recorded_run
 from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
 
-__all__ = ["Job", "Result", "begin_folder", "new_folder", "recorded_run", "resumed_from", "run_task", "train"]
+__all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
 
 _NICENESS: Final = 5
 """How far an evaluator stands back."""
@@ -85,10 +84,11 @@ def train(
     model = abstract_model(plan)
     found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
-    with folder.lock() as lock, recorded_run(folder):
+    with folder.lock() as lock, recorded_run(folder) as record:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
 
         def run() -> Result:
+            record.follow_pulse()
             if plan.engine is not None:
                 from trainkit.run.engines.driver import run_on  # noqa: PLC0415 - most runs need none
 
@@ -96,7 +96,7 @@ def train(
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
                 with StopFlag() as stop:
-                    return run_task(resolved, identity, folder, stop=stop, plan=plan)
+                    return run_task(resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow)
             from trainkit.run.supervisor import supervise  # noqa: PLC0415 - one device needs none
 
             return supervise(
@@ -115,17 +115,6 @@ def train(
 
         result = run() if job is None else job(folder.path, run)
     return {**(result or {}), "folder": str(folder.path)}
-
-
-@contextmanager
-def recorded_run(folder: RunFolder) -> Iterator[TrainLog]:
-    """Record what a run shows, and the error that it ends with, in `train.log`."""
-    with recorded_output(folder.log, separated=True) as log:
-        try:
-            yield log
-        except BaseException as error:
-            log.write_error(error)
-            raise
 
 
 def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
@@ -163,6 +152,7 @@ def run_task(
     plan: RunPlan | None = None,
     confirm: Callable[[], None] | None = None,
     report: Report | None = None,
+    follow: Callable[[Callable[[], int]], None] | None = None,
 ) -> dict[str, Any] | None:
     """Do one task of a run in this process.
 
@@ -175,6 +165,7 @@ def run_task(
         confirm: raises where the folder is another group's by now; asked before anything is kept in it.
         report: reports an error to the parent and the other ranks, before this rank leaves or closes anything; None:
             there are no others.
+        follow: takes what tells the step, once the training can begin.
 
     Returns:
         What result.json holds, on the owner; None on other ranks.
@@ -203,6 +194,8 @@ def run_task(
                 raise ending from error
             raise
         try:
+            if follow is not None:
+                follow(lambda: session.run.state.step)
             with telling_of_memory(plan, identity.task, lambda: session.run.state.step):
                 trained = session.train()
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}

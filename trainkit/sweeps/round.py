@@ -22,6 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.report.numbers import figure
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
+from trainkit.run.status import look_at
 from trainkit.sweeps.jobs import Job, Source
 from trainkit.sweeps.processes import JobProcess, Start
 from trainkit.sweeps.progress import Watch, last_line
@@ -143,6 +144,7 @@ class Round:
     def _begin(self, job: Job) -> None:
         grant = self._sweep.slots.take(job.slots)
         tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
+        found = look_at(RunFolder(job.folder))
         command, goes_on = self._readied(job)
         self._number += 1
         try:
@@ -165,7 +167,8 @@ class Round:
         self._running[self._number] = _Running(
             job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
         )
-        what = "starts" if not goes_on else "goes on" if tries == 1 else f"goes on, try {tries}"
+        before = "" if found.state == "unknown" else f": the run {found.told()}"
+        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"goes on, try {tries}"
         self._screen.say(f"{_named(job)} {what}", passing=True)
         self._sweep.record.write()
 

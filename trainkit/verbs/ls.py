@@ -1,4 +1,4 @@
-"""`trainkit ls [GROUP [CHOICE]]`: what can be chosen, and what each choice takes."""
+"""`trainkit ls [GROUP [CHOICE] | RUNS]`: what can be chosen, and what each choice takes; or the runs of a folder."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from trainkit.verbs.call import Call, Flag
 
 __all__ = ["FLAGS", "USAGE", "run"]
 
-USAGE: Final = "[GROUP [CHOICE]]"
+USAGE: Final = "[GROUP [CHOICE] | RUNS]"
 FLAGS: Final[Mapping[str, Flag]] = {}
 
 
 def run(call: Call) -> int:
-    """Print groups, the choices of a group, or a choice; imports no torch."""
+    """Print groups, the choices of a group, a choice, or the runs below a folder; imports no torch."""
     call.only(arguments=min(len(call.arguments), 2), overrides=False)
     groups = _groups(call)
     if not call.arguments:
         _print_groups(groups)
         return 0
     group = call.arguments[0]
+    if group not in groups and len(call.arguments) == 1 and (folder := Path(group).expanduser()).is_dir():
+        from trainkit.verbs.runs import list_runs  # noqa: PLC0415 - most calls list choices
+
+        return list_runs(folder)
     if group not in groups:
         raise _unknown(group, "no such group.", groups)
     choices = groups[group]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run.faking import wait_for
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.processes import ProcessMark
+from trainkit.errors import HangupError
+from trainkit.run import status
+from trainkit.run.folder import RunFolder
+from trainkit.run.status import FILE, StatusFile, look_at
+from trainkit.verbs.runs import list_runs
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "runs" / "later")
+    (folder.checkpoints / "step_00000003").mkdir(parents=True)
+    (folder.checkpoints / "step_00000003" / "manifest.json").touch()
+    return folder
+
+
+def written(folder: RunFolder, **changes: Any) -> None:
+    """A status that this process could have written a moment ago."""
+    here, mark = Machine.here(), ProcessMark.own()
+    content = {
+        "state": "running", "step": 3, "pid": mark.pid, "process_start": mark.started, "host": here.host,
+        "boot_id": here.boot_id, "processes": here.processes, "resumable": True, "updated": time.time(),
+    }  # fmt: skip
+    (folder.path / FILE).write_text(json.dumps(content | changes))
+
+
+def test_the_file_follows_the_run_and_says_how_it_ended(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_WRITE_S", 0.01)
+    step = [7]
+    with StatusFile(folder) as file:
+        assert look_at(folder).state == "starting"
+        file.follow(lambda: step[0])
+        wait_for(lambda: look_at(folder).step == 7)
+        step[0] = 8
+        wait_for(lambda: look_at(folder).step == 8)
+        assert (look_at(folder).state, look_at(folder).resumable) == ("running", True)
+        folder.write_result({"status": "finished", "steps": 9})
+    assert (look_at(folder).state, look_at(folder).step) == ("finished", 9)
+    assert [path.name for path in folder.path.glob(".*")] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(HangupError("gone"), "hangup"), (KeyboardInterrupt(), "stopped"), (ValueError(), "failed")]
+)
+def test_an_error_is_the_last_state(folder: RunFolder, error: BaseException, state: str) -> None:
+    with pytest.raises(type(error)), StatusFile(folder):
+        raise error
+    assert look_at(folder).state == state
+
+
+def test_nothing_is_written_while_nothing_changes(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_WRITE_S", 0.001)
+    with StatusFile(folder) as file:
+        file.follow(lambda: 7)
+        wait_for(lambda: look_at(folder).step == 7)
+        before = (folder.path / FILE).stat().st_ino
+        time.sleep(0.05)
+        assert (folder.path / FILE).stat().st_ino == before
+
+
+def test_a_vanished_folder_ends_nothing_and_is_not_made_again(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    with StatusFile(folder):
+        pass
+    assert not folder.path.exists()
+
+
+def test_a_run_whose_process_is_gone_was_killed(folder: RunFolder) -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        mark = ProcessMark.of(process.pid)
+        written(folder, pid=mark.pid, process_start=mark.started)
+        assert look_at(folder).told() == f"runs as process {mark.pid} on {Machine.here().host}, at step 3"
+        process.kill()
+        process.wait()
+    assert look_at(folder).told() == "was killed at step 3"
+
+
+def test_a_later_process_of_the_same_number_is_another(folder: RunFolder) -> None:
+    written(folder, process_start=ProcessMark.own().started - 1)
+    assert look_at(folder).state == "killed"
+
+
+def test_a_machine_that_was_started_again_has_killed_it(folder: RunFolder) -> None:
+    written(folder, boot_id="another")
+    assert (look_at(folder).state, look_at(folder).note) == (
+        "killed",
+        f"{Machine.here().host} was started again since",
+    )
+
+
+def test_of_another_host_the_age_counts_and_is_told(folder: RunFolder) -> None:
+    written(folder, host="elsewhere", updated=1000.0)
+    there = replace(Machine.here(), host="here")
+    fresh, old = (look_at(folder, here=there, now=now) for now in (1030.0, 1500.0))
+    assert (fresh.state, fresh.note) == ("running", "told 30 s ago by another host")
+    assert (old.state, old.note) == ("silent", "told 500 s ago by another host")
+
+
+def test_a_run_that_was_killed_after_its_result_has_ended(folder: RunFolder) -> None:
+    written(folder, process_start=1)
+    folder.write_result({"status": "finished", "steps": 3})
+    assert look_at(folder).state == "finished"
+
+
+@pytest.mark.parametrize("content", ["[]", "{", '{"state": "running"}', '{"state": []}', "\x00", "[" * 10_000])
+def test_a_file_of_somebody_else_says_nothing(folder: RunFolder, content: str) -> None:
+    (folder.path / FILE).write_text(content)
+    folder.result.write_text('{"status": ["finished"]}')
+    assert look_at(folder).state == "unknown"
+
+
+def test_a_pipe_in_its_place_keeps_nobody_waiting(folder: RunFolder) -> None:
+    os.mkfifo(folder.path / FILE)
+    assert look_at(folder).state == "unknown"
+    with StatusFile(folder):
+        assert look_at(folder).state == "starting"
+
+
+def test_ls_shows_the_runs_of_a_folder(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    written(folder, process_start=1, updated=1e300)
+    earlier = folder.path.parent / "earlier"
+    earlier.mkdir()
+    (earlier / "resolved.yaml").touch()
+    RunFolder(earlier).write_result({"status": "preempted", "steps": 12})
+    assert list_runs(folder.path.parent) == 0
+    head, killed, preempted = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert head == ["run", "state", "step", "checkpoint", "updated", "process"]
+    assert killed[:4] == [str(folder.path), "killed", "3", "yes"]
+    assert preempted == [str(earlier), "preempted", "12", "no"]
