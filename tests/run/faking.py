@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from trainkit.cluster.tasks import Task
+from trainkit.run.limits import TimeLimits
 from trainkit.run.supervisor import supervise
 
 
@@ -40,9 +41,12 @@ def run_roles(folder, roles, **settings):
         del os.environ["FAKE_ROLES"]
 
 
-def run_tasks(folder, tasks, **settings):
+def run_tasks(folder, tasks, *, hang_timeout_s="auto", **settings):
+    limits = TimeLimits(hang_timeout_s=hang_timeout_s)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
-    return supervise(folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), **settings)
+    return supervise(
+        folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), limits=limits, **settings
+    )
 
 
 def launch(folder, num_ranks):

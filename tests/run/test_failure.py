@@ -11,11 +11,13 @@ from trainkit.cluster.processes import ProcessMark
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError
 from trainkit.run.after_effects import is_after_effect
 from trainkit.run.evidence import Evidence, MemoryEvents
-from trainkit.run.failure import culprit, hung, is_clean, unanswering
+from trainkit.run.failure import culprit, hanging, is_clean, unanswering
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
-from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.heartbeat import Heartbeat, read_pulse
 from trainkit.run.last_words import Reporter, read_last_words, write_last_words
+from trainkit.run.limits import Limit
+from trainkit.run.watching import Overdue
 
 RESET = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27059: Connection reset by peer."
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -168,10 +170,12 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, st
     beat(folder, 0, 4)
     beat(folder, 1, 5)
     evidence = Evidence(folder, lambda: {0: ProcessMark.own(), 1: stopped})
-    found = hung(folder, [0, 1], now=1e9, started=0.0, timeout_s=5, evidence=evidence)
+    limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
+    overdue = Overdue(rank=0, pulse=read_pulse(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
+    found = hanging(folder, overdue, [0, 1], evidence)
     assert found.rank == 1
-    remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}."
-    assert found.headline.endswith(f" s in step 5 (forward) (supervisor.hang_timeout_s=5): {remedy}")
+    remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
+    assert plain(found.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
     assert plain(unanswering(folder, [0, 1], evidence).headline).startswith("rank 1 is stopped by a signal (state T)")
 
 

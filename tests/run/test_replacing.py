@@ -45,7 +45,8 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
     said = []
     assert run_roles(folder, "worker ps", hang_timeout_s=1, say=said.append)["attempt"] == 0
     expected = (
-        "rank 1 has made no progress for 1 s in step 3 (forward) (supervisor.hang_timeout_s=1). "
+        "rank 1 has made no progress for 1 s in step 3 (forward). The limit is supervisor.hang_timeout_s=1: "
+        "raise it if the rank was healthy. "
         "Starting worker:0 again, alone: the others go on."
     )
     assert [plain(line) for line in said] == [expected]

@@ -132,8 +132,8 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake, action):
     lines = plain(caught.value).splitlines()
     stopped = ": it is stopped by a signal (state T). To let it continue: kill -CONT PID" if action == "stop" else ""
     assert re.sub(r"CONT \d+", "CONT PID", lines[0]) == (
-        "rank 1 has made no progress for 2 s in step 2 (forward) (supervisor.hang_timeout_s=2)"
-        f"{stopped}. There is no checkpoint to restart from."
+        f"rank 1 has made no progress for 2 s in step 2 (forward){stopped}. The limit is supervisor.hang_timeout_s=2: "
+        "raise it if the rank was healthy. There is no checkpoint to restart from."
     )
     assert any("failpoints.py" in line for line in lines) == (action == "hang")  # a stopped one cannot tell
     assert_no_process_is_left(folder, within_s=0.1)

@@ -181,8 +181,19 @@ class Supervisor:
 
     max_restarts: Annotated[int, placement, at_least(0)] = 3
     """Times that a run is started again from its last whole checkpoint without getting further."""
-    hang_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """Seconds without progress after which a rank counts as hanging."""
+    hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0)] = "auto"
+    """Seconds without progress within a step after which a rank counts as hanging; auto: 10 times the longest recent
+    pause of a step, and at least 30."""
+    start_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    """The same for a rank that starts: imports, meeting the other ranks, placing the model."""
+    first_step_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    """The same for opening the data, the first step, and whenever torch.compile works."""
+    checkpoint_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    """The same for writing a checkpoint."""
+    eval_timeout_s: Annotated[float, placement, above(0)] = 600.0
+    """The same for a batch of an evaluation."""
+    load_timeout_s: Annotated[float, placement, above(0)] = 1800.0
+    """The same for restoring a checkpoint."""
     join_timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a process of a launch waits for the others to come."""
 

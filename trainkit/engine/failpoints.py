@@ -23,8 +23,15 @@ from trainkit.errors import ConfigError, Problem
 
 __all__ = ["ACTIONS", "PHASES", "Failpoint", "Phase", "arm", "armed", "parse", "reached"]
 
-Phase = Literal["start", "data", "forward", "backward", "reduce", "update", "evaluate", "save", "end", "idle"]
-"""What a rank is doing, in the order of a step; `idle` says that it waits to be asked for something."""
+Phase = Literal[
+    "start", "join", "load", "evaluate", "save", "data", "compile", "forward", "backward", "reduce", "update", "end",
+    "idle",
+]  # fmt: skip
+"""What a rank is doing, in the order in which it comes at one number of completed updates.
+
+`join`: it meets the other ranks and places the model. `load`: it restores a checkpoint. `compile`: torch.compile works.
+`end`: the training is over. `idle`: it waits to be asked for something.
+"""
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
 ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit", "slow")

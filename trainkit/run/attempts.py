@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -19,19 +20,20 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_tail
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence, MemoryEvents
-from trainkit.run.failure import Failure, culprit, hung, is_clean
+from trainkit.run.failure import Failure, culprit, hanging, is_clean
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.heartbeat import read_pulse
+from trainkit.run.limits import TimeLimits
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
+from trainkit.run.scheduling import children_of
 from trainkit.run.stopping import Reason, StopFlag, resize_signal, signal_of
+from trainkit.run.watching import Watch
 
 __all__ = ["Attempts"]
 
-_LOOK_S: Final = 0.5
-"""Seconds between two looks at the pulses of the ranks, and at whether a lost replica is due."""
 _GRACE_S: Final = 0.1
 """How long the others have to say their last words once one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
@@ -53,7 +55,7 @@ class Attempts:
         command: what to start, the same for every rank.
         groups: makes the workers of an attempt, none of which is started: (its number, who is told of ends).
         meeting: the store the ranks meet at.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hanging.
+        limits: how long a rank may make no progress.
         secrets: what the workers need and no file holds.
         assistants: ranks that assist the one that trains, and end with it.
         replaceable: ranks that are started again alone when they die.
@@ -70,7 +72,7 @@ class Attempts:
         command: Sequence[str],
         groups: Callable[[int, Callable[[Exited], None]], WorkerGroup],
         meeting: Rendezvous,
-        hang_timeout_s: float,
+        limits: TimeLimits,
         secrets: Mapping[str, Any],
         assistants: Collection[int] = (),
         replaceable: Collection[int] = (),
@@ -83,7 +85,7 @@ class Attempts:
         self._command = command
         self._groups = groups
         self._meeting = meeting
-        self._hang_timeout_s = hang_timeout_s
+        self._limits = limits
         self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
         self._token = token_hex(32)
         self._assistants = frozenset(assistants)
@@ -97,6 +99,7 @@ class Attempts:
     def _begin(self) -> None:
         """What an attempt knows of its tasks when none has been started."""
         self._evidence = Evidence(self._folder, memory=self._memory)
+        self._watcher = Watch(self._limits, self._folder)
         self._asked_to_resize = False
         self._over_at: float | None = None  # when the rank that trains ended cleanly, where others assist it
         self._told_to_wait = False
@@ -118,13 +121,13 @@ class Attempts:
         self._folder.begin()
         self._folder.live.mkdir(parents=True)
         self._begin()
-        started = time.monotonic()
         with self._groups(attempt, self.events.put) as group:
             self._evidence = Evidence(self._folder, lambda: group.marks, memory=self._memory)
+            self._watcher = Watch(self._limits, self._folder, assistants=self._assistants, pid_of=self._evidence.pid)
             for task in self._roster.tasks:
                 self._start(group, task, attempt)
             self._meeting.open()
-            return self._watch(group, attempt, started, continues_at)
+            return self._watch(group, attempt, continues_at)
 
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
@@ -140,7 +143,7 @@ class Attempts:
         log = self._folder.log_of(task.rank) if task.rank > 0 else None
         group.start(task.rank, self._command, environ, log)
 
-    def _watch(self, group: WorkerGroup, attempt: int, started: float, continues_at: int | None) -> Failure | None:
+    def _watch(self, group: WorkerGroup, attempt: int, continues_at: int | None) -> Failure | None:
         if self.stop.requested:  # between two attempts
             self._ask_to_stop(group, self.stop.requested)
         while True:
@@ -151,31 +154,23 @@ class Attempts:
                 group.join()  # what has ended has been reported then
                 if self.events.empty():
                     return None
-            event = self._next_event(min(_LOOK_S, self._hang_timeout_s / 4))
+            event = self._next_event(self._watcher.interval_s)
             self._evidence.look(task.rank for task in self._roster.tasks)
-            failure = self._look(group, started, continues_at) if event is None else self._take(group, attempt, event)
+            failure = self._look(group, continues_at) if event is None else self._take(group, attempt, event)
             if failure is not None:
                 return failure
 
-    def _look(self, group: WorkerGroup, started: float, continues_at: int | None) -> Failure | None:
+    def _look(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:
         """Look after those that run; the failure of one that hangs, unless it is started again alone."""
-        now = time.monotonic()
         lingering = self._lingering(group)
         if lingering:
             failure = culprit(self._folder, (), lingering, self._evidence)
         else:
-            found = hung(
-                self._folder,
-                group.running,
-                now=now,
-                started=started,
-                timeout_s=self._hang_timeout_s,
-                evidence=self._evidence,
-            )
-            if found is None:
+            overdue = self._watcher.look(group.running)
+            if overdue is None:
                 self._make_room(group, continues_at)
                 return None
-            failure = self._with_stacks(group, found)
+            failure = self._with_stacks(group, hanging(self._folder, overdue, group.running, self._evidence))
         if not self._replacing.concerns(failure):
             return failure
         self._end(group, failure.rank)
@@ -287,10 +282,17 @@ class Attempts:
         return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S
 
     def _with_stacks(self, group: WorkerGroup, failure: Failure) -> Failure:
-        """Ask the hanging rank what its threads are doing; one that is stopped cannot tell."""
+        """Ask all ranks, and the processes that read samples for the hanging one, what their threads are doing.
+
+        A process that is stopped cannot tell. One of the user's own that knows no SIGUSR2 ends by it, a moment before
+        it would be ended with its rank.
+        """
         if not hasattr(signal, "SIGUSR2"):
             return failure
         group.signal(signal.SIGUSR2)
+        for child in children_of(self._evidence.pid(failure.rank)):
+            with contextlib.suppress(OSError):
+                os.kill(child, signal.SIGUSR2)
         time.sleep(0.3)
         try:
             stacks = read_tail(self._folder.stacks_of(failure.rank), 1 << 16)[0].decode(errors="replace").strip()

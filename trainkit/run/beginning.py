@@ -107,6 +107,8 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
     Also where a training rolls back: it then continues a checkpoint of its own, or the one that it was resumed from.
     """
     cfg = session.cfg
+    if session.placed.on_phase is not None:
+        session.placed.on_phase("load", session.run.state.step)
     own = newest_valid(checkpoints, report=session.warn, check=refuse_unfit)
     if own is not None:
         session.restore(own)

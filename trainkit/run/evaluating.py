@@ -136,7 +136,7 @@ class Evaluator:
         if checkpoint is None:
             return None
         self.step = checkpoint.step
-        self._on_phase("evaluate", self.step)
+        self._on_phase("load", self.step)
         started = time.monotonic()
         mark = _mark(checkpoint.folder)
         try:
@@ -147,6 +147,7 @@ class Evaluator:
             print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - the log of this task
             return self.evaluate_next(requested)
         parts = self._plan.parts
+        self._on_phase("evaluate", self.step)
         try:
             figures = evaluate(self._placed, parts.objective, self._watched_batches(requested), split="val")
         except _LeftOffError:

@@ -22,8 +22,9 @@ from trainkit.run.group import Exited
 from trainkit.run.heartbeat import Pulse, read_pulse
 from trainkit.run.last_words import LastWords
 from trainkit.run.stopping import EXIT_CODES
+from trainkit.run.watching import Overdue
 
-__all__ = ["Failure", "Kind", "culprit", "hung", "is_clean", "unanswering"]
+__all__ = ["Failure", "Kind", "culprit", "hanging", "is_clean", "unanswering"]
 
 _LOG_LINES: Final = 20
 _LOG_BYTES: Final = 1 << 16
@@ -185,38 +186,27 @@ def _memory_hint(evidence: Evidence) -> str:
     return "" if evidence.counts_memory else " The system may have run out of memory."
 
 
-def hung(
-    folder: RunFolder,
-    running: Iterable[int],
-    *,
-    now: float,
-    started: float,
-    timeout_s: float,
-    evidence: Evidence | None = None,
-) -> Failure | None:
-    """Return the failure of the rank that holds up the others, where one has not beaten for too long; else None.
+def hanging(folder: RunFolder, overdue: Overdue, running: Iterable[int], evidence: Evidence | None = None) -> Failure:
+    """Return the failure of a rank that has made no progress for longer than its limit.
+
+    A rank whose process is stopped or gone is named before the one that has come least far.
 
     Args:
         folder: holds the pulses.
-        running: the ranks to look at; one that is idle may wait.
-        now: this moment on the monotonic clock.
-        started: the moment this attempt was started, which counts as everybody's first beat.
-        timeout_s: how long a rank may go without a beat.
+        overdue: the rank that has come least far, and its limit.
+        running: the ranks that may be the cause.
         evidence: what the caller knows of the processes.
     """
     evidence = evidence or Evidence(folder)
-    pulses = {rank: read_pulse(folder.heartbeat_of(rank)) for rank in running}
-    pulses = {rank: pulse for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"}
-    if all(now - (pulse.moment if pulse else started) <= timeout_s for pulse in pulses.values()):
-        return None
-    rank, pulse = _waited_for(folder, pulses, evidence)
-    silence = now - (pulse.moment if pulse else started)
+    blocked = (rank for rank in running if evidence.held(rank) is not None or evidence.has_ended(rank))
+    rank = overdue.rank if evidence.held(overdue.rank) is not None else next(blocked, overdue.rank)
+    pulse = overdue.pulse if rank == overdue.rank else read_pulse(folder.heartbeat_of(rank))
     held = evidence.held(rank)
+    state = "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
     headline = (
-        f"{evidence.name(rank)} has made no progress for {silence:.0f} s{_when(pulse)} "
-        f"(supervisor.hang_timeout_s={timeout_s:g})"
+        f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(pulse)}{state} "
+        f"{overdue.limit.remedy(overdue.silence_s)}"
     )
-    headline += "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
     return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
 
 

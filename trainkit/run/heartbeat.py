@@ -1,12 +1,12 @@
-"""The pulse of a rank: which step and phase it is in, told to the supervisor through 16 bytes of a mapped file."""
+"""The pulse of a rank: which step and phase it is in, told to the supervisor through a few bytes of a mapped file."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import struct
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +17,12 @@ from trainkit.engine.failpoints import PHASES, Phase
 from trainkit.errors import UnreadableError
 from trainkit.reading import open_descriptor, read_bytes
 from trainkit.run.folder import RunFolder
+from trainkit.run.pauses import Pauses
 
-__all__ = ["Heartbeat", "Pulse", "pulse_of", "read_pulse"]
+__all__ = ["Beats", "Heartbeat", "Pulse", "beats_of", "read_pulse"]
 
-_LAYOUT: Final = struct.Struct("<dq")  # moment on the machine's monotonic clock; step and phase in one number
+_BEAT: Final = struct.Struct("<dqd?")
+"""The moment on the machine's monotonic clock, step and phase in one number, the longest pause, the first step."""
 _NUMBERS: Final = {phase: number for number, phase in enumerate(PHASES)}
 
 
@@ -41,10 +43,11 @@ class Heartbeat:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
-            os.ftruncate(descriptor, _LAYOUT.size)  # never empty: the supervisor reads it between two lives
-            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+            os.ftruncate(descriptor, _BEAT.size)  # never empty: the supervisor reads it between two lives
+            self._memory = mmap.mmap(descriptor, _BEAT.size)
         finally:
             os.close(descriptor)
+        self._pauses = Pauses()
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
@@ -54,7 +57,10 @@ class Heartbeat:
             step: updates completed.
             phase: what begins now.
         """
-        _LAYOUT.pack_into(self._memory, 0, time.monotonic(), step * len(PHASES) + _NUMBERS[phase])
+        moment, pauses = time.monotonic(), self._pauses
+        pauses.note(phase, step, moment=moment)
+        number = step * len(PHASES) + _NUMBERS[phase]
+        _BEAT.pack_into(self._memory, 0, moment, number, pauses.longest_s, pauses.is_first)
 
     def close(self) -> None:
         """Let go of the file; its last beat stays."""
@@ -69,6 +75,10 @@ class Pulse:
     """On `time.monotonic`, which all processes of a machine share."""
     step: int
     phase: Phase
+    longest_s: float = 0.0
+    """The longest recent pause between two beats of a step, in seconds; 0.0 where there was none."""
+    is_first: bool = False
+    """Whether the step under way is the first since the start, or the first of all that follow an evaluation."""
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -79,24 +89,46 @@ class Pulse:
 def read_pulse(path: Path) -> Pulse | None:
     """The last beat; None where the rank has not come to its first."""
     try:
-        content = read_bytes(path, limit=_LAYOUT.size)
+        content = read_bytes(path, limit=_BEAT.size)
     except UnreadableError:
         return None
-    if len(content) != _LAYOUT.size:
+    if len(content) != _BEAT.size:
         return None
-    moment, number = _LAYOUT.unpack(content)
+    moment, number, longest_s, is_first = _BEAT.unpack(content)
     step, phase = divmod(number, len(PHASES))
-    return Pulse(moment=moment, step=step, phase=PHASES[phase]) if moment else None
-
-
-def pulse_of(identity: Identity, folder: RunFolder) -> Callable[[Any, int], None] | None:
-    """Tells the supervisor and planted failures (phase, step) of a task; None: nobody listens to one that is alone."""
-    if identity.store is None and not failpoints.armed():
+    if not moment or step < 0 or not 0 <= longest_s < math.inf:
         return None
-    heartbeat = Heartbeat(folder.heartbeat_of(identity.task.rank))
+    return Pulse(moment=moment, step=step, phase=PHASES[phase], longest_s=longest_s, is_first=is_first)
 
-    def enter(phase: Any, step: int) -> None:
-        heartbeat.beat(step, phase)
+
+class Beats:
+    """Tells the supervisor, and planted failures, what a task does.
+
+    Args:
+        heartbeat: takes the beats.
+    """
+
+    def __init__(self, heartbeat: Heartbeat) -> None:
+        self._heartbeat = heartbeat
+        self.phase: Phase = "start"
+        """What was told last."""
+        self.step = 0
+        """Updates completed then."""
+
+    def __call__(self, phase: Any, step: int) -> None:
+        """Say that a phase begins.
+
+        Args:
+            phase: what begins.
+            step: updates completed.
+        """
+        self.phase, self.step = phase, step
+        self._heartbeat.beat(step, phase)
         failpoints.reached(phase, step)
 
-    return enter
+
+def beats_of(identity: Identity, folder: RunFolder) -> Beats | None:
+    """Return what tells of a task's phases; None: nobody listens to one that is alone."""
+    if identity.store is None and not failpoints.armed():
+        return None
+    return Beats(Heartbeat(folder.heartbeat_of(identity.task.rank)))

@@ -21,11 +21,13 @@ from trainkit.reading import read_map
 from trainkit.run.assisting import assist
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
+from trainkit.run.compiling import compiling_told
 from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.environment import write_environment, write_resolved
 from trainkit.run.evaluating import evaluate_beside
 from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import pulse_of
+from trainkit.run.heartbeat import Beats, beats_of
+from trainkit.run.limits import TimeLimits
 from trainkit.run.memory import abstract_model
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
@@ -106,7 +108,7 @@ def train(
                 max_restarts=cfg.supervisor.max_restarts,
                 min_replicas=cfg.elastic.min_replicas,
                 retry_s=cfg.elastic.retry_s,
-                hang_timeout_s=cfg.supervisor.hang_timeout_s,
+                limits=TimeLimits.of(cfg.supervisor),
                 pass_fds=(lock,),
                 secrets=secrets,
                 assistants=plan.assistants,
@@ -177,14 +179,15 @@ def run_task(
     begun = time.perf_counter()
     with reproducible_process(enabled=cfg.numerics.reproducible):
         try:
+            beats = beats_of(identity, folder)
             plan = plan or make_plan(cfg)
             if identity.task.rank in plan.assistants:
-                enter = pulse_of(identity, folder) or (lambda _phase, _step: None)
                 work = _evaluate_politely if identity.task.is_evaluator else assist
-                work(plan, identity, folder, requested=lambda: stop.requested, on_phase=enter)
+                with compiling_told(beats):
+                    work(plan, identity, folder, requested=lambda: stop.requested, on_phase=beats or _unheard)
                 return None
             with telling_of_memory(plan, identity.task, lambda: None):
-                session = _open(plan, identity, folder, stop, confirm=confirm, report=report)
+                session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=beats)
         except BaseException as error:
             lost = reported(error, report)
             ending = unless_exit(error, report, None)
@@ -196,7 +199,7 @@ def run_task(
         try:
             if follow is not None:
                 follow(lambda: session.run.state.step)
-            with telling_of_memory(plan, identity.task, lambda: session.run.state.step):
+            with telling_of_memory(plan, identity.task, lambda: session.run.state.step), compiling_told(beats):
                 trained = session.train()
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
         except BaseException as error:
@@ -210,6 +213,10 @@ def run_task(
             raise
         _end(session, result, folder)
     return result if is_owner else None
+
+
+def _unheard(phase: str, step: int) -> None:
+    """Take a beat that nobody listens to."""
 
 
 def _evaluate_politely(*args: Any, **kwargs: Any) -> None:
@@ -238,6 +245,7 @@ def _open(
     *,
     confirm: Callable[[], None] | None,
     report: Report | None,
+    beats: Beats | None,
 ) -> Session:
     session = Session(
         plan,
@@ -248,11 +256,9 @@ def _open(
         requested=lambda: stop.requested,
         notes=(*_notes(folder), *_missing(plan, identity)),
         confirm=confirm,
+        on_phase=beats,
     )
     try:
-        enter = pulse_of(identity, folder)
-        if enter is not None:
-            session.listen(enter)
         begin_where_it_stood(session, folder.checkpoints)
     except BaseException as error:
         reported(error, report)

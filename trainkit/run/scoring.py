@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 from trainkit.config.watched import Watched
 from trainkit.data.evaluation import EvalBatches
@@ -59,7 +60,7 @@ class Scorer:
             together=self._plan.parts.strategy.computes_together,
         )
         figures = evaluate(
-            self._placed, self._plan.parts.objective, batches, split=split, num_counted=batches.num_counted
+            self._placed, self._plan.parts.objective, self._told(batches), split=split, num_counted=batches.num_counted
         )
         self.figures.update(figures)
         row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
@@ -67,6 +68,13 @@ class Scorer:
             callback.eval_end(self._run, row)
         if split == "val":
             self._validated_at = self._run.state.step
+
+    def _told(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Beat once a batch: `supervisor.eval_timeout_s` is the limit of a batch."""
+        for batch in batches:
+            yield batch
+            if self._placed.on_phase is not None:
+                self._placed.on_phase("evaluate", self._run.state.step)
 
     def judge(self) -> bool:
         """Whether the model is the best so far, which is remembered."""

@@ -49,6 +49,7 @@ class Session:
         requested: why this process was asked to stop, or None.
         notes: what the summary shall say besides the effective values.
         confirm: raises where the folder is another group's by now; asked before anything is kept in it.
+        on_phase: is told (phase, step) whenever this rank begins something else.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Session:
         requested: Callable[[], str | None],
         notes: tuple[str, ...] = (),
         confirm: Callable[[], None] | None = None,
+        on_phase: Callable[[str, int], None] | None = None,
     ) -> None:
         self.confirm = confirm or (lambda: None)
         self.plan = plan.decided(lambda: abstract_model(plan))
@@ -69,12 +71,14 @@ class Session:
         self.callbacks, self.fingerprint = callbacks, fingerprint
         self._requested = requested
         self._data_state: dict[str, Any] | None = None
-        self._on_phase: Callable[[str, int], None] | None = None
+        self._on_phase = on_phase
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
         model = shaped_model(self.cfg, strategy)
         if strategy.defers and initial_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
+        if on_phase is not None:
+            on_phase("join", 0)
         self.placed: Placed = self.parts.strategy.place(
             model,
             identity=identity,
@@ -87,6 +91,7 @@ class Session:
         self._cleanup.callback(self._leave)
         self.placed.open_data = self._open_data
         self.placed.folder = folder
+        self.placed.on_phase = on_phase
         self.run = run_of(self.plan, self.placed, folder, notes)
         self._training = training_of(self.plan)
         self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
@@ -94,11 +99,6 @@ class Session:
             self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
         )
         self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
-
-    def listen(self, on_phase: Callable[[str, int], None]) -> None:
-        """Be told (phase, step) whenever this rank begins something else."""
-        self._on_phase = on_phase
-        self.placed.on_phase = on_phase
 
     def _open_data(self, device: torch.device) -> Loader:
         loader = unforeseen_data(self.plan, device)
@@ -123,6 +123,7 @@ class Session:
 
     def train(self) -> dict[str, Any]:
         """Run to the end, or until asked to stop; returns what result.json holds."""
+        self._enter("data")
         self._cleanup.callback(self._close_loader)
         self._open_loader()
         for line in self.parts.strategy.prepare(self.placed):
@@ -141,6 +142,7 @@ class Session:
                 self._roll_back(suspect)
             return self._finish()
         except NonFiniteError:
+            self._enter("save")
             self._keeper.wait()  # all ranks raise it at the same step, and the last good checkpoint is to be complete
             raise
 
@@ -185,6 +187,7 @@ class Session:
             note_rollback(self.run.folder, suspect)
         self.run.state.left_out.train_again(suspect)
         self._scorer.forget()
+        self._enter("data")
         self._close_loader()
         self._open_loader()
         for callback in self.callbacks:
@@ -287,7 +290,9 @@ class Session:
             if "test" in self.parts.datasets:
                 self._score("test")
         self.save()
+        self._enter("save")
         self._keeper.close()
+        self._enter("end")
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))

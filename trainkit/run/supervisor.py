@@ -30,6 +30,7 @@ from trainkit.errors import CrashLoopError, StoppedError, TrainkitError
 from trainkit.run.attempts import Attempts
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
+from trainkit.run.limits import TimeLimits
 from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
@@ -47,7 +48,7 @@ def supervise(
     max_restarts: int = 3,
     min_replicas: int | None = None,
     retry_s: float = 60.0,
-    hang_timeout_s: float = 600.0,
+    limits: TimeLimits = TimeLimits(),  # noqa: B008 - frozen
     pass_fds: Sequence[int] = (),
     secrets: Mapping[str, Any] | None = None,
     assistants: Collection[int] = (),
@@ -68,7 +69,7 @@ def supervise(
         max_restarts: restarts in a row that may fail to bring a newer checkpoint; 0 never restarts.
         min_replicas: the run goes on without replicas that are lost, as long as so many are left; None: with all.
         retry_s: seconds until a lost replica is tried again.
-        hang_timeout_s: seconds without a heartbeat after which a rank counts as hanging.
+        limits: how long a rank may make no progress.
         pass_fds: descriptors every worker inherits: the lock of the folder.
         secrets: what `resolved` does not hold, by full key; from `write_resolved`.
         assistants: ranks that assist rank 0 and end with it.
@@ -96,7 +97,7 @@ def supervise(
             command=command,
             groups=stack.enter_context(rank_groups(command, tasks, pass_fds=pass_fds)),
             meeting=meeting,
-            hang_timeout_s=hang_timeout_s,
+            limits=limits,
             secrets=secrets or {},
             assistants=assistants,
             replaceable=replaceable,

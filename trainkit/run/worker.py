@@ -36,6 +36,7 @@ from trainkit.run import lifeline
 from trainkit.run.ending import end_process
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat
 from trainkit.run.last_words import Reporter
 from trainkit.run.local_ranks import launch_from
 from trainkit.run.rendezvous import HostedStore
@@ -68,6 +69,8 @@ def main(arguments: list[str]) -> int:
             rank = identity.task.rank
             report = Reporter(folder.error_of(rank), rank)
             _name_process(str(identity.task))
+            if supervised and identity.store is not None:
+                Heartbeat(folder.heartbeat_of(rank)).close()  # the imports that follow take a while
             failpoints.reached("start", 0)
             with (
                 _recorded(folder, rank, supervised=supervised),

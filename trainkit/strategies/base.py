@@ -272,7 +272,7 @@ class Bench:
     """Why this process was asked to stop, or None. The rank that trains was asked too, and ends the others itself."""
     on_phase: Callable[[str, int], None]
     """Is told (phase, step) whenever something else begins. In `idle` a task waits to be asked, as long as it takes; in
-    any other phase it counts as hanging after `supervisor.hang_timeout_s` without a word."""
+    any other phase it counts as hanging once it has not beaten for longer than the limit of that phase."""
 
 
 class Strategy(ABC):

@@ -16,6 +16,7 @@ from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
 from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
 from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
+from trainkit.run.limits import TimeLimits
 from trainkit.run.plan import RunPlan
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.skipped import skipped_in
@@ -59,7 +60,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
             store=store.address,
             environ={**environ, **package_environ()},
             cuda=cuda,
-            hang_s=plan.cfg.supervisor.hang_timeout_s,
+            limits=TimeLimits.of(plan.cfg.supervisor),
         )
         job = Job(
             num_ranks=len(plan.tasks),

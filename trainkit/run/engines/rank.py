@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import queue
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,20 +16,21 @@ from trainkit.cluster.tasks import Task
 from trainkit.run.engines.attempt import RankError, stop_file, stop_reason
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence
-from trainkit.run.failure import culprit, hung
+from trainkit.run.failure import culprit, hanging
 from trainkit.run.fence import VARIABLE as FENCE
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.last_words import read_last_words, write_last_words
+from trainkit.run.limits import TimeLimits
 from trainkit.run.network import socket_environ
 from trainkit.run.stopping import EXIT_CODES, Reason, signal_of
+from trainkit.run.watching import Watch
 
 __all__ = ["Place", "cargo_of", "run_rank"]
 
 _CLEAN: Final = frozenset(EXIT_CODES.values())
 _WORKER: Final = (sys.executable, "-m", "trainkit.run.worker")
-_POLL_S: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Place:
 
 
 def cargo_of(
-    folder: RunFolder, *, kind: str, store: tuple[str, int], environ: Mapping[str, str], cuda: bool, hang_s: float
+    folder: RunFolder, *, kind: str, store: tuple[str, int], environ: Mapping[str, str], cuda: bool, limits: TimeLimits
 ) -> dict[str, Any]:
     """What every rank is handed, as plain values.
 
@@ -60,7 +60,7 @@ def cargo_of(
         store: where the ranks meet.
         environ: variables for the worker, on top of those of the engine's process.
         cuda: whether a rank has a GPU, the only one it sees.
-        hang_s: seconds without a heartbeat after which a rank is ended.
+        limits: how long a rank may make no progress.
     """
     return {
         "folder": str(folder.path.absolute()),
@@ -69,7 +69,7 @@ def cargo_of(
         "store": list(store),
         "environ": dict(environ),
         "device": "cuda:0" if cuda else "cpu",
-        "hang_s": hang_s,
+        "limits": asdict(limits),
     }
 
 
@@ -96,7 +96,7 @@ def run_rank(cargo: Mapping[str, Any], place: Place, attempt: list[str] | None) 
         command = [*_WORKER, str(folder.resolved)]
         environ = {**_environ(cargo, place, attempt), FENCE: token}
         group.start(place.rank, command, environ, folder.log_of(place.rank), cwd=_seen(cargo["cwd"]))
-        code = _watch(group, exits, folder, place, hang_s=float(cargo["hang_s"]), evidence=evidence)
+        code = _watch(group, exits, folder, place, TimeLimits.of(cargo["limits"]), evidence=evidence)
     if code not in _CLEAN or (code == 0 and not folder.done_of(place.rank).exists()):
         raise RankError(_explained(folder, place, code, evidence))
 
@@ -132,22 +132,24 @@ def _watch(
     exits: queue.SimpleQueue[Exited],
     folder: RunFolder,
     place: Place,
+    limits: TimeLimits,
     *,
-    hang_s: float,
     evidence: Evidence,
 ) -> int:
     """Wait for the end; pass a request to stop on, once."""
-    started, told = time.monotonic(), False
+    watch, told = Watch(limits, folder, pid_of=evidence.pid), False
+    seen = range(place.num_ranks) if place.is_alone else [place.rank]  # a host does not see the beats of another
     while True:
         try:
-            return exits.get(timeout=_POLL_S).code
+            return exits.get(timeout=watch.interval_s).code
         except queue.Empty:
             pass
         if not told and stop_file(folder).exists():
             told = True
             group.signal(signal_of(_reason_of_stop(folder)))
-        failure = hung(folder, [place.rank], now=time.monotonic(), started=started, timeout_s=hang_s, evidence=evidence)
-        if failure is not None:
+        overdue = watch.look(seen)
+        if overdue is not None and overdue.rank == place.rank:  # another rank is ended by its own watch
+            failure = hanging(folder, overdue, [place.rank], evidence)
             write_last_words(folder.error_of(place.rank), place.rank, RankError(failure.headline))
             group.kill()
 

@@ -1,0 +1,97 @@
+"""Train under a load of busy processes, and see whether the supervisor takes a healthy rank for a hanging one.
+
+    python benchmarks/healthy_under_load.py --minutes 20 --busy 8 -- strategy=mirrored strategy.replicas=2
+
+Starts the busy processes and the run, asks the run to stop after the minutes, and prints one line: how it ended, the
+steps it did, how often it was restarted, the longest pause between two beats of a step that a rank noted, and the least
+limit that `supervisor.hang_timeout_s=auto` set while it ran. `--pause-supervisor 60` stops the supervisor itself for a
+minute in the middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import read_pulse
+from trainkit.run.limits import TimeLimits
+
+_BUSY = "while True: pass"
+
+
+def main() -> int:
+    """Run once; returns 0 where no rank was ended."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--busy", type=int, default=8)
+    parser.add_argument("--pause-supervisor", type=float, default=0.0, help="seconds to stop the supervisor for")
+    parser.add_argument("overrides", nargs="*")
+    asked = parser.parse_args()
+    busy = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(asked.busy)]
+    try:
+        return _train(asked)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def _train(asked: argparse.Namespace) -> int:
+    folder = RunFolder(Path(tempfile.mkdtemp()) / "run")
+    length = ["epochs=null", "steps=100000000", f"hydra.run.dir={folder.path}", "quiet=true"]
+    command = [sys.executable, "-m", "trainkit", *asked.overrides, *length]
+    with (folder.path.parent / "log").open("wb") as log:
+        run = subprocess.Popen(command, stdout=log, stderr=log)
+        longest_s, least_s = _look_on(run, folder, asked)
+        run.send_signal(signal.SIGINT)
+        code = run.wait()
+    said = (folder.path.parent / "log").read_text(errors="replace")
+    found = {
+        "overrides": asked.overrides,
+        "minutes": asked.minutes,
+        "busy": asked.busy,
+        "paused_s": asked.pause_supervisor,
+        "exit_code": code,
+        "status": (folder.read_result() or {}).get("status"),
+        "steps": (folder.read_result() or {}).get("steps"),
+        "restarts": len(re.findall("Restarting from", said)),
+        "longest_pause_s": round(longest_s, 3),
+        "least_limit_s": least_s,
+    }
+    sys.stdout.write(json.dumps(found) + "\n")
+    if code != 130:
+        sys.stdout.write(said[-4000:])
+    return int(code != 130 or found["restarts"] > 0)
+
+
+def _look_on(run: subprocess.Popen[bytes], folder: RunFolder, asked: argparse.Namespace) -> tuple[float, float | None]:
+    """Look at the beats until the time is over; returns the longest pause and the least limit of a step."""
+    limits, longest_s, least_s = TimeLimits(), 0.0, None
+    begun = time.monotonic()
+    paused = not asked.pause_supervisor
+    while run.poll() is None and (passed := time.monotonic() - begun) < asked.minutes * 60:
+        if not paused and passed > asked.minutes * 30:
+            paused = True
+            run.send_signal(signal.SIGSTOP)
+            time.sleep(asked.pause_supervisor)
+            run.send_signal(signal.SIGCONT)
+        for path in folder.live.glob("rank_?"):
+            pulse = read_pulse(path)
+            limit = limits.limit_of(pulse)
+            if pulse is not None and limit is not None and limit.longest_s is not None:
+                longest_s = max(longest_s, pulse.longest_s)
+                least_s = limit.seconds if least_s is None else min(least_s, limit.seconds)
+        time.sleep(0.2)
+    return longest_s, least_s
+
+
+if __name__ == "__main__":
+    sys.exit(main())
