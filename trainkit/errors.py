@@ -5,6 +5,7 @@ TrainkitError                1   anything below
 │   └── MissingExtraError    2   an optional dependency that this config needs
 ├── DataError                3   a dataset that is absent, damaged or empty
 ├── CheckpointError          4   a checkpoint that is damaged, or belongs to another training
+│   └── StorageError         4   a file or folder that cannot be written: full, read-only, gone
 ├── TrainingError            1   a step that cannot be computed: rank, step and cause
 │   ├── ZeroWeightError      1   a global batch without a single target
 │   ├── OutOfMemoryError     1   a device or its host had no memory left
@@ -44,6 +45,7 @@ __all__ = [
     "PeerError",
     "Problem",
     "StoppedError",
+    "StorageError",
     "TerminatedError",
     "TrainingError",
     "TrainkitError",
@@ -148,6 +150,10 @@ class CheckpointError(TrainkitError):
     """A checkpoint is damaged, incomplete, or belongs to another training."""
 
     exit_code = 4
+
+
+class StorageError(CheckpointError):
+    """A file or folder cannot be written: the disk is full, read-only or gone; the message names the path."""
 
 
 class UnreadableError(TrainkitError):

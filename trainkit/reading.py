@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, Literal, cast
 
 from trainkit.bounded_json import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
+from trainkit.storage import storage_error
 
 __all__ = [
     "MAX_BYTES",
@@ -84,6 +85,9 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
         path: the file.
         flags: as `os.open` takes them, without O_TRUNC.
         follow: whether a symbolic link is followed.
+
+    Raises:
+        StorageError: the file would be made or written, and the system refuses.
     """
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not follow:
@@ -93,9 +97,11 @@ def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
         with contextlib.suppress(FileNotFoundError):
             _refuse_irregular(path, path.stat(follow_symlinks=follow).st_mode)
         descriptor = os.open(path, flags, 0o666)  # as `open` makes it: less what the umask takes
-    except FileNotFoundError:
-        raise AbsentFileError.of(path, "it does not exist") from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
+        if isinstance(error, OSError) and flags & os.O_CREAT:
+            raise storage_error(path, error) from None
+        if isinstance(error, FileNotFoundError):
+            raise AbsentFileError.of(path, "it does not exist") from None
         raise UnreadableError.of(path, getattr(error, "strerror", None) or str(error)) from None
     try:
         _refuse_irregular(path, os.fstat(descriptor).st_mode)

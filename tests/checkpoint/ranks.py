@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.support.pool import Place
 from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import Retention, SaverOfPieces, sha256_of_pieces
+from trainkit.engine.checkpoint import Retention, SaverOfPieces, sha256_of_pieces, space
 from trainkit.engine.checkpoint import together as module
 from trainkit.errors import CheckpointError
 from trainkit.strategies.collective import GroupCollective
@@ -104,13 +104,15 @@ def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     return "saved"
 
 
-def fill_the_disk(place: Place, root: Path) -> str:
-    """No file of rank 1 may grow beyond 64 KiB: half of its part is written."""
+def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
+    """No file of rank 1 may grow beyond 64 KiB: half of its part is written, unless it asks before."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     large = torch.zeros(1 << 16)
     pieces = {f"param/{place.rank}": [Piece.whole(large)]}
-    saver = SaverOfPieces(root, together(place))
+    saver, asked = SaverOfPieces(root, together(place)), space.file_limit
     try:
+        if not asks_before:
+            space.file_limit = lambda: None
         if place.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
         saver.save(step=2, pieces=pieces, meta={})
@@ -118,6 +120,7 @@ def fill_the_disk(place: Place, root: Path) -> str:
     except CheckpointError as error:
         return str(error)
     finally:
+        space.file_limit = asked
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     return "saved"

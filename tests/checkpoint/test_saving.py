@@ -9,10 +9,11 @@ import time
 import pytest
 import torch
 
+from trainkit import storage
 from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import load, newest_valid, save, scan
+from trainkit.engine.checkpoint import load, newest_valid, save, scan, space
 from trainkit.engine.manifest import FileRecord
-from trainkit.errors import CheckpointError
+from trainkit.errors import CheckpointError, StorageError
 
 
 @pytest.fixture
@@ -30,24 +31,30 @@ def fail_in_save(monkeypatch, action):
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"phase=save,action={action}"))
 
 
-def test_a_disk_that_refuses_leaves_no_half_checkpoint(tmp_path, small_disk):
+@pytest.mark.parametrize("asks_before", [True, False])
+def test_a_disk_that_refuses_leaves_no_half_checkpoint(tmp_path, small_disk, monkeypatch, asks_before):
+    if not asks_before:
+        monkeypatch.setattr(space, "file_limit", lambda: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
     with pytest.raises(CheckpointError) as caught:
         save(tmp_path, step=2, tensors={"param/w": torch.zeros(1 << 20)}, meta={})
     assert str(caught.value) == (
-        f"the checkpoint of step 2 could not be written below {tmp_path}: File too large. "
-        f"The last complete one is {tmp_path}/step_00000001."
+        f"the checkpoint of step 2 could not be written below {tmp_path}: File too large "
+        f"(4.03 MiB are needed; a file may have 64 KiB). The last complete one is {tmp_path}/step_00000001. "
+        "Raise the limit of the size of a file (ulimit -f), or lower the size of the model."
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
 
 def test_a_full_disk_says_so(tmp_path, monkeypatch):
     fail_in_save(monkeypatch, "full")
-    with pytest.raises(CheckpointError) as caught:
+    monkeypatch.setattr(storage.Free, "at", lambda _: storage.Free(num_bytes=3 << 20, num_files=9))
+    with pytest.raises(StorageError) as caught:
         save(tmp_path, step=2, tensors={}, meta={})
     assert str(caught.value) == (
-        f"the checkpoint of step 2 could not be written below {tmp_path}: No space left on device. "
-        "There is no earlier one."
+        f"the checkpoint of step 2 could not be written below {tmp_path}: No space left on device "
+        "(32 KiB are needed; 3 MiB are free on its file system). There is no earlier one. "
+        "Free space there, or choose a folder on another file system (hydra.run.dir=FOLDER)."
     )
     assert list(tmp_path.iterdir()) == []
 

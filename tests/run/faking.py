@@ -42,6 +42,7 @@ def run_roles(folder, roles, **settings):
 
 
 def run_tasks(folder, tasks, *, hang_timeout_s="auto", **settings):
+    folder.path.mkdir(exist_ok=True)
     limits = TimeLimits(hang_timeout_s=hang_timeout_s)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
     return supervise(

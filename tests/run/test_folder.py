@@ -52,7 +52,7 @@ def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_end
 
 
 def test_json_replaces_a_file_in_one_move(tmp_path):
-    path = tmp_path / "deep" / "result.json"
+    path = tmp_path / "result.json"
     write_json_atomically(path, {"loss": 1.0})
     write_json_atomically(path, {"loss": math.nan, "list": [math.inf, 2.0], "path": Path("a/b")})
     assert json.loads(path.read_text()) == {"loss": None, "list": [None, 2.0], "path": "a/b"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from trainkit.bounded_json import expect_map, parse_json
 from trainkit.engine.events import Callback, Row, Run
 from trainkit.errors import AbsentFileError
 from trainkit.reading import open_regular, read_lines, size_of
+from trainkit.storage import naming
 
 __all__ = ["MetricsFile", "keep_until"]
 
@@ -58,6 +60,10 @@ class MetricsFile(Callback):
         """Write what was gathered: a run that resumes from here has every row before."""
         self._flush(run)
 
+    def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Write what was gathered: a run whose figures cannot be written has not finished."""
+        self._flush(run)
+
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Write what was gathered."""
         self._flush(run)
@@ -73,8 +79,9 @@ class MetricsFile(Callback):
         rows, self._rows = self._rows, []
         self._due = self._clock() + self._flush_s
         if rows and run.is_owner:
-            with open_regular(_path(run), "ab") as file:
-                file.write("".join(f"{_line(row)}\n" for row in rows).encode())
+            text = "".join(f"{_line(row)}\n" for row in rows).encode()
+            with naming(_path(run), needed=len(text)), open_regular(_path(run), "ab") as file:
+                file.write(text)
 
 
 def _path(run: Run) -> Path:
@@ -96,9 +103,13 @@ def keep_until(path: Path, step: int) -> None:
     except AbsentFileError:
         return
     partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open_regular(partial, "wb") as new:
-        new.writelines(line for line in read_lines(path) if step > 0 and _step_of(line) <= step)
-    partial.replace(path)
+    try:
+        with naming(path), open_regular(partial, "wb") as new:
+            new.writelines(line for line in read_lines(path) if step > 0 and _step_of(line) <= step)
+        partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _step_of(line: bytes) -> float:

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from trainkit.config.values import at_least
 from trainkit.engine.events import Callback, Run
 from trainkit.fields import cosmetic
+from trainkit.storage import naming
 from trainkit.strategies.base import Outcome
 
 __all__ = ["Profiler"]
@@ -72,8 +73,9 @@ class Profiler(Callback):
             return
         recording.stop()
         folder = run.folder / "profile"
-        folder.mkdir(exist_ok=True)
-        recording.export_chrome_trace(str(folder / "trace.json"))
         order = "cuda_time_total" if run.device.type == "cuda" else "cpu_time_total"
         table = recording.key_averages().table(sort_by=order, row_limit=30)
-        (folder / "operations.txt").write_text(table, encoding="utf-8")
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+            recording.export_chrome_trace(str(folder / "trace.json"))
+            (folder / "operations.txt").write_text(table, encoding="utf-8")

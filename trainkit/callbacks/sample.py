@@ -14,6 +14,7 @@ from trainkit.config.values import above, at_least
 from trainkit.engine.events import Callback, Run
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic
+from trainkit.storage import naming
 
 __all__ = ["Sample"]
 
@@ -63,7 +64,9 @@ class Sample(Callback):
             return
         if not run.is_owner:  # it took part
             return
-        (run.folder / "sample.txt").write_text(text + "\n", encoding="utf-8", newline="\n")
+        path = run.folder / "sample.txt"
+        with naming(path, needed=len(text.encode())):
+            path.write_text(text + "\n", encoding="utf-8", newline="\n")
         sys.stdout.write(f"sample\n{_indented(text)}\n")
         sys.stdout.flush()
 

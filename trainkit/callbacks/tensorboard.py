@@ -71,11 +71,16 @@ class TensorBoard(Callback):
         self.run_end(run, {})
         self._open.start = run.state.step
 
+    def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
+        """Write what was gathered: a run whose figures cannot be written has not finished."""
+        if self._open.events is not None:
+            self._open.events.flush()
+
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
         """Close the file."""
-        if self._open.events is not None:
-            self._open.events.close()
-            self._open.events = None
+        events, self._open.events = self._open.events, None
+        if events is not None:
+            events.close()
 
     def _write(self, run: Run, values: Row) -> None:
         events = self._events(run)

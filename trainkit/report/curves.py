@@ -228,7 +228,7 @@ def _chart(axes: Axes) -> Figure:
 
 def save(chart: Figure, path: Path) -> None:
     """Write beside the target and rename: who looks while the run goes never sees half a picture."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     chart.savefig(partial, format="png")
     partial.replace(path)

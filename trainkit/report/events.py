@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from trainkit.storage import naming
+
 __all__ = ["EventFile"]
 
 
@@ -36,14 +38,17 @@ class EventFile:
         """Start a new file in a folder.
 
         Args:
-            folder: created if absent. Files of earlier attempts stay.
+            folder: created if absent, in one that exists. Files of earlier attempts stay.
             purge_after: a resumed run goes on from this step: TensorBoard drops what earlier files hold beyond it.
             suffix: of the file's name, to know it by.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
         now = time.time()
         name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{suffix}"
-        self._file = (folder / name).open("xb")
+        self._path = folder / name
+        with naming(self._path):
+            self._file = self._path.open("xb", buffering=0)
         self._pending = bytearray()
         self._add(_event(now, None, _bytes(3, b"brain.Event:2")))
         if purge_after is not None:
@@ -82,16 +87,23 @@ class EventFile:
         self._add(_event(wall_time, None, _bytes(5, message)))
 
     def flush(self) -> None:
-        """Write what was added since the last flush."""
-        self._file.write(self._pending)
-        self._file.flush()
-        self._pending.clear()
+        """Write what was added since the last flush.
+
+        Raises:
+            StorageError: it cannot be written, and is dropped: a record that is cut off makes all after it unreadable.
+        """
+        pending, self._pending = memoryview(self._pending), bytearray()
+        with naming(self._path, needed=len(pending)):
+            while pending:
+                pending = pending[self._file.write(pending) :]
 
     def close(self) -> None:
         """Flush and close the file; a second call does nothing."""
         if not self._file.closed:
-            self.flush()
-            self._file.close()
+            try:
+                self.flush()
+            finally:
+                self._file.close()
 
     def _add(self, event: bytes) -> None:
         length = struct.pack("<Q", len(event))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["clock", "compact", "count", "duration", "figure", "fixed", "share"]
+from trainkit.storage import num_bytes
+
+__all__ = ["clock", "compact", "count", "duration", "figure", "fixed", "num_bytes", "share"]
 
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -105,15 +107,3 @@ def clock(seconds: float) -> str:
     if not math.isfinite(seconds):
         return "-:--"
     return f"0:{round(seconds):02d}" if seconds < 59.5 else duration(max(60, seconds))
-
-
-def num_bytes(value: int) -> str:
-    """Bytes in the unit that suits them, 1 KiB = 1024.
-
-    Example:
-        >>> num_bytes(0), num_bytes(2048), num_bytes(3 << 29)
-        ('0 B', '2 KiB', '1.5 GiB')
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    place = min(max(value.bit_length() - 1, 0) // 10, len(units) - 1)
-    return f"{value / 1024**place:.3g} {units[place]}"

@@ -31,6 +31,7 @@ from trainkit.run.roster import Roster
 from trainkit.run.scheduling import children_of
 from trainkit.run.stopping import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.watching import Watch
+from trainkit.storage import Presence
 
 __all__ = ["Attempts"]
 
@@ -92,6 +93,7 @@ class Attempts:
         self._replaceable = frozenset(replaceable) if max_restarts else frozenset()
         self._max_restarts, self._say = max_restarts, say
         self._memory = memory or MemoryEvents()
+        self._presence = Presence(folder.path)
         self._begin()
         self.events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()  # its put is safe in a signal handler
         self.stop = StopFlag()
@@ -119,7 +121,7 @@ class Attempts:
             continues_at: the step of the checkpoint that it goes on from; None: from the start.
         """
         self._folder.begin()
-        self._folder.live.mkdir(parents=True)
+        self._folder.live.mkdir()
         self._begin()
         with self._groups(attempt, self.events.put) as group:
             self._evidence = Evidence(self._folder, lambda: group.marks, memory=self._memory)
@@ -161,7 +163,12 @@ class Attempts:
                 return failure
 
     def _look(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:
-        """Look after those that run; the failure of one that hangs, unless it is started again alone."""
+        """Look after those that run; the failure of one that hangs, unless it is started again alone.
+
+        Raises:
+            StorageError: the run folder is gone, and with it the heartbeats.
+        """
+        self._presence.check()
         lingering = self._lingering(group)
         if lingering:
             failure = culprit(self._folder, (), lingering, self._evidence)

@@ -34,6 +34,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.keeping import retention_of
 from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
+from trainkit.storage import naming
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.stored import weights_in
 
@@ -201,8 +202,10 @@ class Evaluator:
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
         self._events.scalars(figures, step=row["step"], wall_time=time.time())
         self._events.flush()
-        with open_regular(self._folder.evaluations, "ab") as file:
-            file.write(f"{json.dumps(row)}\n".encode())
+        text = f"{json.dumps(row)}\n".encode()
+        path = self._folder.evaluations
+        with naming(path, needed=len(text)), open_regular(path, "ab") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(dict(row))

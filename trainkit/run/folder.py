@@ -9,6 +9,7 @@ outputs/<name>/<date>_<time>/       (-2, -3 on collision)
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import math
@@ -27,8 +28,12 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.lock import locked
+from trainkit.storage import naming, sync_folder
 
 __all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
+
+_RESERVE_BYTES: Final = 64 * 1024
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,38 @@ class RunFolder:
         """Clear what an earlier run in this folder left behind that would now be untrue: result and live state."""
         self.result.unlink(missing_ok=True)
         shutil.rmtree(self.live, ignore_errors=True)
+        self._reserve_room()
+
+    @property
+    def reserve(self) -> Path:
+        """A file that takes room while a run goes, so that its result can be written on a disk that is full by then."""
+        return self.path / ".reserve"
+
+    def _reserve_room(self) -> None:
+        if not self.reserve.is_file():
+            with naming(self.path, needed=_RESERVE_BYTES), self.reserve.open("wb") as file:
+                file.write(os.urandom(_RESERVE_BYTES))  # zeros take no room on a file system that compresses
+
+    def give_up_reserve(self) -> None:
+        """Give the room of the reserve back: the run is over, or what must be written has no other room."""
+        with contextlib.suppress(OSError):
+            self.reserve.unlink(missing_ok=True)
+
+    def write_report(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Write JSON into the run folder, at the cost of the reserve where the disk is full.
+
+        Raises:
+            OSError: it cannot be written even so; a run folder that is gone is not made again.
+        """
+        if path.parent != self.path:
+            path.parent.mkdir(exist_ok=True)
+        try:
+            write_json_atomically(path, content)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.give_up_reserve()
+            write_json_atomically(path, content)
 
     @property
     def resume_command(self) -> str:
@@ -173,7 +210,7 @@ class RunFolder:
     def write_result(self, result: Mapping[str, Any]) -> None:
         """Write `result.json`; what it quotes of an error holds no secret."""
         reason = result.get("reason")
-        write_json_atomically(self.result, {**result, "reason": mask(reason)} if isinstance(reason, str) else result)
+        self.write_report(self.result, {**result, "reason": mask(reason)} if isinstance(reason, str) else result)
 
     def read_result(self) -> dict[str, Any] | None:
         """What `result.json` holds; None where there is none, or none that can be read."""
@@ -201,8 +238,13 @@ def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader, and a crash at any moment, sees the old one or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a text file so that a reader, and a crash at any moment, sees the old one or the new one.
+
+    The folder must exist: that of a run which is gone is not made again. On return the file is on the disk.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -210,8 +252,14 @@ def write_atomically(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _finite(value: Any) -> Any:

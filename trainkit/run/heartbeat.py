@@ -40,9 +40,14 @@ class Heartbeat:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
+            if (size := os.fstat(descriptor).st_size) < _BEAT.size:
+                # Written, not only made this long: a store into a page for which the disk has no block left would end
+                # the process with SIGBUS.
+                os.lseek(descriptor, size, os.SEEK_SET)
+                os.write(descriptor, bytes(_BEAT.size - size))
             os.ftruncate(descriptor, _BEAT.size)  # never empty: the supervisor reads it between two lives
             self._memory = mmap.mmap(descriptor, _BEAT.size)
         finally:

@@ -48,8 +48,9 @@ from trainkit.run.parting import end_together
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.recording import recorded_run
 from trainkit.run.resume import Start
-from trainkit.run.runner import Job, Result, begin_folder, new_folder, resumed_from, run_task
+from trainkit.run.runner import Job, Result, begin_folder, new_folder, refuse_lack_of_room, resumed_from, run_task
 from trainkit.run.stopping import StopFlag
+from trainkit.storage import reporting
 
 __all__ = ["train_launched"]
 
@@ -153,10 +154,16 @@ def _folder(
     fences: list[Fence] = []
 
     def begin() -> dict[str, str]:
+        refuse_lack_of_room(plan, abstract_model(plan), start.folder, run_dir)
+        with reporting(Path("outputs") if run_dir is None else run_dir):
+            return made()
+
+    def made() -> dict[str, str]:
         folder = start.folder or new_folder(plan.cfg, run_dir)
         stack.enter_context(_lock(folder, patient=start.folder is not None))
         fences.append(Fence.put_up(folder))
         begin_folder(folder, plan, start, notes=notes)
+        stack.callback(folder.give_up_reserve)
         remember_folder(plan.cfg, folder, meeting)
         return {"path": str(folder.path.absolute()), "token": fences[0].token}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -12,11 +13,19 @@ from pathlib import Path
 from typing import Any
 
 from trainkit import errors
-from trainkit.errors import ConfigError, CrashLoopError, HangError, Problem, TrainkitError, UnreadableError
+from trainkit.errors import (
+    ConfigError,
+    CrashLoopError,
+    HangError,
+    Problem,
+    StorageError,
+    TrainkitError,
+    UnreadableError,
+)
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.after_effects import is_after_effect
-from trainkit.run.folder import write_json_atomically
+from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Pulse, read_pulse
 
 __all__ = ["LastWords", "Reporter", "last_words", "read_last_words", "words_from", "write_last_words"]
@@ -97,10 +106,16 @@ class Reporter:
 
 
 def write_last_words(path: Path, rank: int, error: BaseException) -> LastWords:
-    """Write the report of a rank that fails, before it leaves, closes or waits for anything; return the report."""
+    """Write the report of a rank that fails, before it leaves, closes or waits for anything; return the report.
+
+    A report that the file system refuses is printed instead, so that it is in the log of the rank, or on the terminal.
+    """
     words = last_words(rank, error, read_pulse(path.with_name(f"rank_{rank}")))
-    with contextlib.suppress(OSError):  # a full disk, or a folder that is gone: the exit code is left to tell
-        write_json_atomically(path, asdict(words))
+    try:
+        RunFolder(path.parent.parent).write_report(path, asdict(words))
+    except OSError as refused:
+        if not isinstance(error, StorageError):  # of which the parent finds out itself, by the same folder
+            _print_unwritten(path, words, refused)
     return words
 
 
@@ -136,6 +151,14 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     return error.exit_code if isinstance(error, TrainkitError) else 1
+
+
+def _print_unwritten(path: Path, words: LastWords, refused: OSError) -> None:
+    told = words.message if words.final else f"\n{words.traceback}"
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"rank {words.rank}: {told}\n")
+        sys.stderr.write(f"This report could not be written to {path}: {refused.strerror}.\n")
+        sys.stderr.flush()
 
 
 def read_last_words(path: Path) -> LastWords | None:

@@ -49,7 +49,9 @@ def remember_folder(cfg: RunConfig, folder: RunFolder, meeting: Meeting) -> None
     path = str(folder.path.absolute())
     meeting.remember(_KEY, path)
     if meeting.launch.name:
-        write_json_atomically(_record(cfg, meeting.launch), {"launch": meeting.launch.name, "folder": path})
+        record = _record(cfg, meeting.launch)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(record, {"launch": meeting.launch.name, "folder": path})
 
 
 def forget_folder(cfg: RunConfig, meeting: Meeting) -> None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from trainkit.engine.checkpoint import bytes_needed
 from trainkit.errors import TrainkitError
 from trainkit.run.building import build_model, make_optimizer
 from trainkit.run.plan import RunPlan
 
-__all__ = ["Memory", "abstract_model", "memory_of"]
+__all__ = ["Memory", "abstract_model", "checkpoint_bytes", "memory_of"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +76,19 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
         optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
         gathered_bytes=plan.parts.strategy.gathered(model, plan.facts) * master_width,
     )
+
+
+def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
+    """Return the bytes of a checkpoint of this run; without the optimizer's state where nobody knows it beforehand.
+
+    Args:
+        plan: the run.
+        model: from `abstract_model`.
+    """
+    width = plan.parts.precision.master_dtype.itemsize
+    sizes = {name: param.numel() for name, param in model.named_parameters()}
+    kept = _optimizer_bytes(plan, model, sizes, width) or 0
+    return bytes_needed(model.buffers()) + sum(sizes.values()) * width + kept
 
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:

@@ -112,7 +112,8 @@ def _explained(
     with contextlib.suppress(TrainkitError):  # fenced off: the folder is not ours to write to
         confirm()
         kept = folder.read_result() or skipped_in(folder.checkpoints)
-        folder.write_result({**kept, "status": "failed", "reason": str(told)})
+        with contextlib.suppress(OSError):  # the error itself is on the screen
+            folder.write_result({**kept, "status": "failed", "reason": str(told)})
     with contextlib.suppress(RuntimeError):
         meeting.tell("reported", str(told).splitlines()[0])
     return told

@@ -94,6 +94,7 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
         "torch": torch.__version__,
     }
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         write_json_atomically(folder / f"{key_of(plan)}.json", content)
     except OSError as error:
         return f"{error.strerror}: {folder}"

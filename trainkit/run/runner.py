@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -9,13 +10,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from torch import nn
+
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
+from trainkit.engine.checkpoint import refuse_small_disk
 from trainkit.engine.manifest import is_checkpoint
-from trainkit.errors import AbsentFileError
+from trainkit.errors import AbsentFileError, StorageError
 from trainkit.numerics.determinism import reproducible_process
 from trainkit.reading import read_map
 from trainkit.run.assisting import assist
@@ -28,7 +32,7 @@ from trainkit.run.evaluating import evaluate_beside
 from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Beats, beats_of
 from trainkit.run.limits import TimeLimits
-from trainkit.run.memory import abstract_model
+from trainkit.run.memory import abstract_model, checkpoint_bytes
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.outcome import Report, failure_of, reported, unless_exit
@@ -38,8 +42,9 @@ from trainkit.run.recording import recorded_run
 from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
+from trainkit.storage import reporting
 
-__all__ = ["Job", "Result", "begin_folder", "new_folder", "resumed_from", "run_task", "train"]
+__all__ = ["Job", "Result", "begin_folder", "new_folder", "refuse_lack_of_room", "resumed_from", "run_task", "train"]
 
 _NICENESS: Final = 5
 """How far an evaluator stands back."""
@@ -75,15 +80,21 @@ def train(
         ConfigError: what is wrong with this combination; nothing was written.
         TrainkitError: the training failed; result.json says so, and the last checkpoint stays.
     """
-    if launch is not None:
+    with reporting(Path("outputs") if run_dir is None else run_dir):
+        if launch is None:
+            return _train(cfg, run_dir=run_dir, notes=notes, job=job)
         from trainkit.run.joining import train_launched  # noqa: PLC0415 - most runs are started by nobody else
 
         return train_launched(cfg, launch, run_dir=run_dir, notes=notes, job=job)
+
+
+def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: Job | None) -> dict[str, Any]:
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
     if plan.engine is not None:
         refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
     model = abstract_model(plan)
+    refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, recorded_run(folder) as record:
@@ -115,13 +126,34 @@ def train(
                 replaceable=plan.replaceable,
             )
 
-        result = run() if job is None else job(folder.path, run)
+        try:
+            result = run() if job is None else job(folder.path, run)
+        finally:
+            folder.give_up_reserve()
     return {**(result or {}), "folder": str(folder.path)}
 
 
 def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
     """A folder that no run has had."""
     return RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
+
+
+def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | None, run_dir: Path | None) -> None:
+    """Refuse a run whose checkpoints its file system cannot hold, before anything is written or started.
+
+    Args:
+        plan: the run.
+        model: from `abstract_model`.
+        folder: the run folder, where it exists.
+        run_dir: where it is to be made; None: below `outputs/<name>`.
+
+    Raises:
+        StorageError: there is too little room.
+    """
+    settings = plan.cfg.checkpoint
+    kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
+    where = folder.path if folder is not None else run_dir or Path("outputs") / plan.cfg.name
+    refuse_small_disk(where, size=checkpoint_bytes(plan, model), kept=kept, steps_left=plan.last_step)
 
 
 def begin_folder(
@@ -186,20 +218,25 @@ def run_task(
                 with compiling_told(beats):
                     work(plan, identity, folder, requested=lambda: stop.requested, on_phase=beats or _unheard)
                 return None
-            with telling_of_memory(plan, identity.task, lambda: None):
+            with reporting(folder.path), telling_of_memory(plan, identity.task, lambda: None):
                 session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=beats)
         except BaseException as error:
             lost = reported(error, report)
             ending = unless_exit(error, report, None)
             if is_owner:
-                folder.write_result({"skipped_steps": [], **failure_of(ending, folder, lost=lost)})
+                with contextlib.suppress(OSError):
+                    folder.write_result({"skipped_steps": [], **failure_of(ending, folder, lost=lost)})
             if ending is not error:
                 raise ending from error
             raise
         try:
             if follow is not None:
                 follow(lambda: session.run.state.step)
-            with telling_of_memory(plan, identity.task, lambda: session.run.state.step), compiling_told(beats):
+            with (
+                reporting(folder.path),
+                telling_of_memory(plan, identity.task, lambda: session.run.state.step),
+                compiling_told(beats),
+            ):
                 trained = session.train()
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
         except BaseException as error:
@@ -227,13 +264,18 @@ def _evaluate_politely(*args: Any, **kwargs: Any) -> None:
 
 
 def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: BaseException | None = None) -> None:
-    """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C."""
+    """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C.
+
+    Of a run that has failed already, what cannot be written is left out: the error that ended it is raised.
+    """
     session.close(failed=error is not None)
-    if session.run.is_owner:
-        session.confirm()
-        folder.write_result(result)
-    if not isinstance(error, KeyboardInterrupt):
-        for callback in session.callbacks:
+    suppressed = () if error is None else (OSError, StorageError)
+    with contextlib.suppress(*suppressed):
+        if session.run.is_owner:
+            session.confirm()
+            folder.write_result(result)
+    for callback in session.callbacks if not isinstance(error, KeyboardInterrupt) else ():
+        with contextlib.suppress(*suppressed):
             callback.run_end(session.run, result)
 
 

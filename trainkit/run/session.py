@@ -32,6 +32,7 @@ from trainkit.run.plan import RunPlan
 from trainkit.run.rollbacks import note_rollback
 from trainkit.run.scoring import Scorer
 from trainkit.run.stopping import REASONS
+from trainkit.storage import Presence
 from trainkit.strategies.base import Placed
 
 __all__ = ["Session"]
@@ -65,7 +66,7 @@ class Session:
         confirm: Callable[[], None] | None = None,
         on_phase: Callable[[str, int], None] | None = None,
     ) -> None:
-        self.confirm = confirm or (lambda: None)
+        self._presence, self._confirm = Presence(folder), confirm
         self.plan = plan.decided(lambda: abstract_model(plan))
         self.cfg, self.parts = self.plan.cfg, self.plan.parts
         self.callbacks, self.fingerprint = callbacks, fingerprint
@@ -96,9 +97,25 @@ class Session:
         self._training = training_of(self.plan)
         self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
         self._keeper = Keeper(
-            self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=confirm
+            self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=self.confirm
         )
         self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
+
+    def confirm(self) -> None:
+        """Make sure that the run folder is there, and still this group's.
+
+        Raises:
+            StorageError: it is gone.
+            TrainingError: another group has taken it over.
+        """
+        self._presence.check()
+        if self._confirm is not None:
+            self._confirm()
+
+    def _refuse_absent_folder(self) -> None:
+        """Raise on the owner where the run folder is gone: nothing that is trained from here on could be saved."""
+        if self.run.is_owner:
+            self._presence.check()
 
     def _open_data(self, device: torch.device) -> Loader:
         loader = unforeseen_data(self.plan, device)
@@ -255,6 +272,7 @@ class Session:
         self.flush()
         self._enter("save")
         self._journal.pause()
+        self._refuse_absent_folder()
         kept = self._keeper.collect()
         self._keeper.refuse_nonfinite(kept)
         self._keeper.mark()
@@ -269,6 +287,7 @@ class Session:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
 
     def _agree(self) -> None:
+        self._refuse_absent_folder()
         answer = self._agreement.ask()
         self._keeper.announce()
         if answer.save:

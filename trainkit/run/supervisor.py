@@ -17,6 +17,7 @@ the supervisor's death, so a supervisor killed there leaves its workers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,7 +27,7 @@ from typing import Any
 
 from trainkit.cluster.tasks import Task
 from trainkit.engine.manifest import scan
-from trainkit.errors import CrashLoopError, StoppedError, TrainkitError
+from trainkit.errors import CrashLoopError, StoppedError, StorageError, TrainkitError
 from trainkit.run.attempts import Attempts
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
@@ -36,6 +37,7 @@ from trainkit.run.rendezvous import HostedStore, Rendezvous
 from trainkit.run.roster import Roster
 from trainkit.run.skipped import skipped_in
 from trainkit.run.stopping import REASONS, Reason, StopFlag, status_of_error, stop_error
+from trainkit.storage import Presence, as_storage_error, refuse_unwritable
 
 __all__ = ["supervise"]
 
@@ -114,6 +116,12 @@ def supervise(
         except TrainkitError as error:
             _record(folder, error)
             raise
+        except OSError as error:  # what an attempt begins with cannot be written
+            found = as_storage_error(error, folder.path)
+            if found is None:
+                raise
+            _record(folder, found)
+            raise found from error
 
 
 def _record(folder: RunFolder, error: TrainkitError) -> None:
@@ -122,7 +130,8 @@ def _record(folder: RunFolder, error: TrainkitError) -> None:
     found = scan(folder.checkpoints)
     last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
     kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
-    folder.write_result({**kept, **(folder.read_result() or {}), "status": status, "reason": str(error)})
+    with contextlib.suppress(OSError):  # the error itself is on the screen
+        folder.write_result({**kept, **(folder.read_result() or {}), "status": status, "reason": str(error)})
 
 
 def _until_done(
@@ -139,6 +148,7 @@ def _until_done(
                 return result
         else:
             _raise_final(failure, attempts.stop.requested, folder)
+            refuse_unwritable(folder.path)
         reached, fruitless = _newest_step(folder), fruitless + (failure is not None)
         if reached != best:
             roster.settle()
@@ -158,11 +168,23 @@ def _until_done(
 
 def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
     """What the owner wrote; a stop that came while the run was changing its size counts as one."""
-    result = folder.read_result() or {"status": requested or "finished"}
+    result = folder.read_result() or _without_result(folder, requested)
     if result.get("status") == "resized" and requested:
         result |= {"status": requested, "reason": REASONS[requested]}
         folder.write_result(result)
     return result
+
+
+def _without_result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
+    """Return what a run that was asked to stop early has, which may not have come to its result.
+
+    Raises:
+        StorageError: nobody asked for a stop, and the result that the owner wrote is not there.
+    """
+    if requested:
+        return {"status": requested}
+    Presence(folder.path).check()
+    raise StorageError(f"all ranks ended with exit code 0, and {folder.result} is missing. {_kept(folder)}")
 
 
 def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) -> None:

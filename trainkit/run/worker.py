@@ -41,6 +41,7 @@ from trainkit.run.last_words import Reporter
 from trainkit.run.local_ranks import launch_from
 from trainkit.run.rendezvous import HostedStore
 from trainkit.run.stopping import EXIT_CODES, StopFlag, stop_signals, worker_signals
+from trainkit.storage import as_storage_error
 
 if TYPE_CHECKING:
     from typing import Any
@@ -83,7 +84,7 @@ def main(arguments: list[str]) -> int:
         except KeyboardInterrupt:
             return EXIT_CODES["stopped"]
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the end of the line: every error is reported
-            words = report(error)
+            words = report(as_storage_error(error, folder.path) or error)
             if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
                 with _recorded(folder, rank, supervised=True):
                     print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
@@ -138,7 +139,7 @@ def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
     if not hasattr(signal, "SIGUSR2"):
         yield
         return
-    folder.live.mkdir(parents=True, exist_ok=True)
+    folder.live.mkdir(exist_ok=True)
     with open_regular(folder.stacks_of(rank), "wb") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         try:

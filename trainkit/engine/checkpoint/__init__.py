@@ -13,6 +13,7 @@ from trainkit.engine.checkpoint.judged import Judged, exclusive
 from trainkit.engine.checkpoint.loading import Loaded, load, load_below, newest_valid
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, prune, save, write_part
+from trainkit.engine.checkpoint.space import bytes_needed, refuse_small_disk
 from trainkit.engine.checkpoint.together import SaverOfPieces
 from trainkit.engine.checkpoint.weights import sha256_of_pieces, weights_sha256
 from trainkit.engine.manifest import Checkpoint, read_manifest, scan
@@ -26,6 +27,7 @@ __all__ = [
     "Retention",
     "SaverOfPieces",
     "begin",
+    "bytes_needed",
     "commit",
     "exclusive",
     "load",
@@ -33,6 +35,7 @@ __all__ = [
     "newest_valid",
     "prune",
     "read_manifest",
+    "refuse_small_disk",
     "save",
     "scan",
     "sha256_of_pieces",

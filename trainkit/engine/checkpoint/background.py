@@ -13,6 +13,7 @@ from trainkit.engine.checkpoint.cleaning import owner_of
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import save, untied
 from trainkit.engine.checkpoint.snapshot import Snapshot
+from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room
 from trainkit.engine.manifest import Checkpoint
 from trainkit.engine.ownership import Owner
 
@@ -71,6 +72,7 @@ class BackgroundSaver:
             self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
             return
         unique, tied = untied(tensors)
+        refuse_lack_of_room(self._root, step, bytes_needed(unique.values()))
         arguments.update(tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
         # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that nobody takes for a checkpoint.
         self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)

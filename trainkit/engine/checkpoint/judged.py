@@ -76,8 +76,12 @@ class Judged:
 def swap_in(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file that is derived from others: a reader sees the old one or the new one."""
     temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

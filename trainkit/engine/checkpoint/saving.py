@@ -6,7 +6,6 @@ Whoever looks, at any moment and after any crash, sees a complete checkpoint or 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,14 +16,16 @@ from torch import Tensor
 from trainkit.engine.checkpoint.cleaning import clear_drafts, delete_draft, draft_of, make_room, owner_of, unmark
 from trainkit.engine.checkpoint.dtypes import NAMES, refuse_unwritable
 from trainkit.engine.checkpoint.retention import Retention
+from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room, unwritten
 from trainkit.engine.checkpoint.tensor_file import write_bytes, write_tensors
 from trainkit.engine.failpoints import reached
-from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes, scan
+from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
 from trainkit.engine.ownership import Owner
 from trainkit.errors import CheckpointError
+from trainkit.storage import naming, sync_folder
 from trainkit.strategies.pieces import Piece, Pieces, misfit
 
-__all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "unwritten", "write_part"]
+__all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "write_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,17 +74,20 @@ def save(
         owner: the run; None: whose `root` is.
 
     Raises:
-        CheckpointError: it could not be written, a full disk above all; nothing of it is left.
+        StorageError: it could not be written, a full disk above all; nothing of it is left.
+        CheckpointError: a tensor that no checkpoint can hold.
     """
     owner = owner or owner_of(root)
+    unique, tied = untied(tensors)
+    needed = bytes_needed(unique.values())
+    refuse_lack_of_room(root, step, needed)
     draft = begin(root, step, owner)
     try:
-        unique, tied = untied(tensors)
         part = write_part(draft, {name: (Piece.whole(tensor),) for name, tensor in unique.items()})
         tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
         checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=confirm)
     except OSError as error:
-        raise unwritten(root, step, error) from error
+        raise unwritten(root, step, error, needed=needed) from error
     finally:
         delete_draft(draft, owner)
     prune(root, retention or Retention(), step=step, owner=owner)
@@ -91,10 +95,14 @@ def save(
 
 
 def begin(root: Path, step: int, owner: Owner | None = None) -> Path:
-    """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left."""
+    """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left.
+
+    Raises:
+        StorageError: it cannot be made; the folder of a run that is gone is not made again.
+    """
     owner = owner or owner_of(root)
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        root.mkdir(exist_ok=True)
         clear_drafts(root, owner)
         draft = draft_of(root, step)
         owner.make(draft)
@@ -178,7 +186,7 @@ def commit(
     )
     reached("save", step)
     write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
-    _sync_folder(draft)
+    sync_folder(draft)
     if confirm is not None:
         confirm()
     _move_into_place(draft, final, owner)
@@ -189,12 +197,10 @@ def prune(root: Path, retention: Retention, *, step: int, owner: Owner) -> None:
     """Delete the checkpoints of this run that are not kept, after a new one is complete.
 
     Raises:
-        CheckpointError: the file system refuses; no checkpoint is lost.
+        StorageError: the file system refuses; no checkpoint is lost.
     """
-    try:
+    with naming(root):
         retention.apply(root, step=step, owner=owner)
-    except OSError as error:
-        raise CheckpointError(f"the older checkpoints below {root} could not be pruned: {error}.") from error
 
 
 def _index(parts: Iterable[Part]) -> dict[str, Any]:
@@ -240,29 +246,10 @@ def _move_into_place(draft: Path, final: Path, owner: Owner | None) -> None:
     replaced = make_room(final, owner)
     draft.rename(final)
     unmark(final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
     if replaced is not None and owner is not None:
         delete_draft(replaced, owner)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make a rename or new name durable; Windows has no such thing."""
-    if os.name == "nt":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _json(content: Any) -> bytes:
     return json.dumps(content, indent=1).encode()
-
-
-def unwritten(root: Path, step: int, error: OSError, *, who: str = "") -> CheckpointError:
-    """The error of a checkpoint that the disk refuses; `who` says which rank's, where several write."""
-    kept = scan(root)
-    last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
-    reason = error.strerror or str(error)
-    return CheckpointError(f"the checkpoint of step {step} could not be written below {root}: {who}{reason}. {last}.")

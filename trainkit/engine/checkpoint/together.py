@@ -18,8 +18,9 @@ import torch
 
 from trainkit.engine.checkpoint.cleaning import delete_draft, owner_of
 from trainkit.engine.checkpoint.retention import Retention
-from trainkit.engine.checkpoint.saving import Part, begin, commit, file_key, prune, unwritten, write_part
+from trainkit.engine.checkpoint.saving import Part, begin, commit, file_key, prune, write_part
 from trainkit.engine.checkpoint.snapshot import Snapshot
+from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room, unwritten
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import Checkpoint
 from trainkit.engine.ownership import Owner
@@ -43,6 +44,8 @@ class _UnderWay:
     draft: Path
     meta: Mapping[str, Any]
     metric: float | None
+    needed: int
+    """Bytes that all ranks write."""
     writing: threading.Thread | None = None
     part: Part | None = None
     error: BaseException | None = None
@@ -95,8 +98,8 @@ class SaverOfPieces:
             CheckpointError: this one, or the one before it, could not be written; the same on every rank.
         """
         self.wait()
-        draft = self._begin(step)
-        found = _UnderWay(step=step, draft=draft, meta=meta, metric=metric)
+        needed = self._refuse_lack_of_room(step, pieces)
+        found = _UnderWay(step=step, draft=self._begin(step), meta=meta, metric=metric, needed=needed)
         if self._background:
             pieces = self._copied(pieces)
             found.writing = threading.Thread(target=self._write, args=(found, pieces), name="checkpoint", daemon=True)
@@ -155,6 +158,19 @@ class SaverOfPieces:
     def _completes(self) -> bool:
         return self._everyone.rank == 0
 
+    @property
+    def _who(self) -> str:
+        """How an error names this rank; rank 0 writes for all."""
+        return "" if self._completes else f"rank {self._everyone.rank}: "
+
+    def _refuse_lack_of_room(self, step: int, pieces: Pieces) -> int:
+        """Return the bytes that all ranks together will write, where there is room for them; collective."""
+        mine = bytes_needed(piece.tensor for parts in pieces.values() for piece in parts)
+        needed: int = sum(tell_all(mine, self._everyone))
+        asked = needed if self._completes else 0  # the file system is one: rank 0 asks it for all
+        self._agreed(lambda: refuse_lack_of_room(self._root, step, asked, largest_file=mine, who=self._who))
+        return needed
+
     def _begin(self, step: int) -> Path:
         """The folder that all ranks write into; rank 0 makes it."""
         draft = self._agreed(lambda: begin(self._root, step, self._owner) if self._completes else None)
@@ -183,7 +199,7 @@ class SaverOfPieces:
             if any(pieces.values()) or not rank:
                 found.part = write_part(found.draft, pieces, rank=rank)
         except OSError as error:
-            found.error = unwritten(self._root, found.step, error, who=f"rank {rank}: ")
+            found.error = unwritten(self._root, found.step, error, needed=found.needed, who=self._who)
         except BaseException as error:  # noqa: BLE001 - told to all ranks, and raised by each
             found.error = error
 
@@ -211,7 +227,7 @@ class SaverOfPieces:
                 confirm=self._confirm,
             )
         except OSError as error:
-            raise unwritten(self._root, found.step, error) from error
+            raise unwritten(self._root, found.step, error, needed=found.needed) from error
         self._finished.append(done)
         prune(self._root, self._retention, step=found.step, owner=self._owner)
 

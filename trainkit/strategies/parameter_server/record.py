@@ -18,6 +18,7 @@ from trainkit.bounded_json import expect_map, parse_json, whole_numbers
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
 from trainkit.reading import open_regular, read_lines
+from trainkit.storage import naming
 from trainkit.strategies.parameter_server.desk import Merge
 
 __all__ = ["FILE", "Line", "Part", "Record", "read_record"]
@@ -95,20 +96,25 @@ class Record:
         kept = [line for line in read_record(path) if line.version < version] if path.exists() else []
         self.kept = tuple(kept)
         """What earlier starts have written and is still true."""
-        self._file = TextIOWrapper(open_regular(path, "wb"), encoding="utf-8")
-        self._file.writelines(f"{line.text()}\n" for line in kept)
+        self._path = path
+        with naming(path):
+            self._file = TextIOWrapper(open_regular(path, "wb"), encoding="utf-8")
+            self._file.writelines(f"{line.text()}\n" for line in kept)
 
     def note(self, merge: Merge) -> None:
         """Keep an update."""
-        self._file.write(f"{Line.of(merge).text()}\n")
+        with naming(self._path):
+            self._file.write(f"{Line.of(merge).text()}\n")
 
     def flush(self) -> None:
         """Let others see it: before a checkpoint, so that none knows more updates than the record."""
-        self._file.flush()
+        with naming(self._path):
+            self._file.flush()
 
     def close(self) -> None:
         """The end."""
-        self._file.close()
+        with naming(self._path):
+            self._file.close()
 
 
 def read_record(path: Path) -> Iterator[Line]:
