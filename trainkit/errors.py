@@ -212,7 +212,7 @@ class HangError(TrainkitError):
 
 
 class CrashLoopError(TrainkitError):
-    """Restart after restart failed without getting further."""
+    """Restart after restart failed, or an exception of user code came again in the same place."""
 
     exit_code = 6
 

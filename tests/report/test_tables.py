@@ -106,3 +106,13 @@ def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     assert not is_terminal(Terminal())
     assert not is_terminal(io.StringIO())
+
+
+def test_the_closing_lines_count_what_was_started_again(tmp_path):
+    restarts = [{"kind": kind} for kind in ("all", "all", "lost", "alone")]
+    lines = closing_lines({"status": "finished", "restarts": restarts}, tmp_path)
+    assert lines[1] == (
+        "  restarts  2 restarts, 1 restart without a replica that was lost, 1 task started again alone: "
+        "restarts in result.json"
+    )
+    assert not any("restarts" in line for line in closing_lines({"status": "finished", "restarts": []}, tmp_path))

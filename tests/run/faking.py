@@ -45,9 +45,10 @@ def run_tasks(folder, tasks, *, hang_timeout_s="auto", **settings):
     folder.path.mkdir(exist_ok=True)
     limits = TimeLimits(hang_timeout_s=hang_timeout_s)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
-    return supervise(
+    result = supervise(
         folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), limits=limits, **settings
     )
+    return {key: value for key, value in result.items() if key != "restarts"}  # read from the folder where they matter
 
 
 def launch(folder, num_ranks):

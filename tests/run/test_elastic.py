@@ -83,7 +83,8 @@ def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_
 def test_a_stop_while_the_run_changes_its_size_ends_it(folder):
     folder.path.mkdir()
     folder.write_result({"status": "resized", "steps": 7})
-    assert _result(folder, "stopped") == {"status": "stopped", "reason": "Ctrl-C", "steps": 7}
+    ended = {"status": "stopped", "reason": "Ctrl-C", "steps": 7, "restarts": []}
+    assert _result(folder, "stopped") == ended
     assert folder.read_result()["status"] == "stopped"
 
 

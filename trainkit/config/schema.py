@@ -180,7 +180,7 @@ class Supervisor:
     """What is done about ranks that fail, where a run has several."""
 
     max_restarts: Annotated[int, placement, at_least(0)] = 3
-    """Times that a run is started again from its last whole checkpoint without getting further."""
+    """Restarts from the last whole checkpoint in a row without a newer one, and restarts of failures in one step."""
     hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0)] = "auto"
     """Seconds without progress within a step after which a rank counts as hanging; auto: 10 times the longest recent
     pause of a step, and at least 30."""
@@ -196,6 +196,8 @@ class Supervisor:
     """The same for restoring a checkpoint."""
     join_timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a process of a launch waits for the others to come."""
+    evaluator_timeout_s: Annotated[float, placement, above(0)] = 3600.0
+    """Seconds that the result of a run waits for its evaluator to evaluate one more checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)

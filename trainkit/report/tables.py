@@ -10,7 +10,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from trainkit.report.numbers import duration, figure
 
@@ -174,12 +174,41 @@ def _closing_rows(result: Mapping[str, Any], folder: Path) -> dict[str, str]:
     metrics = result.get("metrics") or {}
     rows = {"result": "  ".join(f"{name} {figure(value)}" for name, value in metrics.items() if value is not None)}
     rows["skipped"] = _skipped(result)
+    rows["restarts"] = _restarts(result)
     rows["best"] = str(result.get("best") or "")
+    rows["evaluator"] = _evaluator(result)
     rows["folder"] = str(folder)
     if (folder / "tensorboard").is_dir():
         rows["tensorboard"] = f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
     rows["resume"] = str(result.get("resume") or "")
     return {label: value for label, value in rows.items() if value}
+
+
+_RESTARTS: Final = {
+    "all": ("restart", "restarts"),
+    "lost": ("restart without a replica that was lost", "restarts without replicas that were lost"),
+    "returned": ("restart with a replica that returned", "restarts with replicas that returned"),
+    "alone": ("task started again alone", "tasks started again alone"),
+}
+
+
+def _restarts(result: Mapping[str, Any]) -> str:
+    """Say how often what was started again; empty where nothing was."""
+    listed = result.get("restarts") or ()
+    counts = {kind: sum(one.get("kind") == kind for one in listed) for kind in _RESTARTS}
+    parts = [f"{count:,} {_RESTARTS[kind][count != 1]}" for kind, count in counts.items() if count]
+    more = int(result.get("restarts_not_listed", 0))
+    return f"{', '.join([*parts, *([f'{more:,} more'] if more else [])])}: restarts in result.json" if parts else ""
+
+
+def _evaluator(result: Mapping[str, Any]) -> str:
+    """Say that the evaluator did not finish; empty where it did, or where there is none."""
+    found = result.get("evaluator") or {"status": "finished"}
+    left = found.get("not_evaluated") or ()
+    if found.get("status") == "finished" and not left:
+        return ""
+    missing = f"; not evaluated, and not considered for best: {', '.join(left)}" if left else ""
+    return f"{found.get('status')}{': ' * bool(found.get('reason'))}{found.get('reason') or ''}{missing}"
 
 
 def _skipped(result: Mapping[str, Any]) -> str:

@@ -90,7 +90,8 @@ class Attempts:
         self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
         self._token = token_hex(32)
         self._assistants = frozenset(assistants)
-        self._replaceable = frozenset(replaceable) if max_restarts else frozenset()
+        alone = frozenset(task.rank for task in roster.tasks if max_restarts or task.is_evaluator)
+        self._replaceable = frozenset(replaceable) & alone  # an evaluator never ends a run
         self._max_restarts, self._say = max_restarts, say
         self._memory = memory or MemoryEvents()
         self._presence = Presence(folder.path)
@@ -103,7 +104,8 @@ class Attempts:
         self._evidence = Evidence(self._folder, memory=self._memory)
         self._watcher = Watch(self._limits, self._folder)
         self._asked_to_resize = False
-        self._over_at: float | None = None  # when the rank that trains ended cleanly, where others assist it
+        self._over_at: float | None = None  # when the training ended, where others assist the rank that trains
+        self._left_at: float | None = None  # when that rank ended cleanly
         self._told_to_wait = False
         self._ended: set[int] = set()  # ranks ended here, whose exit is no news
         self._replacing = Replacing(
@@ -151,6 +153,7 @@ class Attempts:
         while True:
             for task in self._replacing.due():
                 self._start(group, task, attempt)
+            self._note_trained()
             self._end_stragglers(group)
             if not group.running and not self._replacing.pending:
                 group.join()  # what has ended has been reported then
@@ -216,21 +219,31 @@ class Attempts:
         if rank in self._ended:
             self._ended.discard(rank)
             return True
-        return self._over_at is not None and rank in self._assistants - self._evaluators
+        expected = self._assistants - (self._evaluators if self._left_at is None else frozenset())
+        return self._over_at is not None and rank in expected
 
     def _note_end(self, rank: int) -> None:
         if rank == 0 and self._assistants:
+            self._left_at = time.monotonic()
+            self._over_at = self._over_at or self._left_at
+            self._replacing.dismiss(evaluator=True)
+
+    def _note_trained(self) -> None:
+        """Start no worker again once the training has ended, while rank 0 waits for the evaluator."""
+        if self._over_at is None and self._evaluators and self._folder.trained.exists():
             self._over_at = time.monotonic()
             self._replacing.dismiss()
 
     def _end_stragglers(self, group: WorkerGroup) -> None:
-        """A while after the training has ended nobody is left but an evaluator, which finishes what it has begun."""
+        """End the assistants a while after the training, and the evaluator a while after rank 0, which waits for it."""
         if self._over_at is None or time.monotonic() < self._over_at + _FAREWELL_S:
             return
-        left = set(group.running)
-        for rank in left & self._assistants - self._evaluators:
+        left, kept = set(group.running), self._evaluators
+        if self._left_at is not None and time.monotonic() >= self._left_at + _FAREWELL_S:
+            kept = frozenset()
+        for rank in left & self._assistants - kept:
             self._end(group, rank)
-        if left & self._evaluators and not self._told_to_wait:
+        if left & kept and self._left_at is None and not self._told_to_wait:
             self._told_to_wait = True
             self._say("The training has ended. Waiting for the evaluator to finish.")
 

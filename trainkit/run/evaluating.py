@@ -38,7 +38,7 @@ from trainkit.storage import naming
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.stored import weights_in
 
-__all__ = ["Evaluator", "evaluate_beside", "training_has_ended"]
+__all__ = ["Evaluator", "evaluate_beside", "evaluated_so_far", "training_has_ended"]
 
 _MAX_BYTES: Final = 64 << 20
 """Of a manifest."""
@@ -54,7 +54,7 @@ def evaluate_beside(
     requested: Callable[[], str | None],
     on_phase: Callable[[str, int], None],
     has_ended: Callable[[], bool] | None = None,
-) -> None:
+) -> bool:
     """Evaluate each checkpoint as it comes, until the training has ended and its last one is done; or asked to stop.
 
     Args:
@@ -63,7 +63,10 @@ def evaluate_beside(
         folder: the run folder.
         requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
         on_phase: is told (phase, step) of what it does.
-        has_ended: whether no checkpoint will follow; by default, whether there is a result.
+        has_ended: whether no checkpoint will follow; by default, whether the training has ended.
+
+    Returns:
+        Whether everything is done; False: it was asked to stop before.
     """
     ended = has_ended or (lambda: training_has_ended(folder))
     evaluator = Evaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
@@ -73,17 +76,28 @@ def evaluate_beside(
             if evaluator.evaluate_next(requested):
                 continue
             if is_last_look:
-                break
+                return True
             on_phase("idle", evaluator.step)
             time.sleep(_LOOK_S)
     finally:
         evaluator.close()
+    return False
 
 
 def training_has_ended(folder: RunFolder) -> bool:
-    """Whether a result was written that is not to be followed by more."""
+    """Whether no checkpoint will follow: the training is marked as ended, or has a result that more will not follow."""
+    if folder.trained.exists():
+        return True
     result = folder.read_result()
     return result is not None and result.get("status") != "resized"
+
+
+def evaluated_so_far(folder: RunFolder) -> tuple[int, list[str]]:
+    """Return how many checkpoints were evaluated, and the names of those in the folder that were not."""
+    rows = _rows(folder.evaluations)
+    done = {row["manifest"] for row in rows}
+    left = [one.folder.name for one in reversed(scan(folder.checkpoints)) if _mark(one.folder) not in done]
+    return len(rows), left
 
 
 class Evaluator:

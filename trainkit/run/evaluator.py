@@ -1,8 +1,9 @@
 """An evaluator beside any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]`.
 
-It scores the checkpoints that are there and those that come, until the run has a result, or nobody is at work in its
-folder any more. It may be stopped and started again: what is done is not done again. The run knows nothing of it, but
-that a checkpoint which is being evaluated is not removed, and which one is best.
+It scores the checkpoints that are there and those that come, until the training has ended, or no process works in its
+folder any more; then it writes the best checkpoint into the result of the run, which did not wait for it. It may be
+stopped and started again: what is done is not done again. The run knows nothing of it, but that a checkpoint which is
+being evaluated is not removed, and which one is best.
 
 Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 where it was stopped.
 """
@@ -25,8 +26,10 @@ from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
+from trainkit.run.awaiting import bring_up_to_date
 from trainkit.run.evaluating import evaluate_beside, training_has_ended
 from trainkit.run.folder import RunFolder
+from trainkit.run.outcome import best_and_last
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.stopping import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
@@ -50,7 +53,7 @@ def main(arguments: list[str]) -> int:
     with masked_output(), lasting_output(), StopFlag() as stop:
         try:
             with allow_packages(packages):
-                evaluate_beside(
+                done = evaluate_beside(
                     _plan_of(folder, task.device),
                     Identity(task=task, num_ranks=2),
                     folder,
@@ -58,10 +61,21 @@ def main(arguments: list[str]) -> int:
                     on_phase=lambda _phase, _step: None,
                     has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
                 )
+                if done:
+                    _conclude(folder)
         except TrainkitError as error:
             print(error, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
             return error.exit_code
     return EXIT_CODES[stop.requested or "finished"]
+
+
+def _conclude(folder: RunFolder) -> None:
+    """Bring the result of the run up to date, and say which checkpoint is best."""
+    current = bring_up_to_date(folder)
+    best = best_and_last(folder)["best"]
+    print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
+    if not current and folder.result.exists():
+        print(f"{folder.result} was left as it is: another process uses the folder.", flush=True)  # noqa: T201
 
 
 def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:

@@ -1,7 +1,7 @@
 """The run folder: where a run keeps everything, made exclusively and locked while in use.
 
 outputs/<name>/<date>_<time>/       (-2, -3 on collision)
-  resolved.yaml  environment.json  train.log  metrics.jsonl  result.json
+  resolved.yaml  environment.json  train.log  metrics.jsonl  restarts.jsonl  result.json
   logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
   live/rank_N                       heartbeats and last words of the attempt that is running
 """
@@ -28,6 +28,7 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.lock import locked
+from trainkit.run.restart_record import restarts_of
 from trainkit.storage import naming, sync_folder
 
 __all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
@@ -129,6 +130,16 @@ class RunFolder:
         """Heartbeats and last words of the attempt that is running: says only what is live."""
         return self.path / "live"
 
+    @property
+    def trained(self) -> Path:
+        """The mark of a training that has ended, whose result waits for its evaluator."""
+        return self.live / "trained"
+
+    @property
+    def evaluated(self) -> Path:
+        """How the evaluator of the attempt that is running has ended."""
+        return self.live / "evaluated.json"
+
     def log_of(self, rank: int) -> Path:
         """Where a rank above 0 writes what it prints."""
         return self.logs / f"rank_{rank}.log"
@@ -208,9 +219,10 @@ class RunFolder:
         return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`; what it quotes of an error holds no secret."""
+        """Write `result.json`, with the restarts of the run; what it quotes of an error holds no secret."""
         reason = result.get("reason")
-        self.write_report(self.result, {**result, "reason": mask(reason)} if isinstance(reason, str) else result)
+        masked = {"reason": mask(reason)} if isinstance(reason, str) else {}
+        self.write_report(self.result, {**result, **masked, **restarts_of(self.path)})
 
     def read_result(self) -> dict[str, Any] | None:
         """What `result.json` holds; None where there is none, or none that can be read."""

@@ -7,13 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 from trainkit.engine.events import Run
-from trainkit.errors import TrainingError, TrainkitError
+from trainkit.engine.manifest import is_checkpoint
+from trainkit.errors import AbsentFileError, TrainingError, TrainkitError
+from trainkit.reading import read_map
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import LastWords
 from trainkit.run.rollbacks import rollbacks_of
 from trainkit.run.stopping import REASONS, status_of_error
 
-__all__ = ["Report", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
+__all__ = ["Report", "best_and_last", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
 
 Report = Callable[[BaseException], LastWords]
 """Reports an error to the parent and the other ranks."""
@@ -70,3 +72,13 @@ def unless_exit(error: BaseException, report: Report | None, step: int | None) -
         f"the process was to exit with code {error.code or 0} {when}, before the training was done: sys.exit was "
         f"called in {frame.filename}, line {frame.lineno}, in {frame.name}."
     )
+
+
+def best_and_last(folder: RunFolder) -> dict[str, str | None]:
+    """Return where the best and the last checkpoint of a run lie."""
+    try:
+        names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
+    except AbsentFileError:
+        names = {}
+    found = {name: names.get(name) or "" for name in ("best", "last")}
+    return {name: str(folder.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError
+from trainkit.run.evaluator_end import EvaluatorEnd, report_end
 from trainkit.run.failure import Failure
 from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Heartbeat, Pulse, read_pulse
+from trainkit.run.restart_record import Restart, note_restart
+from trainkit.run.restarting import Raised, raised_by
 
 __all__ = ["Replacing"]
 
@@ -36,6 +39,8 @@ class _Record:
     """Deaths in a row before it had begun anything."""
     due: float | None = None
     """When it is started again; None: it runs, or is not."""
+    raised: set[Raised] = field(default_factory=set)
+    """The exceptions of user code that it has raised."""
 
 
 class Replacing:
@@ -81,7 +86,8 @@ class Replacing:
         """Decide about a task that has died: when it is started again, if it is.
 
         Raises:
-            CrashLoopError: it dies again and again and the run comes no further.
+            CrashLoopError: it dies again and again and the run comes no further, or it raised the same exception twice
+                in the same place.
         """
         task, record = self._tasks[failure.rank], self._records[failure.rank]
         pulse = read_pulse(self._folder.heartbeat_of(failure.rank))
@@ -89,19 +95,31 @@ class Replacing:
         record.fruitless = 1 if reached > record.reached else record.fruitless + 1
         record.reached = max(record.reached, reached)
         record.stillborn = record.stillborn + 1 if pulse is None or pulse.phase == "start" else 0
-        if record.fruitless > self._max_restarts:
-            self._give_up(failure, task, record)
+        raised = raised_by(self._folder, task)
+        twice = raised is not None and raised in record.raised
+        if raised is not None:
+            record.raised.add(raised)
+        if twice or record.fruitless > self._max_restarts:
+            self._give_up(failure, task, record, twice=twice)
             return
         wait_s = min(2.0 ** (record.stillborn - 1), _LONGEST_S) if record.stillborn else 0.0
         record.due = self._clock() + wait_s
         when = f" in {wait_s:g} s" if wait_s else ""
+        step = None if pulse is None else pulse.step
+        restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
+        note_restart(self._folder.path, restart)
         self._say(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
 
-    def _give_up(self, failure: Failure, task: Task, record: _Record) -> None:
+    def _give_up(self, failure: Failure, task: Task, record: _Record, *, twice: bool) -> None:
         count = f"gave up after {self._max_restarts} restarts of {task} alone"
+        no_further = f"{count} that got no further than step {record.reached}"
+        if twice:
+            no_further = count = f"gave up: {task} raised the same exception twice in the same place"
         if not task.is_evaluator:
-            raise CrashLoopError(f"{count} that got no further than step {record.reached}: {failure.error()}")
-        self._say(f"{failure.headline} Evaluation {count}; the training goes on without it.")
+            raise CrashLoopError(f"{no_further}: {failure.error()}")
+        words = failure.headline
+        report_end(self._folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
+        self._say(f"{words} Evaluation {count}; the training goes on without it.")
 
     def due(self) -> list[Task]:
         """The tasks to start now, each with a life of its own and nothing left of the one before."""
@@ -114,10 +132,10 @@ class Replacing:
             Heartbeat(self._folder.heartbeat_of(rank)).close()  # its time begins now, not with the attempt
         return [self._tasks[rank] for rank in ranks]
 
-    def dismiss(self) -> None:
-        """The training has ended: nobody but the evaluator is started again."""
+    def dismiss(self, *, evaluator: bool = False) -> None:
+        """Start no task again, because the training has ended: with `evaluator` not the evaluator either."""
         for rank, task in self._tasks.items():
-            if not task.is_evaluator:
+            if evaluator or not task.is_evaluator:
                 self._records[rank].due = None
 
 

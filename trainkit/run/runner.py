@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from torch import nn
 
@@ -18,24 +17,23 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets import redacted, refuse_to_carry
 from trainkit.config.semantics import fingerprint
 from trainkit.engine.checkpoint import refuse_small_disk
-from trainkit.engine.manifest import is_checkpoint
 from trainkit.errors import AbsentFileError, StorageError
 from trainkit.numerics.determinism import reproducible_process
 from trainkit.reading import read_map
 from trainkit.run.assisting import assist
+from trainkit.run.awaiting import evaluate_all, findings_of
 from trainkit.run.beginning import begin_where_it_stood
 from trainkit.run.building import build_callbacks
 from trainkit.run.compiling import compiling_told
 from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.environment import write_environment, write_resolved
-from trainkit.run.evaluating import evaluate_beside
 from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Beats, beats_of
 from trainkit.run.limits import TimeLimits
 from trainkit.run.memory import abstract_model, checkpoint_bytes
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
-from trainkit.run.outcome import Report, failure_of, reported, unless_exit
+from trainkit.run.outcome import Report, best_and_last, failure_of, reported, unless_exit
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.proof_records import last_proof
 from trainkit.run.recording import recorded_run
@@ -45,9 +43,6 @@ from trainkit.run.stopping import StopFlag
 from trainkit.storage import reporting
 
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "refuse_lack_of_room", "resumed_from", "run_task", "train"]
-
-_NICENESS: Final = 5
-"""How far an evaluator stands back."""
 
 Result = dict[str, Any] | None
 """What result.json holds, on the owner."""
@@ -214,7 +209,7 @@ def run_task(
             beats = beats_of(identity, folder)
             plan = plan or make_plan(cfg)
             if identity.task.rank in plan.assistants:
-                work = _evaluate_politely if identity.task.is_evaluator else assist
+                work = evaluate_all if identity.task.is_evaluator else assist
                 with compiling_told(beats):
                     work(plan, identity, folder, requested=lambda: stop.requested, on_phase=beats or _unheard)
                 return None
@@ -248,7 +243,7 @@ def run_task(
             if ending is not error:
                 raise ending from error
             raise
-        _end(session, result, folder)
+        _end(session, result, folder, requested=lambda: stop.requested)
     return result if is_owner else None
 
 
@@ -256,14 +251,13 @@ def _unheard(phase: str, step: int) -> None:
     """Take a beat that nobody listens to."""
 
 
-def _evaluate_politely(*args: Any, **kwargs: Any) -> None:
-    """Give way to the training on the CPU, where they share one."""
-    if hasattr(os, "nice"):
-        os.nice(_NICENESS)
-    evaluate_beside(*args, **kwargs)
-
-
-def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: BaseException | None = None) -> None:
+def _end(
+    session: Session,
+    result: dict[str, Any],
+    folder: RunFolder,
+    error: BaseException | None = None,
+    requested: Callable[[], str | None] = lambda: None,
+) -> None:
     """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C.
 
     Of a run that has failed already, what cannot be written is left out: the error that ended it is raised.
@@ -273,6 +267,9 @@ def _end(session: Session, result: dict[str, Any], folder: RunFolder, error: Bas
     with contextlib.suppress(*suppressed):
         if session.run.is_owner:
             session.confirm()
+            if session.plan.has_evaluator:
+                result |= findings_of(session, folder, failed=error is not None, requested=requested)
+                session.confirm()
             folder.write_result(result)
     for callback in session.callbacks if not isinstance(error, KeyboardInterrupt) else ():
         with contextlib.suppress(*suppressed):
@@ -317,13 +314,7 @@ def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
 
 def _places(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
     """Return where checkpoints lie, how the run is resumed, and the last proof of this training on this placement."""
-    try:
-        names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
-    except AbsentFileError:
-        names = {}
-    found = {name: names.get(name) or "" for name in ("best", "last")}
-    places = {name: str(folder.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}
-    return {**places, "resume": folder.resume_command, "proved": last_proof(plan)}
+    return {**best_and_last(folder), "resume": folder.resume_command, "proved": last_proof(plan)}
 
 
 def _notes(folder: RunFolder) -> list[str]:

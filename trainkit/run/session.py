@@ -210,6 +210,10 @@ class Session:
         for callback in self.callbacks:
             callback.rolled_back(self.run, step)
 
+    def rest(self) -> None:
+        """Say that this rank only waits from now on; it does not count as hanging."""
+        self._enter("idle")
+
     def close(self, *, failed: bool = False) -> None:
         """End workers, threads and the process group.
 

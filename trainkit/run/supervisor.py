@@ -7,7 +7,7 @@ start all --> watch exits, heartbeats, stop signals
                     our own error           --> that error
                     no checkpoint           --> that failure
                     a replica is lost       --> start the others, as long as elastic.min_replicas are left
-                    no further than before, max_restarts times  --> CrashLoopError
+                    the rule of restarts is at its end (trainkit.run.restarting) --> CrashLoopError
                     else                    --> start all again; they continue from the newest whole checkpoint
                 a lost replica is due       --> they save and end; start all again, and that one
 
@@ -34,6 +34,8 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.limits import TimeLimits
 from trainkit.run.ranks import ENTRY, rank_groups
 from trainkit.run.rendezvous import HostedStore, Rendezvous
+from trainkit.run.restart_record import Restart, note_restart
+from trainkit.run.restarting import Fault, RestartRule, fault_of
 from trainkit.run.roster import Roster
 from trainkit.run.skipped import skipped_in
 from trainkit.run.stopping import REASONS, Reason, StopFlag, status_of_error, stop_error
@@ -68,7 +70,7 @@ def supervise(
         resolved: the config file that the workers read.
         tasks: one a process; rank 0 writes the run folder, and what it prints goes to the terminal.
         folder: the run folder; its lock is held by the caller.
-        max_restarts: restarts in a row that may fail to bring a newer checkpoint; 0 never restarts.
+        max_restarts: bounds the restarts, as `trainkit.run.restarting` says; 0 never restarts.
         min_replicas: the run goes on without replicas that are lost, as long as so many are left; None: with all.
         retry_s: seconds until a lost replica is tried again.
         limits: how long a rank may make no progress.
@@ -137,10 +139,12 @@ def _record(folder: RunFolder, error: TrainkitError) -> None:
 def _until_done(
     attempts: Attempts, roster: Roster, folder: RunFolder, *, max_restarts: int, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    best, fruitless = _newest_step(folder), 0
+    best, rule, resized = _newest_step(folder), RestartRule(max_restarts), False
     for attempt in itertools.count():
         for line in roster.muster():
             say(line)
+            if resized:
+                note_restart(folder.path, Restart(kind="returned", cause=line, checkpoint=best))
         failure = attempts.run(attempt, continues_at=best)
         if failure is None:
             result = _result(folder, attempts.stop.requested)
@@ -149,21 +153,36 @@ def _until_done(
         else:
             _raise_final(failure, attempts.stop.requested, folder)
             refuse_unwritable(folder.path)
-        reached, fruitless = _newest_step(folder), fruitless + (failure is not None)
+        reached, resized = _newest_step(folder), failure is None
         if reached != best:
             roster.settle()
-            fruitless = int(failure is not None)
         if failure is not None:
             if max_restarts == 0 or reached is None:
                 raise failure.error("" if reached is not None else "There is no checkpoint to restart from.")
+            task = roster.tasks[failure.rank]
+            fault = fault_of(folder, roster.tasks, failure.rank, begun_at=best, reached=reached)
             at_start = attempt > 0 and not attempts.has_begun(failure.rank, best)
             lost = roster.blame(failure.rank, at_start=at_start)
-            fruitless -= lost is not None
-            if fruitless > max_restarts:
-                raise _given_up(failure, roster, max_restarts, reached)
-            say(_restarting(failure, lost, reached, f"{fruitless} of {max_restarts}"))
+            refusal = rule.refuse(fault, lost=lost is not None, remark=_few(roster))
+            if refusal is not None:
+                raise CrashLoopError(f"{refusal}: {failure.error()}")
+            note_restart(folder.path, _restart(failure, task, fault, lost=lost))
+            say(_restarting(failure, lost, reached, f"{rule.fruitless} of {max_restarts}"))
+        elif reached != best:
+            rule.advance()
         best = reached
     raise AssertionError  # count() never ends
+
+
+def _restart(failure: Failure, task: Task, fault: Fault, *, lost: str | None) -> Restart:
+    return Restart(
+        kind="all" if lost is None else "lost",
+        cause=f"{failure.headline} {lost or ''}".rstrip(),
+        step=fault.step,
+        rank=failure.rank,
+        task=str(task),
+        checkpoint=fault.reached,
+    )
 
 
 def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
@@ -195,12 +214,8 @@ def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) 
         raise stop_error(requested, str(failure.error(f"It was asked to stop. {_kept(folder)}")))
 
 
-def _given_up(failure: Failure, roster: Roster, max_restarts: int, reached: int) -> CrashLoopError:
-    few = f", with elastic.min_replicas={len(roster.tasks)} left" if roster.at_minimum else ""
-    return CrashLoopError(
-        f"gave up after {max_restarts} restarts that got no further than the checkpoint of step {reached}{few}: "
-        f"{failure.error()}"
-    )
+def _few(roster: Roster) -> str:
+    return f", with elastic.min_replicas={len(roster.tasks)} left" if roster.at_minimum else ""
 
 
 def _restarting(failure: Failure, lost: str | None, reached: int, count: str) -> str:

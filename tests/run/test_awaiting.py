@@ -1,0 +1,162 @@
+"""The end of a run with an evaluator: the result waits for it, for a bounded time, and says so if it did not come."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+
+import pytest
+
+from tests.support import quick
+from trainkit.errors import DataError
+from trainkit.report.tables import closing_lines
+from trainkit.run.awaiting import await_evaluator, bring_up_to_date, describe
+from trainkit.run.evaluator_end import EvaluatorEnd, report_end
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.last_words import write_last_words
+
+
+@pytest.fixture
+def folder(tmp_path):
+    found = RunFolder(tmp_path / "run")
+    found.live.mkdir(parents=True)
+    return found
+
+
+class Clock:
+    """Seconds that pass while the run waits; at some of them something happens."""
+
+    def __init__(self, **happens):
+        self.now, self.happens = 0.0, happens
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += 1 + 0 * seconds
+        self.happens.get(f"at_{self.now:g}", lambda: None)()
+
+
+def awaited(folder, clock, *, limit_s=1000.0, requested=lambda: None):
+    return await_evaluator(folder, 2, limit_s=limit_s, requested=requested, clock=clock, sleep=clock.sleep)
+
+
+def test_the_result_waits_until_the_evaluator_is_done(folder):
+    clock = Clock(at_9=lambda: report_end(folder, EvaluatorEnd(status="finished")))
+    assert awaited(folder, clock) == EvaluatorEnd(status="finished")
+    assert (clock.now, folder.trained.exists()) == (9, True)
+
+
+def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder):
+    seconds = (90, 180, 270)
+    rows = {f"at_{second}": lambda second=second: folder.evaluations.write_text("r" * second) for second in seconds}
+    end = awaited(folder, clock := Clock(**rows), limit_s=100)
+    reason = "no checkpoint was evaluated in 100 s (supervisor.evaluator_timeout_s)"
+    assert end == EvaluatorEnd(status="timed out", reason=reason)
+    assert clock.now == 270 + 101
+
+
+def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder):
+    write_last_words(folder.error_of(2), 2, DataError("no such file"))
+    end = awaited(folder, clock := Clock())
+    assert end == EvaluatorEnd(status="failed", reason="DataError: no such file")
+    assert clock.now == 31
+
+
+def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(folder):
+    heart = Heartbeat(folder.heartbeat_of(2))
+    end = awaited(folder, clock := Clock(at_200=lambda: heart.beat(3, "evaluate")))
+    heart.close()
+    assert end == EvaluatorEnd(status="failed", reason="it gave no sign of life for 300 s")
+    assert clock.now == 200 + 301
+
+
+def test_a_stop_ends_the_wait(folder):
+    answers = itertools.chain([None] * 5, itertools.repeat("stopped"))
+    end = awaited(folder, clock := Clock(), requested=lambda: next(answers))
+    assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
+    assert clock.now == 5
+
+
+def test_one_that_is_stopped_with_nothing_left_to_do_has_finished(folder):
+    told = describe(folder, EvaluatorEnd(status="stopped", reason="Ctrl-C"))
+    assert told == {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}
+
+
+def test_a_result_that_did_not_wait_is_brought_up_to_date(folder):
+    folder.write_result({"status": "finished", "best": None, "steps": 9})
+    folder.checkpoints.mkdir()
+    (folder.checkpoints / "index.json").write_text('{"best": "step_00000004", "last": null}')
+    assert bring_up_to_date(folder)
+    result = folder.read_result()
+    assert (result["best"], result["steps"]) == (f"{folder.checkpoints}/step_00000004", 9)
+    assert result["evaluator"]["status"] == "finished"
+
+
+def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch):
+    monkeypatch.setattr("trainkit.run.awaiting._LOCKED_S", 0.0)
+    folder.write_result({"status": "stopped"})
+    with folder.lock():
+        assert not bring_up_to_date(folder)
+    folder.result.unlink()
+    assert not bring_up_to_date(folder)
+    assert not folder.result.exists()
+
+
+def test_the_closing_lines_say_what_was_not_evaluated(tmp_path):
+    found = {"status": "timed out", "reason": "too slow", "evaluated": 3, "not_evaluated": ["step_00000040"]}
+    assert closing_lines({"status": "finished", "evaluator": found}, tmp_path)[1] == (
+        "  evaluator  timed out: too slow; not evaluated, and not considered for best: step_00000040"
+    )
+    done = {"status": "finished", "reason": None, "evaluated": 4, "not_evaluated": []}
+    assert not any("evaluator" in line for line in closing_lines({"status": "finished", "evaluator": done}, tmp_path))
+
+
+RUN = [
+    "recipe=null", "strategy=parameter_server", "strategy.workers=1", "strategy.evaluator=true", "steps=40",
+    "batch.global_size=64", "model.hidden=[8]", "checkpoint.every_steps=10", "checkpoint.keep_last=99",
+    "eval.every_epochs=null", "eval.metric=val/loss", "eval.mode=max", "callbacks=[]", "logger=[]",
+]  # fmt: skip
+
+
+def finished(folder, fail, *overrides):
+    """Train with a planted failure of the evaluator; the first checkpoint is the best. Returns result and screen."""
+    command = quick.command(*RUN, f"hydra.run.dir={folder.path}", *overrides)
+    environ = os.environ | {"TRAINKIT_FAIL": f"rank=2,phase=evaluate,{fail}"}
+    done = subprocess.run(command, cwd=folder.path.parent, env=environ, capture_output=True, text=True, check=True)
+    return folder.read_result(), done.stdout
+
+
+def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    result, screen = finished(folder, "step=10,life=0,action=kill")
+    assert result["best"] == f"{folder.path}/checkpoints/step_00000010"
+    assert result["evaluator"] == {"status": "finished", "reason": None, "evaluated": 4, "not_evaluated": []}
+    assert [(one["kind"], one["task"], one["step"]) for one in result["restarts"]] == [("alone", "evaluator:0", 10)]
+    assert "/checkpoints/step_00000010\n" in screen[screen.index("  best ") :]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("fail", "overrides", "status", "reason"),
+    [
+        (
+            "step=40,action=hang",
+            ["supervisor.evaluator_timeout_s=2"],
+            "timed out",
+            "no checkpoint was evaluated in 2 s",
+        ),
+        ("step=40,action=kill", ["supervisor.max_restarts=0"], "failed", "Evaluation gave up after 0 restarts"),
+        ("step=40,action=raise", [], "failed", "evaluator:0 raised the same exception twice in the same place"),
+    ],
+)
+def test_an_evaluator_that_does_not_finish_is_named_in_result_and_screen(tmp_path, fail, overrides, status, reason):
+    folder = RunFolder(tmp_path / "run")
+    result, screen = finished(folder, fail, *overrides)
+    assert result["status"] == "finished"
+    assert (result["evaluator"]["status"], reason in result["evaluator"]["reason"]) == (status, True)
+    assert result["evaluator"]["not_evaluated"] == ["step_00000040"]
+    assert result["best"] == f"{folder.path}/checkpoints/step_00000010"
+    assert f"  {status}: " in screen[screen.index("  evaluator ") :]

@@ -1,0 +1,166 @@
+"""The rule of restarts over sequences of failures, the record of restarts, and both with real processes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.run.faking import run_fakes, run_roles
+from trainkit.cluster.tasks import Task
+from trainkit.errors import CrashLoopError, DataError
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.last_words import write_last_words
+from trainkit.run.restart_record import FILE, Restart, note_restart, restarts_of
+from trainkit.run.restarting import Fault, Raised, RestartRule, fault_of
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def raised(rank=1, step=5, text="ValueError: bad sample"):
+    return frozenset({Raised(task=f"worker:{rank}", rank=rank, step=step, text=text)})
+
+
+def killed(step, begun_at, reached):
+    return Fault(step=step, begun_at=begun_at, reached=reached, newer=reached > begun_at)
+
+
+def failed(step, begun_at, reached, **what):
+    return replace(killed(step, begun_at, reached), raised=raised(step=step, **what))
+
+
+TWICE = "gave up: rank 1 raised the same exception twice in the same place, in step 5"
+NO_FURTHER = "gave up after 2 restarts that got no further than the checkpoint of step 3"
+ONE_STEP = "gave up after 2 restarts: 3 attempts failed in step 5, whatever was saved between them"
+EARLY = "gave up after 2 restarts: 3 attempts in a row raised an exception within their first two steps"
+SEQUENCES = {
+    "the same exception at the same step": ([failed(5, 0, 3), failed(5, 3, 3)], TWICE),
+    "the same exception, a newer checkpoint between": ([failed(5, 0, 3), failed(5, 3, 5)], TWICE),
+    "the same exception, another failure between": ([failed(5, 0, 3), killed(4, 3, 4), failed(5, 4, 5)], TWICE),
+    "other text": ([failed(5, 0, 3), failed(5, 3, 4, text="ValueError: another")], None),
+    "another step": ([failed(5, 0, 3), failed(9, 3, 8)], None),
+    "another rank": ([failed(5, 0, 3), failed(5, 3, 4, rank=0)], None),
+    "signals in one place": ([killed(5, 0, 3), killed(5, 3, 3)], None),
+    "signals without a newer checkpoint": ([killed(5, 0, 3), killed(4, 3, 3), killed(3, 3, 3)], NO_FURTHER),
+    "signals that fail at one step": ([killed(5, 0, 2), killed(5, 2, 3), killed(5, 3, 4)], ONE_STEP),
+    "that step, with others between": (
+        [killed(5, 0, 2), killed(4, 2, 3), killed(5, 3, 4), killed(6, 4, 5), killed(5, 5, 6)],
+        ONE_STEP,
+    ),
+    "signals, each a step further": ([killed(step, step - 1, step) for step in range(1, 60)], None),
+    "exceptions, each a step further": (
+        [failed(step, step - 1, step) for step in (6, 7, 8)],
+        EARLY,
+    ),
+    "exceptions, each three steps further": ([failed(step, step - 3, step) for step in range(3, 60, 3)], None),
+    "failures before the first step": ([Fault(step=None, begun_at=0, reached=n, newer=True) for n in range(9)], None),
+}
+
+
+@pytest.mark.parametrize(("faults", "refusal"), SEQUENCES.values(), ids=SEQUENCES)
+def test_the_rule_over_a_sequence_of_failures(faults, refusal):
+    rule = RestartRule(max_restarts=2)
+    answers = [rule.refuse(fault) for fault in faults]
+    assert answers[:-1] == [None] * (len(faults) - 1)
+    assert answers[-1] == refusal
+
+
+def test_replicas_that_are_lost_count_in_no_rule():
+    rule = RestartRule(max_restarts=1)
+    assert [rule.refuse(failed(5, 0, 3), lost=True) for _ in range(9)] == [None] * 9
+
+
+def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder):
+    folder.live.mkdir(parents=True)
+    tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
+    faults = []
+    for named in (0, 1):
+        for task in tasks:
+            heart = Heartbeat(folder.heartbeat_of(task.rank))
+            heart.beat(5, "forward")
+            heart.close()
+            write_last_words(folder.error_of(task.rank), task.rank, ValueError(f"at {object()}"))
+        faults.append(fault_of(folder, tasks, named, begun_at=3, reached=3))
+    rule = RestartRule(max_restarts=3)
+    told = "gave up: rank 0 raised the same exception twice in the same place, in step 5"
+    assert [rule.refuse(fault) for fault in faults] == [None, told]
+
+
+@pytest.mark.parametrize(("error", "lost"), [(ValueError("gone"), True), (DataError("no such file"), False)])
+def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_user(folder, monkeypatch, error, lost):
+    folder.live.mkdir(parents=True)
+    monkeypatch.setattr("trainkit.run.last_words.is_after_effect", lambda _: lost)
+    write_last_words(folder.error_of(1), 1, error)
+    fault = fault_of(folder, [Task(role="worker", index=1, rank=1)], 1, begun_at=None, reached=3)
+    assert fault == Fault(step=None, begun_at=0, reached=3, newer=True)
+
+
+def test_the_record_survives_lines_that_are_none(folder):
+    folder.path.mkdir()
+    restart = Restart(kind="all", cause="rank 1 was ended by SIGKILL.\nA second line.", step=3, rank=1, task="worker:1")
+    note_restart(folder.path, restart)
+    with (folder.path / FILE).open("a") as file:
+        file.write('{"kind": "all"}\nnonsense\n[1]\n{"kind"')
+    folder.write_result({"status": "finished"})
+    expected = {"kind": "all", "step": 3, "rank": 1, "task": "worker:1", "cause": "rank 1 was ended by SIGKILL."}
+    assert folder.read_result() == {"status": "finished", "restarts": [{**expected, "checkpoint": None}]}
+
+
+def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch):
+    folder.path.mkdir()
+    monkeypatch.setattr("trainkit.run.restart_record._LISTED", 2)
+    for step in range(5):
+        note_restart(folder.path, Restart(kind="all", cause="", step=step))
+    found = restarts_of(folder.path)
+    assert [one["step"] for one in found["restarts"]] == [0, 1]
+    assert found["restarts_not_listed"] == 3
+
+
+def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fake):
+    fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
+    said = []
+    with pytest.raises(CrashLoopError) as caught:
+        run_fakes(folder, 2, max_restarts=3, say=said.append)
+    assert (len(said), caught.value.exit_code) == (1, 6)
+    first, *_, last = str(caught.value).splitlines()
+    assert first.startswith("gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 ")
+    assert last == "RuntimeError: bad sample"
+    result = folder.read_result()
+    assert result["reason"] == str(caught.value)
+    assert [(one["kind"], one["step"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [
+        ("all", 2, 1, 2)
+    ]
+
+
+def test_restarts_are_counted_through_resume(folder, fake):
+    fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
+    run_fakes(folder, 2, say=print)
+    assert len(folder.read_result()["restarts"]) == 1
+    fake("steps=9 save=2 pause=0.02", fail="rank=0,step=7,phase=forward,attempt=0,action=kill")
+    run_fakes(folder, 2, say=print)
+    assert [(one["kind"], one["task"], one["step"]) for one in folder.read_result()["restarts"]] == [
+        ("all", "worker:1", 3),
+        ("all", "worker:0", 7),
+    ]
+
+
+def test_tasks_that_are_started_again_alone_are_counted_as_such(folder, fake):
+    fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
+    run_roles(folder, "worker worker ps", say=print)
+    (restart,) = json.loads(folder.result.read_text())["restarts"]
+    assert (restart["kind"], restart["task"], restart["step"]) == ("alone", "worker:0", 3)
+
+
+def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(folder, fake):
+    fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
+    said = []
+    with pytest.raises(CrashLoopError) as caught:
+        run_roles(folder, "worker ps", say=said.append)
+    assert len(said) == 1
+    told = "gave up: worker:0 raised the same exception twice in the same place: rank 1 "
+    assert str(caught.value).startswith(told)
