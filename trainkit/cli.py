@@ -50,6 +50,7 @@ _REFUSED: Final = {
     "experimental-rerun": "trainkit resume RUN continues a run.",
 }
 _SHOWN_PROBLEMS: Final = 30
+_SHOWN_LINES: Final = 31
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -235,6 +236,11 @@ def _show(call: Call, which: str) -> int:
 
 
 def _one_screen(error: TrainkitError) -> str:
+    """Return a message that fits on a screen: of a config the first problems, of another error start and end."""
+    if not isinstance(error, ConfigError):
+        from trainkit.report.tracebacks import one_screen  # noqa: PLC0415 - for an error only
+
+        return one_screen(str(error), _SHOWN_LINES)
     lines = str(error).splitlines()
     more = len(lines) - _SHOWN_PROBLEMS - 1
     return "\n".join([*lines[: _SHOWN_PROBLEMS + 1], f"  and {more} more"] if more > 0 else lines)

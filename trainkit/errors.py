@@ -9,6 +9,7 @@ TrainkitError                1   anything below
 ├── TrainingError            1   a step that cannot be computed: rank, step and cause
 │   ├── ZeroWeightError      1   a global batch without a single target
 │   ├── OutOfMemoryError     1   a device or its host had no memory left
+│   ├── CollectiveMismatchError  1   ranks that call different collectives in one place
 │   ├── NonFiniteError       1   a loss or gradient that is NaN or infinite
 │   └── LossScaleError       1   the loss scale fell to its floor and gradients still overflow
 ├── LinkError              1   a connection between tasks that broke, or was never made
@@ -32,6 +33,7 @@ __all__ = [
     "MISSING",
     "AbsentFileError",
     "CheckpointError",
+    "CollectiveMismatchError",
     "ConfigError",
     "CrashLoopError",
     "DataError",
@@ -191,6 +193,10 @@ class ZeroWeightError(TrainingError):
 
 class OutOfMemoryError(TrainingError):
     """A device, or the host, has no memory left; the message says what the run needs and what to try."""
+
+
+class CollectiveMismatchError(TrainingError):
+    """Ranks of one process group call different collectives, or with tensors of different shapes or dtypes."""
 
 
 class NonFiniteError(TrainingError):

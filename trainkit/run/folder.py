@@ -156,6 +156,10 @@ class RunFolder:
         """The mark of a rank that has done its part to the end: exit code 0 without it is a failure."""
         return self.live / f"rank_{rank}.done"
 
+    def collectives_of(self, rank: int) -> Path:
+        """The last collectives of a rank, in a mapped file."""
+        return self.live / f"rank_{rank}.collectives"
+
     def stacks_of(self, rank: int) -> Path:
         """Where a rank that hangs writes what each of its threads was doing."""
         return self.live / f"rank_{rank}.stacks"

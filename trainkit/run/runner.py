@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from trainkit.run.resume import Start, find_start
 from trainkit.run.session import Session
 from trainkit.run.stopping import StopFlag
 from trainkit.storage import reporting
+from trainkit.strategies.flight_recorder import FlightRecorder
 
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "refuse_lack_of_room", "resumed_from", "run_task", "train"]
 
@@ -204,7 +206,13 @@ def run_task(
     """
     is_owner = identity.task.rank == 0
     begun = time.perf_counter()
-    with reproducible_process(enabled=cfg.numerics.reproducible):
+    session: Session | None = None
+
+    def step() -> int:
+        return -1 if session is None else session.run.state.step
+
+    recorder = FlightRecorder(folder.collectives_of, identity.task.rank, step) if identity.store else nullcontext()
+    with reproducible_process(enabled=cfg.numerics.reproducible), recorder:
         try:
             beats = beats_of(identity, folder)
             plan = plan or make_plan(cfg)

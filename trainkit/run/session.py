@@ -88,7 +88,7 @@ class Session:
             make_optimizer=make_optimizer(self.cfg, model),
         )
         self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
-        self._leaves = True
+        self._failed = False
         self._cleanup.callback(self._leave)
         self.placed.open_data = self._open_data
         self.placed.folder = folder
@@ -215,18 +215,13 @@ class Session:
         self._enter("idle")
 
     def close(self, *, failed: bool = False) -> None:
-        """End workers, threads and the process group.
-
-        Args:
-            failed: this rank has failed. It then leaves no group of several ranks: to leave one waits for the others,
-                who wait for this rank. Its process is about to end, and with it its connections.
-        """
-        self._leaves = not failed or self.placed.everyone.num_ranks == 1
+        """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
+        self._failed = failed
         self._cleanup.close()
 
     def _leave(self) -> None:
-        if self._leaves:
-            self.parts.strategy.leave(self.placed)
+        strategy = self.parts.strategy
+        (strategy.abort if self._failed else strategy.leave)(self.placed)
 
     def _occasions(self) -> list[Occasion]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch

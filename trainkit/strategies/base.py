@@ -519,3 +519,7 @@ class Strategy(ABC):
     @abstractmethod
     def leave(self, placed: Any) -> None:
         """End the process group."""
+
+    def abort(self, placed: Any) -> None:
+        """Break the connections of a rank that has failed, without waiting for the other ranks."""
+        self.leave(placed)

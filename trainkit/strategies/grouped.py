@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,9 @@ from trainkit.strategies.replica import Replica
 from trainkit.strategies.synchronous import Synchronous
 
 __all__ = ["Grouped"]
+
+_ABORT_S: Final = 2.0
+"""How long a rank that has failed waits for its connections to close."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +223,19 @@ class Grouped(Synchronous):
         """End the process group."""
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def abort(self, placed: Replica) -> None:  # noqa: ARG002 - the default group is the replica's
+        """Break the connections of the process group, so that the other ranks need not wait for this one."""
+        if dist.is_initialized():
+            # NCCL and gloo wait for the exchanges under way, which may never end
+            thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
+            thread.start()
+            thread.join(_ABORT_S)
+
+
+def _abort_groups() -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the others know already
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks
 
 
 def _counted(count: int, word: str, plural: str) -> str:

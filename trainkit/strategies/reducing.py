@@ -190,3 +190,9 @@ class Reducing(DataParallel):
         if isinstance(placed.reducer, Closing):
             placed.reducer.close()
         super().leave(placed)
+
+    def abort(self, placed: Replica) -> None:
+        """Close the reducer, then break the connections of the process group."""
+        if isinstance(placed.reducer, Closing):
+            placed.reducer.close()
+        super().abort(placed)

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Partials
 
@@ -49,6 +50,7 @@ class FlatReducer:
         for _, sums in partials:  # noqa: B007 - without lanes there is one at most
             pass
         packing.fill(self._views_of(flat, packing), sums)
+        note_exchange(flat)
         return self._views_of(self._transport.sum(flat), packing)
 
     def _views_of(self, flat: Tensor, packing: Packing) -> list[Tensor]:

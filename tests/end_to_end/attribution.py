@@ -1,0 +1,102 @@
+"""Run a training with a planted fault, and judge what it says: the rank, and one cause on screen, in file and code."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.end_to_end.faulty import FAULT
+from tests.support import quick
+from tests.support.verdicts import plain
+
+ROOT = Path(__file__).parents[2]
+STEP = 3
+HANGS = ("stopped", "GIL held", "sleep", "endless loop", "loader hang")
+KINDS = (
+    "stopped", "exited 0", "sys.exit", "killed", "raised 'peer'", "raised", "extra collective", "missing collective",
+    "GIL held", "sleep", "endless loop", "loader hang",
+)  # fmt: skip
+SAID: Mapping[str, str] = {
+    "stopped": r"it is stopped by a signal \(state T\). To let it continue: kill -CONT \d+",
+    "exited 0": r"exited with code 0 in step 3 \(forward\) before the training was done",
+    "sys.exit": r"exited with code 0 in step 3 \(forward\) before the training was done",
+    "killed": r"was ended by SIGKILL in step 3 \(forward\)",
+    "out of memory": r"was ended by SIGKILL in step 3 \(forward\). Its cgroup ran out of memory: oom_kill in \S+ rose",
+    "raised 'peer'": r"failed in step 3 \(forward\): RuntimeError: the peer table is broken",
+    "raised": r"failed in step 3 \(forward\): ValueError: bad batch 17",
+    "extra collective": r"the ranks call different collectives: .*all_reduce of \(5,\) float32 at \S+faulty.py:\d+",
+    "missing collective": r"the ranks call different collectives: .*all_reduce of \(5,\) float32 at \S+faulty.py:\d+",
+    "GIL held": r"has made no progress for \d+ s in step 3 \(forward\)",
+    "sleep": r"has made no progress for \d+ s in step 3 \(forward\)",
+    "endless loop": r"has made no progress for \d+ s in step 3 \(forward\)",
+    "loader hang": r"has made no progress for \d+ s in step \d \(data\)",
+}
+FILES = {
+    "model/net.yaml": "_target_: tests.end_to_end.faulty.Net\n",
+    "data/faulty.yaml": "_target_: tests.end_to_end.faulty.Points\n",
+}
+OVERRIDES = (
+    "recipe=null", "--allow-package=tests", "model=net", "data=faulty", "batch.global_size=8", "batch.micro_size=null",
+    "steps=8", "log_every_steps=100", "callbacks=[]", "logger=[]", "loader.num_workers=0", "hydra.run.dir=run",
+    "eval.every_epochs=null", "checkpoint.every_epochs=null",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a run left."""
+
+    code: int
+    screen: str
+    reason: str
+    status: str
+
+    def problems(self, kind: str, rank: int) -> list[str]:
+        """Return what is wrong with it: another rank or cause, a cause that differs between screen, file and code."""
+        first = self.reason.splitlines()[0] if self.reason else ""
+        mismatch = "collective" in kind
+        found = []
+        if not re.search(SAID[kind], first):
+            found.append(f"cause: {first}")
+        if not mismatch and not plain(first).startswith(f"rank {rank} "):
+            found.append(f"not rank {rank}: {first}")
+        if not re.search(r"rank \d+ \(pid \d+ on \S+\)", first):
+            found.append("no pid and host")
+        if first not in self.screen:
+            found.append(f"the screen says something else:\n{self.screen}")
+        if self.code != (5 if kind in HANGS else 1) or self.status != "failed":
+            found.append(f"exit code {self.code}, status {self.status}")
+        found += [f"an after-effect on the screen: {line}" for line in re.findall(_AFTER_EFFECTS, self.screen)]
+        return found
+
+
+_AFTER_EFFECTS = r".*(?:gloo/transport|terminate called|Fatal Python error|ended while rank).*"
+
+
+def train(folder: Path, fault: str, *overrides: str, environ: Mapping[str, str] | None = None) -> Outcome:
+    """Train in a folder with a planted fault, `KIND:RANK:STEP`."""
+    for name, text in FILES.items():
+        path = folder / "conf" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    command = quick.command("--config-dir", str(folder / "conf"), *OVERRIDES, *overrides)
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: fault, **(environ or {})}
+    ended = subprocess.run(command, cwd=folder, env=whole, capture_output=True, text=True, timeout=240, check=False)
+    return outcome(folder / "run", ended.returncode, ended.stdout + ended.stderr)
+
+
+def outcome(run: Path, code: int, screen: str) -> Outcome:
+    """Read what a run left."""
+    path = run / "result.json"
+    result = json.loads(path.read_text()) if path.is_file() else {}
+    return Outcome(code=code, screen=screen, reason=result.get("reason", ""), status=result.get("status", ""))
+
+
+def mirrored(ranks: int, *, hang_timeout_s: float = 20.0) -> Sequence[str]:
+    """Return the overrides of a mirrored run that finds a hang soon."""
+    return ("strategy=mirrored", f"strategy.replicas={ranks}", f"supervisor.hang_timeout_s={hang_timeout_s:g}")

@@ -1,0 +1,101 @@
+"""User code with one planted fault, for the tests of which rank a run names.
+
+TRAINKIT_TEST_FAULT="kill:1:3"     what happens, on which rank, in which step
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+FAULT = "TRAINKIT_TEST_FAULT"
+
+
+def _rank() -> int:
+    return int(os.environ.get("TRAINKIT_RANK", os.environ.get("RANK", "0")))
+
+
+def _fault() -> tuple[str, int, int]:
+    kind, rank, step = os.environ[FAULT].split(":")
+    return kind, int(rank), int(step)
+
+
+def _eat_memory() -> None:
+    held = []
+    while True:
+        held.append(bytearray(os.urandom(1 << 20)) * 32)
+
+
+def _exchange() -> None:
+    dist.all_reduce(torch.ones(5))
+
+
+ACTIONS = {
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "exited 0": lambda: os._exit(0),
+    "sys.exit": lambda: sys.exit(0),
+    "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "out of memory": _eat_memory,
+    "GIL held": lambda: ctypes.PyDLL(None).sleep(1 << 20),
+    "sleep": lambda: time.sleep(1 << 20),
+}
+
+
+class Net(nn.Module):
+    """A linear model; its fault is planted in the forward of one step."""
+
+    def __init__(self, features: int = 5) -> None:
+        super().__init__()
+        self.linear = nn.Linear(features, 2)
+        self.calls = 0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            kind, rank, step = _fault()
+            if self.calls == step:
+                self.fail(kind, here=rank == _rank())
+            self.calls += 1
+        outputs: Tensor = self.linear(inputs)
+        return outputs
+
+    def fail(self, kind: str, *, here: bool) -> None:
+        """Do what is planted."""
+        if (kind, here) in (("extra collective", True), ("missing collective", False)):
+            _exchange()
+        elif here and kind == "raised 'peer'":
+            raise RuntimeError("the peer table is broken: connection reset by peer")
+        elif here and kind == "raised":
+            raise ValueError("bad batch 17")
+        elif here and kind == "endless loop":
+            while True:
+                pass
+        elif here and kind in ACTIONS:
+            ACTIONS[kind]()
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """64 points; on one rank the loader hangs at the sample that is read after some others."""
+
+    splits = ("train",)
+
+    def __init__(self, split: str) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(64, 5, generator=generator)
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        kind, rank, step = _fault()
+        self.reads += 1
+        if kind == "loader hang" and rank == _rank() and self.reads > 8 * step:
+            time.sleep(1 << 20)
+        return self.inputs[index], int(self.inputs[index].sum() > 0)

@@ -1,0 +1,289 @@
+"""Record the last collectives of each rank, and refuse one that differs from what another rank calls in its place.
+
+Every rank writes what it is about to call into a small file that the other ranks of its host have mapped: operation,
+size, dtype, step, and the line of the user's code. Of two ranks that call different collectives, the later one finds
+the call of the other there and raises; without that, gloo ends the process by SIGABRT or both wait for ever. What a
+rank wrote outlives the process, so that the parent can read it.
+
+PyTorch's own recorder keeps the collectives of NCCL in memory, for a process that can still be asked, and the checks of
+TORCH_DISTRIBUTED_DEBUG=DETAIL cost an exchange more for each collective.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import sys
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, Final, Self
+
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.cluster.processes import host_mark
+from trainkit.errors import CollectiveMismatchError
+
+__all__ = ["Collective", "FlightRecorder", "mismatch", "note_exchange", "read_collectives"]
+
+_SLOTS: Final = 64
+_SHOWN: Final = 3
+"""Collectives of a rank that a message shows."""
+_HEAD: Final = struct.Struct("<qq")  # the host, so that no rank compares with a file that another host writes; the pid
+_TEXT_BYTES: Final = 160
+_ENTRY: Final = struct.Struct(f"<qQQQqH{_TEXT_BYTES}s")  # number, group, sequence, kind, step, length, text
+_CHECKSUM: Final = struct.Struct("<I")  # an entry that is just being written fails it
+_STRIDE: Final = _ENTRY.size + _CHECKSUM.size
+_OFFSET: Final = 64
+_SIZE: Final = _OFFSET + _SLOTS * _STRIDE
+_NAMES: Final = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "allgather": "all_gather",
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "gather": "gather",
+    "scatter": "scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all_single",
+    "all_to_all_single": "all_to_all_single",
+    "barrier": "barrier",
+}
+"""Methods of a process group -> what they are called in torch.distributed."""
+_OF_ONE_SIZE: Final = frozenset(
+    {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "exchange of gradients"}
+)
+"""Collectives whose tensors have one size and dtype on all ranks; of the others only the names are compared."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Collective:
+    """A collective that a rank has called."""
+
+    number: int
+    """Counts those of the rank."""
+    group: int
+    """A hash of the name and the ranks of the process group."""
+    sequence: int
+    """Counts those of the rank in this group."""
+    kind: int
+    """A hash of what all ranks must have in common."""
+    step: int
+    """Updates completed; -1 before the first step."""
+    text: str
+    """Operation, shape, dtype, and where it was called."""
+
+    def __str__(self) -> str:
+        when = "before the first step" if self.step < 0 else f"in step {self.step}"
+        return f"{self.text}, {when}"
+
+
+class FlightRecorder:
+    """Records the collectives of this process while its block runs.
+
+    Args:
+        file_of: the file of a rank.
+        rank: this rank.
+        step: the updates completed so far; -1 before the first step.
+    """
+
+    def __init__(self, file_of: Callable[[int], Path], rank: int, step: Callable[[], int]) -> None:
+        self._file_of, self._rank, self._step = file_of, rank, step
+        self._number = 0
+        self._groups: dict[str, tuple[int, list[int]]] = {}
+        self._sequences: dict[int, int] = {}
+        self._peers: dict[int, mmap.mmap | None] = {}
+
+    def __enter__(self) -> Self:
+        """Make the file, and record what Python code calls of any process group from here on."""
+        global _current
+        path = self._file_of(self._rank)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("w+b") as file:
+            file.truncate(_SIZE)
+            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        _HEAD.pack_into(self._memory, 0, host_mark(), os.getpid())
+        self._previous, _current = _current, self
+        self._methods = {name: vars(dist.ProcessGroup)[name] for name in _NAMES if name in vars(dist.ProcessGroup)}
+        for name in self._methods:
+            setattr(dist.ProcessGroup, name, _recorded(getattr(dist.ProcessGroup, name), _NAMES[name]))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop recording; the file stays."""
+        global _current  # noqa: PLW0603 - see above
+        for name, method in self._methods.items():
+            setattr(dist.ProcessGroup, name, method)
+        _current = self._previous
+        for memory in (self._memory, *self._peers.values()):
+            if memory is not None:
+                memory.close()
+        self._peers.clear()
+
+    def record(self, group: dist.ProcessGroup, name: str, tensor: Tensor | None) -> None:
+        """Write down a collective that is about to be called.
+
+        Raises:
+            CollectiveMismatchError: another rank of this host has called another one in its place.
+        """
+        group_id, ranks = self._group(group)
+        module, place = _caller()
+        shape = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        alike = f"{tensor.numel()} {tensor.dtype}" if tensor is not None and name in _OF_ONE_SIZE else ""
+        sequence = self._sequences[group_id] = self._sequences.get(group_id, 0) + 1
+        self._number += 1
+        own = Collective(
+            number=self._number,
+            group=group_id,
+            sequence=sequence,
+            kind=_hash(f"{name} {alike} {module.startswith('trainkit.')}"),
+            step=self._step(),
+            text=f"{name}{shape} at {place}",
+        )
+        _write(self._memory, own)
+        for rank in ranks:
+            if rank != self._rank and (memory := self._peer(rank)) is not None:
+                self._compare(own, rank, memory)
+
+    def _group(self, group: dist.ProcessGroup) -> tuple[int, list[int]]:
+        name = group.group_name
+        if name not in self._groups:
+            ranks = dist.get_process_group_ranks(group)
+            self._groups[name] = (_hash(f"{name} {ranks}"), ranks)
+        return self._groups[name]
+
+    def _peer(self, rank: int) -> mmap.mmap | None:
+        """Return the memory of another rank; None where that is on another host."""
+        if rank not in self._peers:
+            self._peers[rank] = None
+            with contextlib.suppress(OSError, ValueError), self._file_of(rank).open("rb") as file:
+                memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+                if _HEAD.unpack_from(memory, 0)[0] == host_mark():
+                    self._peers[rank] = memory
+        return self._peers[rank]
+
+    def _compare(self, own: Collective, rank: int, memory: mmap.mmap) -> None:
+        theirs = _read(memory, _slot(own.group, own.sequence))
+        if theirs is None or (theirs.group, theirs.sequence) != (own.group, own.sequence) or theirs.kind == own.kind:
+            return  # also where the other rank has not come so far: it compares when it does
+        raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
+
+
+_current: FlightRecorder | None = None
+
+
+def note_exchange(tensor: Tensor) -> None:
+    """Record an exchange between all ranks that uses no process group.
+
+    Args:
+        tensor: what this rank gives.
+
+    Raises:
+        CollectiveMismatchError: another rank of this host has called a collective in its place.
+    """
+    if _current is not None and dist.group.WORLD is not None:
+        _current.record(dist.group.WORLD, "exchange of gradients", tensor)
+
+
+def read_collectives(path: Path) -> list[Collective]:
+    """Return the last collectives that a rank has called, in order; none where the file is absent or damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return []
+    found = map(partial(_read, content), range(_SLOTS)) if len(content) == _SIZE else ()
+    return sorted(filter(None, found), key=lambda one: one.number)
+
+
+def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @wraps(method)
+    def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+        if _current is not None:
+            _current.record(group, name, _tensor_in(args, name))
+        return method(group, *args, **kwargs)
+
+    return call
+
+
+def _tensor_in(args: Sequence[Any], name: str) -> Tensor | None:
+    """Return the tensor that this rank gives, or of reduce_scatter the one that it gets; None: it gives none."""
+    gives_second = name.startswith(("all_gather", "gather", "scatter", "all_to_all")) and len(args) > 1
+    found: Any = args[1] if gives_second else args[0] if args else None
+    while isinstance(found, list | tuple):
+        found = found[0] if found else None
+    return found if isinstance(found, Tensor) else None
+
+
+def _caller() -> tuple[str, str]:
+    """Return the module and the line that called a collective: the first beyond torch."""
+    frame = sys._getframe(2)  # noqa: SLF001 - the cheap way to look at the stack
+    name = ""
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith("torch.") and name != __name__:
+            break
+        frame = frame.f_back
+    return name, f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _hash(text: str) -> int:
+    data = text.encode()
+    return zlib.crc32(data) << 32 | zlib.adler32(data)
+
+
+def _slot(group: int, sequence: int) -> int:
+    return (group + sequence) % _SLOTS
+
+
+def _write(memory: mmap.mmap, one: Collective) -> None:
+    text = one.text.encode()
+    text = text if len(text) <= _TEXT_BYTES else text[:60] + b"..." + text[63 - _TEXT_BYTES :]
+    body = _ENTRY.pack(one.number, one.group, one.sequence, one.kind, one.step, len(text), text)
+    start = _OFFSET + _slot(one.group, one.sequence) * _STRIDE
+    memory[start : start + _STRIDE] = body + _CHECKSUM.pack(zlib.crc32(body))
+
+
+def _read(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
+    start = _OFFSET + slot * _STRIDE
+    entry = bytes(memory[start : start + _STRIDE])
+    body, (checksum,) = entry[: _ENTRY.size], _CHECKSUM.unpack_from(entry, _ENTRY.size)
+    number, group, sequence, kind, step, length, text = _ENTRY.unpack(body)
+    if not number or zlib.crc32(body) != checksum:
+        return None
+    shown = text[:length].decode(errors="replace")
+    return Collective(number=number, group=group, sequence=sequence, kind=kind, step=step, text=shown)
+
+
+def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
+    """Return what there is to say of two ranks that call different collectives in one place.
+
+    Args:
+        one: a rank, and the collective that it calls.
+        other: the same of another rank.
+        file_of: the file of a rank.
+    """
+    calls = "; ".join(f"{_name(rank, file_of(rank))} calls {collective}" for rank, collective in (one, other))
+    rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
+    lines = [f"the ranks call different collectives: {calls}. {rule}"]
+    for rank in sorted((one[0], other[0])):
+        last = read_collectives(file_of(rank))[-_SHOWN:]
+        lines += [f"The last collectives of rank {rank}:", *(f"  {collective}" for collective in last)]
+    return "\n".join(lines)
+
+
+def _name(rank: int, file: Path) -> str:
+    try:
+        return f"rank {rank} (pid {_HEAD.unpack_from(file.read_bytes())[1]} on {socket.gethostname()})"
+    except (OSError, struct.error):
+        return f"rank {rank}"
