@@ -65,7 +65,7 @@ class Outcome:
             found.append(f"cause: {first}")
         if not mismatch and not plain(first).startswith(f"rank {rank} "):
             found.append(f"not rank {rank}: {first}")
-        if not re.search(r"rank \d+ \(pid \d+ on \S+\)", first):
+        if not re.search(r"rank \d+ \(pid \d+ on [^)]+\)", first):
             found.append("no pid and host")
         if first not in self.screen:
             found.append(f"the screen says something else:\n{self.screen}")
@@ -97,6 +97,6 @@ def outcome(run: Path, code: int, screen: str) -> Outcome:
     return Outcome(code=code, screen=screen, reason=result.get("reason", ""), status=result.get("status", ""))
 
 
-def mirrored(ranks: int, *, hang_timeout_s: float = 20.0) -> Sequence[str]:
+def mirrored(ranks: int, *, hang_timeout_s: float = 5.0) -> Sequence[str]:
     """Return the overrides of a mirrored run that finds a hang soon."""
     return ("strategy=mirrored", f"strategy.replicas={ranks}", f"supervisor.hang_timeout_s={hang_timeout_s:g}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_PROCESS = re.compile(r"(rank \d+) \(pid \d+ on [^)\s]+\)")
+_PROCESS = re.compile(r"(rank \d+) \(pid \d+ on [^)\s]+(, state \w)?\)")
 _HINT = " The system may have run out of memory."
 
 

@@ -134,10 +134,11 @@ class Evidence:
         return read_last_words(self._folder.error_of(rank))
 
     def name(self, rank: int) -> str:
-        """Return what a message calls a rank: its number, and its pid and host where they are known."""
+        """Return what a message calls a rank: its number; pid, host and state of its process where they are known."""
         words, mark = self.report(rank), self._marks().get(rank)
         if mark is not None:
-            return f"rank {rank} (pid {mark.pid} on {socket.gethostname()})"
+            state = f", state {mark.state}" if mark.lives and mark.state else ""
+            return f"rank {rank} (pid {mark.pid} on {socket.gethostname()}{state})"
         if words is not None and words.pid:
             return f"rank {rank} (pid {words.pid} on {words.host})"
         return f"rank {rank} ({self._away[rank]})" if rank in self._away else f"rank {rank}"
