@@ -15,7 +15,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal, cast
+from typing import Any, BinaryIO, Final, Literal
 
 from trainkit.bounded_json import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
@@ -75,7 +75,7 @@ def open_regular(path: Path, mode: Mode = "rb", *, follow: bool = False, bufferi
     descriptor = open_descriptor(path, _FLAGS[mode], follow=follow)
     if mode == "wb":
         os.ftruncate(descriptor, 0)  # not by a flag: what is no regular file is left as it is
-    return cast("BinaryIO", os.fdopen(descriptor, mode, buffering))
+    return os.fdopen(descriptor, mode, buffering)
 
 
 def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.bounded_json import expect_map, expect_maps
+from trainkit.bounded_json import Kind, expect_map, expect_maps
 from trainkit.engine.ownership import Owner
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_json, refuse_link, size_of
@@ -56,7 +56,7 @@ _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_BYTES: Final = 64 << 20
 """Of a manifest, which has a hundred bytes for each file of the checkpoint."""
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
-_KEYS: Final = {
+_KEYS: Final[Mapping[str, Kind]] = {
     "step": int,
     "position": object,
     "fingerprint": (str, type(None)),

@@ -22,6 +22,7 @@ from trainkit.run.waiting import Patience
 __all__ = ["follow", "lead"]
 
 _POLL_S: Final = 0.05
+_NAME_LENGTH: Final = 64
 
 
 def lead(
@@ -52,8 +53,8 @@ def lead(
             if not board.has(f"trainkit/arrival/{number}"):
                 break
             seen = number
-            size, name = board.get(f"trainkit/arrival/{number}").decode().split()
-            if int(size) == num_ranks:
+            size, _, name = board.get(f"trainkit/arrival/{number}").decode(errors="replace").partition(" ")
+            if size == str(num_ranks) and len(name) <= _NAME_LENGTH:  # a stranger's arrival is none
                 board.set(f"trainkit/answer/{name}", prefix)
         missing -= {rank for rank in missing if board.has(f"{prefix}/present/{rank}")}
         if not missing:
@@ -81,6 +82,6 @@ def _arrive(board: Board, launch: Launch, patience: Patience) -> str:
     board.set(f"trainkit/arrival/{number}", f"{launch.num_ranks} {name}")
     while not board.has(f"trainkit/answer/{name}"):
         patience.wait(_POLL_S)
-    prefix = board.get(f"trainkit/answer/{name}").decode()
+    prefix = board.get(f"trainkit/answer/{name}").decode(errors="replace")
     board.set(f"{prefix}/present/{launch.rank}", "")
     return prefix

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Final
+from datetime import timedelta
+from typing import Any, Final, TypeVar
 
+from trainkit.bounded_json import parse_json
 from trainkit.cluster.launch import Launch
+from trainkit.errors import LinkError
 from trainkit.run.network import reachable
 from trainkit.run.rendezvous import store_of_launch
 from trainkit.run.waiting import Patience
+from trainkit.time_limits import Pending, call_within
 
 __all__ = ["Board"]
 
+T = TypeVar("T")
+
 _POLL_S: Final = 0.2
+_ANSWER_S: Final = 300.0
+"""How long the store may take to answer; its process may be stopped, or the machine loaded."""
 _PROBE_S: Final = 2.0
 """How old the last proof may be that the store can be reached."""
 
@@ -51,7 +60,14 @@ class Board:
             self.address = hosted.address
         while not reachable(*self.address):
             patience.wait(_POLL_S)
-        self._store = TCPStore(*self.address, is_master=False, wait_for_workers=False)
+        connecting = Pending(
+            lambda: TCPStore(
+                *self.address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWER_S)
+            )
+        )
+        while not connecting.wait(_POLL_S):  # a process that listens and never answers would be waited for, for ever
+            patience.wait(0)
+        self._store = connecting.result()
 
     def close(self) -> None:
         """Let go of the store."""
@@ -64,21 +80,43 @@ class Board:
     def has(self, key: str) -> bool:
         """Whether a key was set."""
         self._probe()
-        return bool(self._store.check([key]))
+        return bool(self._ask(lambda: self._store.check([key])))
 
     def get(self, key: str) -> bytes:
         """The value of a key that was set."""
-        value: bytes = self._store.get(key)
+        value: bytes = self._ask(lambda: self._store.get(key))
         return value
+
+    def message(self, key: str) -> Any:
+        """Return the JSON that was set under a key.
+
+        Raises:
+            LinkError: it is none: a process that is none of this launch has written there.
+        """
+        try:
+            return parse_json(self.get(key))
+        except ValueError as error:
+            raise self.misfit(key, error) from None
+
+    def misfit(self, key: str, error: ValueError) -> LinkError:
+        """Return the error of a key that holds no message of this launch."""
+        host, port = self.address
+        return LinkError(f"the store at {host}:{port} holds no message of this launch under {key}: {error}")
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._store.set(key, value)
+        self._ask(lambda: self._store.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter; returns what it is then."""
         self._probe()
-        return int(self._store.add(key, amount))
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        try:
+            return call_within(question, _ANSWER_S)
+        except TimeoutError:
+            raise RuntimeError("the store of the launch does not answer") from None
 
     def _probe(self) -> None:
         if not self._launch.hosts_store and time.monotonic() - self._probed > _PROBE_S:

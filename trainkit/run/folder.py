@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.bounded_json import Kind
 from trainkit.config.allowed import package_arguments
 from trainkit.config.secrets import keys_to_add
 from trainkit.errors import UnreadableError
@@ -236,7 +237,7 @@ class RunFolder:
             return None
 
 
-_RESULT: Final = {
+_RESULT: Final[Mapping[str, Kind]] = {
     "status": str,
     "reason": (str, type(None)),
     "last": (str, type(None)),

@@ -12,12 +12,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final
 
+from trainkit.bounded_json import Kind, expect_map, whole_numbers
 from trainkit.cluster.launch import Launch
 from trainkit.config.build import build
 from trainkit.config.schema import Batch, RunConfig
@@ -40,6 +42,11 @@ from trainkit.strategies.base import Strategy
 __all__ = ["join_late", "late_ranks", "let_in", "shared_token"]
 
 _KEY: Final = "trainkit/open"
+_WORD: Final[Mapping[str, Kind]] = {
+    **dict.fromkeys(("prefix", "folder", "fence", "token"), str),
+    "likeness": dict,
+    "batch": list,
+}
 _POLL_S: Final = 0.2
 _TOKEN: Final = "TRAINKIT_TOKEN"  # noqa: S105 - the name of the variable that holds it
 _FAREWELL_S: Final = 30.0
@@ -141,11 +148,21 @@ def _word(board: Board, stack: ExitStack, patience: Patience) -> dict[str, Any]:
     while True:
         try:
             if board.has(_KEY):
-                word: dict[str, Any] = json.loads(board.get(_KEY))
-                return word
+                return _checked(board)
         except RuntimeError:  # the store's DistError: that of a run which was just ending
             board.open(stack, patience)
         patience.wait(_POLL_S)
+
+
+def _checked(board: Board) -> dict[str, Any]:
+    try:
+        word = expect_map(board.message(_KEY), _WORD)
+        whole_numbers([one for one in word["batch"] if one is not None])
+        if len(word["batch"]) != len(("global_size", "micro_size")):
+            raise ValueError("its batch is not two numbers")
+    except ValueError as error:
+        raise board.misfit(_KEY, error) from None
+    return word
 
 
 def _leave(reason: Reason) -> None:

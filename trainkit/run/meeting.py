@@ -10,12 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
 
+from trainkit.bounded_json import Kind, expect_map
 from trainkit.cluster.launch import Launch
 from trainkit.errors import HangError, PeerError
 from trainkit.run.arriving import follow, lead
@@ -108,10 +109,11 @@ class Meeting:
         """
         key = self._next_round()
         if self.launch.rank > 0:
-            told = json.loads(self._wait_for(key))
+            self._wait_for(key)
+            told = self._message(key, {"failed": (dict, type(None))})
             if told["failed"] is not None:
-                raise self.peer_error(words_from(told["failed"]))
-            result: T = told["result"]
+                raise self.peer_error(self._words(key, told["failed"]))
+            result: T = told.get("result")
             return result
         try:
             result = work()
@@ -140,7 +142,7 @@ class Meeting:
         self._board.set(f"{key}/{self.launch.rank}", json.dumps(words))
         failures = self.first(lambda: [words for words in self._collect(key) if words is not None])
         if failures:
-            culprit = words_from(failures[0])
+            culprit = self._words(key, failures[0])
             if self.launch.rank > 0:
                 raise self.peer_error(culprit) from error
             raise error if error is not None else culprit.error(self.launch.place_of(culprit.rank))
@@ -159,7 +161,7 @@ class Meeting:
         while True:
             for rank in everyone:
                 if rank not in found and self._board.has(f"{key}/{rank}"):
-                    found[rank] = json.loads(self._board.get(f"{key}/{rank}"))
+                    found[rank] = self._board.message(f"{key}/{rank}")
             if len(found) == len(everyone):
                 return [found[rank] for rank in everyone]
             patience.wait(_POLL_S)
@@ -178,7 +180,7 @@ class Meeting:
         deadline = time.monotonic() + within_s
         try:
             while True:
-                found = {key: json.loads(self._board.get(name)) for key, name in names.items() if self._board.has(name)}
+                found = {key: self._board.message(name) for key, name in names.items() if self._board.has(name)}
                 if found or time.monotonic() > deadline:
                     return found
                 time.sleep(_POLL_S)
@@ -196,7 +198,7 @@ class Meeting:
     def recall(self, key: str) -> str | None:
         """What an earlier group of this launch left; None where there was none, or its store is gone."""
         name = f"trainkit/{key}"
-        return self._board.get(name).decode() if self._board.has(name) else None
+        return self._board.get(name).decode(errors="replace") if self._board.has(name) else None
 
     def hurry(self) -> None:
         """Something has failed: the store may be out of reach."""
@@ -212,13 +214,24 @@ class Meeting:
         self._rounds += 1
         return f"{self.prefix}/round/{self._rounds}"
 
-    def _wait_for(self, key: str) -> bytes:
+    def _message(self, key: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
+        try:
+            return expect_map(self._board.message(key), kinds)
+        except ValueError as error:
+            raise self._board.misfit(key, error) from None
+
+    def _words(self, key: str, content: Mapping[str, Any]) -> LastWords:
+        try:
+            return words_from(content)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise self._board.misfit(key, ValueError("it is no report of a failure")) from None
+
+    def _wait_for(self, key: str) -> None:
         """A value that rank 0 sets, which is there and busy; whom it waits for, it says itself."""
         patience = self._patience(lambda: [0], say=_nothing)
         try:
             while not self._board.has(key):
                 patience.wait(_POLL_S)
-            return self._board.get(key)
         except RuntimeError as error:  # the store's DistError
             raise HangError(f"{self.launch.place_of(0)} is gone, and with it the store.") from error
 

@@ -20,6 +20,7 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Facts
 from trainkit.strategies.collective import GroupCollective, LocalCollective
 from trainkit.strategies.devices import device_list_problems, parse_device
+from trainkit.strategies.rendezvous_store import store_client
 from trainkit.strategies.replica import Replica
 from trainkit.strategies.synchronous import Synchronous
 
@@ -197,7 +198,7 @@ class Grouped(Synchronous):
             torch.cuda.set_device(device)
         host, port = identity.store
         timeout = timedelta(seconds=self.timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store = store_client((host, port), self.timeout_s)
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             # A fresh prefix an attempt: a restarted rank must not read a dead peer's address.

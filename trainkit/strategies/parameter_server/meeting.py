@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any, Self
 
 import torch.distributed as dist
@@ -11,10 +10,12 @@ import torch.distributed as dist
 from trainkit.cluster.identity import Identity
 from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.greeting import Listener
+from trainkit.strategies.rendezvous_store import store_client
 
 __all__ = ["Meeting"]
 
 _OVER = "over"
+_MAX_PORT = 65535
 
 
 class Meeting:
@@ -38,9 +39,7 @@ class Meeting:
         """
         if identity.store is None:
             raise LinkError(f"{identity.task}: there is no store to meet at (TRAINKIT_STORE)")
-        host, port = identity.store
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+        store = store_client(identity.store, timeout_s)
         prefixed = dist.PrefixStore(f"{identity.prefix}/tasks", store)  # type: ignore[attr-defined]
         return cls(prefixed, token=identity.token.encode(), timeout_s=timeout_s, host=identity.host)
 
@@ -59,10 +58,12 @@ class Meeting:
             LinkError: it has not come in time.
         """
         try:
-            text = self._store.get(name).decode()
+            text = self._store.get(name).decode(errors="replace")
         except RuntimeError as error:
             raise LinkError(f"{name} has not come within {self.timeout_s:g} s") from error
         host, _, port = text.rpartition(":")
+        if not port.isdecimal() or int(port[:6]) > _MAX_PORT:
+            raise LinkError(f"the store holds no address of {name}")
         return host, int(port)
 
     def end(self) -> None:
