@@ -71,8 +71,8 @@ MESSAGES: dict[str, tuple[str, str]] = {
     "no JSON": ("nonsense", "it is no JSON: Expecting value: line 1 column 1 (char 0)"),
     "nothing": ("", "it is empty"),
     "nested": ("[" * 100_000, "its JSON is nested deeper than 64"),
-    "a list": ("[]", "it is a list, and a map with the keys failed was expected"),
-    "no report": ('{"failed": {"rank": 0}}', "it is no report of a failure"),
+    "a list": ("[]", "it is a list, and a map with the keys failed, result was expected"),
+    "no report": ('{"failed": {"rank": 0}, "result": null}', "it is no report of a failure"),
 }
 
 

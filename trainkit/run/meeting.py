@@ -110,15 +110,15 @@ class Meeting:
         key = self._next_round()
         if self.launch.rank > 0:
             self._wait_for(key)
-            told = self._message(key, {"failed": (dict, type(None))})
+            told = self._message(key, {"failed": (dict, type(None)), "result": object})
             if told["failed"] is not None:
                 raise self.peer_error(self._words(key, told["failed"]))
-            result: T = told.get("result")
-            return result
+            shared: T = told["result"]
+            return shared
         try:
             result = work()
         except Exception as error:
-            self._board.set(key, json.dumps({"failed": asdict(last_words(0, error))}))
+            self._board.set(key, json.dumps({"failed": asdict(last_words(0, error)), "result": None}))
             raise
         self._board.set(key, json.dumps({"failed": None, "result": result}))
         return result

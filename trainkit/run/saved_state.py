@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
-from trainkit.bounded_json import expect_map, expect_maps
+from trainkit.bounded_json import Kind, expect_map, expect_maps
 from trainkit.engine.checkpoint import Loaded
 from trainkit.engine.manifest import damaged
 
 __all__ = ["refuse_unfit"]
 
-_META: Final = {"state": dict, "loss_scale": dict, "callbacks": dict}
-_LATER: Final = {"data": (dict, type(None)), "strategy": dict}
+_META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
+_LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict}
 """Keys that an earlier version did not write."""
-_STATE: Final = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
-_LOSS_SCALE: Final = {"scale": float, "good_steps": int, "overflows": int}
-_LEFT_OUT: Final = {"count": int, "steps": list, "first": int, "last": int}
-_STREAM: Final = {"epoch": int, "position": int}
+_STATE: Final[Mapping[str, Kind]] = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
+_LOSS_SCALE: Final[Mapping[str, Kind]] = {"scale": float, "good_steps": int, "overflows": int}
+_LEFT_OUT: Final[Mapping[str, Kind]] = {"count": int, "steps": list, "first": int, "last": int}
+_STREAM: Final[Mapping[str, Kind]] = {"epoch": int, "position": int}
 
 
 def refuse_unfit(loaded: Loaded) -> None:
