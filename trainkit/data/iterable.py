@@ -130,8 +130,12 @@ class StreamReader:
 
     def load_state(self, state: dict[str, Any] | None) -> str:
         """Go where `state` says if the source can; else the first read skips from the front of its epoch."""
-        source = state.get("source") if state else None
-        if state is None or source is None or state["epoch"] < 0:
+        if state is None:
+            return (
+                "the checkpoint has no state of the stream: its place is found by skipping from the front of the epoch"
+            )
+        source = state.get("source")
+        if source is None or state["epoch"] < 0:
             return "the stream has no state_dict: its place is found by skipping from the front of the epoch"
         self._items = self._stream.items(state["epoch"], source)
         self._epoch, self._position = state["epoch"], state["position"]

@@ -46,6 +46,12 @@ class Journal:
         """Start the clock of the training again."""
         self._mark = time.perf_counter()
 
+    def is_sound(self) -> bool:
+        """Return whether no step since the last row shows here what `flush` would refuse; waits for the device."""
+        applied = [one for one in self._outcomes if one.status is not Status.skipped]
+        finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
+        return finite and (self._placed.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
+
     def flush(self) -> dict[str, float] | None:
         """A row over the steps since the last one; None where there was none. Collective, waits for the device.
 

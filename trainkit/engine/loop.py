@@ -33,6 +33,10 @@ class Timeline:
             occasion.due = occasion.next_after(step)
         self.next_step = min((one.due for one in self._occasions), default=1 << 62)
 
+    def is_due(self, act: Callable[[], None], step: int) -> bool:
+        """Return whether something that is done now and then is still to be done after a step."""
+        return any(one.act == act and one.due <= step for one in self._occasions)
+
     def act(self, step: int) -> None:
         """Do what is due, in order."""
         for occasion in self._occasions:

@@ -25,6 +25,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.heartbeat import read_pulse
 from trainkit.run.limits import TimeLimits
+from trainkit.run.owner_saving import let_owner_save
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
@@ -163,6 +164,8 @@ class Attempts:
             self._evidence.look(task.rank for task in self._roster.tasks)
             failure = self._look(group, continues_at) if event is None else self._take(group, attempt, event)
             if failure is not None:
+                if not self._assistants:
+                    let_owner_save(self._folder, group, failure)
                 return failure
 
     def _look(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:

@@ -105,9 +105,7 @@ class Keeper:
         Raises:
             NonFiniteError: on every rank alike; names the step and a tensor.
         """
-        judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
-        frozen = {name for name, param in self._placed.model.named_parameters() if not param.requires_grad}
-        found = [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
+        found = self._found_nonfinite(kept)
         everywhere = sorted({name for names in tell_all(found[:8], self._placed.everyone) for name in names})
         if everywhere:
             kind, _, name = everywhere[0].partition("/")
@@ -117,25 +115,74 @@ class Keeper:
                 f"{REMEDY}; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is not finite."
             )
 
-    def save(self, kept: Pieces, *, data: Mapping[str, Any] | None, metric: float | None) -> None:
+    def _found_nonfinite(self, kept: Pieces) -> list[str]:
+        judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
+        frozen = {name for name, param in self._placed.model.named_parameters() if not param.requires_grad}
+        return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the callbacks."""
+        return {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
+
+    def save_alone(
+        self, *, metric: float | None, callbacks: Mapping[str, Any] | None = None, evaluation_due: bool = False
+    ) -> bool:
+        """Write a checkpoint of this step after an error, without another rank; return whether there is a new one.
+
+        Nothing is written where it is not certain that the state is that of the end of the step, whole and finite. The
+        state of a stream is left out: reading may have stopped in the middle of it.
+
+        Args:
+            metric: what best is judged by, where it was measured at this step.
+            callbacks: their states, where they are not to be asked any more.
+            evaluation_due: whether the evaluation that is due after this step was not made.
+
+        Raises:
+            CheckpointError: this checkpoint, or the one before it, could not be written.
+        """
+        if self._together is not None or not self._run.is_owner:
+            return False
+        self._saver.wait()
+        step = self._run.state.step
+        if self.has_saved or not step or not self._strategy.recover(self._placed, step):
+            return False
+        kept = self.collect()
+        if self._found_nonfinite(kept):
+            return False
+        self.mark()
+        self.save(kept, data=None, metric=metric, callbacks=callbacks, evaluation_due=evaluation_due)
+        self._saver.wait()
+        return True
+
+    def save(
+        self,
+        kept: Pieces,
+        *,
+        data: Mapping[str, Any] | None,
+        metric: float | None,
+        callbacks: Mapping[str, Any] | None = None,
+        evaluation_due: bool = False,
+    ) -> None:
         """Write a checkpoint of this step; for every rank that takes part.
 
         Args:
             kept: from `collect`.
             data: the state of the loader.
             metric: what best is judged by, where it was measured at this step.
+            callbacks: their states, where they are not to be asked.
+            evaluation_due: as `save_alone` has it.
         """
         state = self._run.state
-        callbacks = {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
         meta = {
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
             "state": state.to_json(),
             "loss_scale": self._placed.loss_scale.state(),
-            "callbacks": callbacks,
+            "callbacks": self.callback_states() if callbacks is None else callbacks,
             "data": data,
             "strategy": self._strategy.remember(self._placed),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
+            **({"evaluation_due": True} if evaluation_due else {}),
         }
         if self._together is not None:
             self._together.save(step=state.step, pieces=kept, meta=meta, metric=metric)
@@ -156,7 +203,8 @@ class Keeper:
         except (ValueError, TypeError) as error:
             what = f"meta.json does not tell what the strategy remembered ({error})"
             raise damaged(loaded.checkpoint.folder, what) from None
-        self._saved_at = loaded.checkpoint.step
+        # One that lacks its evaluation is written once more where that finds it best.
+        self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
         return loaded.meta.get("data")
 
     def start_from(self, loaded: Loaded) -> None:

@@ -245,6 +245,7 @@ def run_task(
         except BaseException as error:
             error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
             lost = reported(error, report)
+            session.save_last(error)
             ending = unless_exit(error, report, session.run.state.step)
             failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_places(folder, plan)}
             _end(session, failed, folder, ending)

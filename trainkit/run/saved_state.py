@@ -12,7 +12,7 @@ from trainkit.engine.manifest import damaged
 __all__ = ["refuse_unfit"]
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
-_LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict}
+_LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
 """Keys that an earlier version did not write."""
 _STATE: Final[Mapping[str, Kind]] = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
 _LOSS_SCALE: Final[Mapping[str, Kind]] = {"scale": float, "good_steps": int, "overflows": int}

@@ -25,6 +25,7 @@ from trainkit.run.assisting import unforeseen_data
 from trainkit.run.beginning import begin_where_it_stood, loader_of, run_of, training_of
 from trainkit.run.building import make_optimizer, shaped_model
 from trainkit.run.keeping import Keeper
+from trainkit.run.last_save import LastSave
 from trainkit.run.memory import abstract_model
 from trainkit.run.occasions import each_steps, periods, settling
 from trainkit.run.outcome import progress_of, status_of
@@ -73,6 +74,7 @@ class Session:
         self._requested = requested
         self._data_state: dict[str, Any] | None = None
         self._on_phase = on_phase
+        self._evaluation_due = False
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
         model = shaped_model(self.cfg, strategy)
@@ -99,6 +101,7 @@ class Session:
         self._keeper = Keeper(
             self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=self.confirm
         )
+        self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
 
     def confirm(self) -> None:
@@ -133,6 +136,7 @@ class Session:
     def restore(self, loaded: Loaded) -> None:
         """Continue from a checkpoint as if nothing had happened."""
         self._data_state = self._keeper.restore(loaded)
+        self._evaluation_due = loaded.meta.get("evaluation_due") is True and "val" in self.parts.datasets
 
     def start_from(self, loaded: Loaded) -> None:
         """Take over weights alone: a new training that begins where another ended."""
@@ -176,6 +180,11 @@ class Session:
 
     def _train_on(self) -> int | None:
         """Train to the end, or to a step that the training is to be rolled back for, which is returned."""
+        if self._evaluation_due:  # an error kept the run that is continued from making it
+            self._evaluation_due = False
+            self.evaluate()
+        timeline = Timeline(self._occasions(), self.run.state.step)
+        self._last.begin(timeline, self._journal, self.evaluate)
         try:
             train(
                 self.run,
@@ -185,7 +194,7 @@ class Session:
                 training=self._training,
                 callbacks=self.callbacks,
                 journal=self._journal,
-                timeline=Timeline(self._occasions(), self.run.state.step),
+                timeline=timeline,
                 last_step=self.plan.last_step,
                 interrupted=self._requested if self.placed.everyone.num_ranks == 1 else lambda: None,
             )
@@ -213,6 +222,11 @@ class Session:
     def rest(self) -> None:
         """Say that this rank only waits from now on; it does not count as hanging."""
         self._enter("idle")
+
+    def save_last(self, error: BaseException) -> None:
+        """Save after an error, if that is certain to be right and needs no other rank."""
+        self._last.save(error, self._enter)
+
 
     def close(self, *, failed: bool = False) -> None:
         """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
@@ -253,7 +267,8 @@ class Session:
         if self._scorer.is_fresh:
             return
         self.flush()
-        self._score("val")
+        with self._last.evaluating():
+            self._score("val")
         if self._scorer.judge() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
             self.save()
 

@@ -459,6 +459,18 @@ class Strategy(ABC):
         Collective where ranks hold what others lack (`holds_pieces`); then it is for models that fit on every rank.
         """
 
+    def recover(self, placed: Any, step: int) -> bool:  # noqa: ARG002 - most hold what other ranks or threads change
+        """Bring what `state` gives back to the end of the last complete step, after an error; needs no other rank.
+
+        Args:
+            placed: what `place` returned.
+            step: updates completed, as the training counts them.
+
+        Returns:
+            Whether that was possible. False where it is not certain: an update had begun, or others hold a part.
+        """
+        return False
+
     def pieces(self, placed: Any) -> Pieces:
         """What this rank writes of `state` into a checkpoint; every part of it is written by one rank.
 

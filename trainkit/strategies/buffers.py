@@ -33,6 +33,7 @@ class StepBuffers:
         self._dtype = dtype
         self._start: list[Tensor] = []
         self._sums: list[Tensor] | None = None
+        self._in_step = False
 
     @contextmanager
     def watch(self) -> Iterator[list[float]]:
@@ -85,6 +86,7 @@ class StepBuffers:
         """Remember what every shard of the step starts from."""
         self._start = [tensor.detach().clone() for tensor in self.tensors()]
         self._sums = None
+        self._in_step = True
 
     def end_forward(self, share: float, within: Container[nn.Module] | None = None) -> None:
         """Read what the forward pass left; before backward, which may recompute it.
@@ -110,6 +112,12 @@ class StepBuffers:
         """Back to the step's start; through `.data`, so that no backward still to come is harmed."""
         for tensor, start in zip(self.tensors(), self._start, strict=True):
             tensor.data.copy_(start)
+
+    def recover(self) -> None:
+        """Undo what an interrupted step has done; nothing between steps."""
+        if self._in_step:
+            self.reset()
+            self._sums, self._in_step = None, False
 
     def take(self) -> list[Tensor]:
         """The sums over the shards since the last call; zeros where there was none."""
@@ -137,6 +145,7 @@ class StepBuffers:
             if total is None:
                 continue
             tensor.data.copy_(total if start.is_floating_point() else start + total.round().to(start.dtype))
+        self._in_step = False
 
     def tensors(self) -> list[Tensor]:
         """The buffers that a forward pass updates, as they are now."""

@@ -175,6 +175,10 @@ class LocalSgd(DataParallel):
         """What every synchronous strategy keeps, and the outer optimizer's momentum; alike on every rank."""
         return {**super().state(placed), **placed.window.state(placed)}
 
+    def recover(self, placed: Any, step: int) -> bool:  # noqa: ARG002 - the same at any step
+        """Never: between averages each rank has parameters of its own."""
+        return False
+
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy, by name."""
         super().load_state(placed, placed.window.load_state(placed, tensors))

@@ -156,6 +156,10 @@ class Reducing(DataParallel):
         super().align(replica)
         replica.refuses_unused = not self.allow_unused and replica.num_ranks > 1
 
+    def recover(self, placed: Any, step: int) -> bool:
+        """As every data-parallel strategy; not where an exchange leaves something behind, PowerSGD's error feedback."""
+        return self.compression != "powersgd" and super().recover(placed, step)
+
     def prepare(self, placed: Replica) -> tuple[str, ...]:
         """With auto, time the reducers on this model's gradients, or keep the choice of the run that is continued."""
         reducer = placed.reducer

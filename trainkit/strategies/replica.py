@@ -77,6 +77,34 @@ class Replica(Placed):
     join_norms: JoinNorms | None = None
     """Where ranks hold parts of the gradients, or some of them: makes their norms those of the whole."""
 
+    update_begun: int = -1
+    """The latest step whose update has begun."""
+    update_ended: int = -1
+    """The latest step whose update has ended."""
+
+    def begin_update(self, step: int) -> None:
+        """Note that parameters, buffers and optimizer are about to change."""
+        self.update_begun = step
+
+    def end_update(self, step: int) -> None:
+        """Note that they are those of the next step."""
+        self.update_ended = step
+
+    def recover(self, step: int) -> bool:
+        """Put buffers back that the forward passes of an interrupted step have changed.
+
+        Args:
+            step: updates completed, as the training counts them.
+
+        Returns:
+            Whether parameters and optimizer are those after that many updates. Only an update of this process counts:
+            before the first one they are those of a checkpoint.
+        """
+        if not self.update_begun == self.update_ended == step - 1:
+            return False
+        self.buffers.recover()
+        return True
+
     @cached_property
     def masters_apart(self) -> bool:
         """Whether the optimizer updates copies of the parameters."""

@@ -136,7 +136,9 @@ class Synchronous(Strategy):
         sums = work.run()
         if placed.on_phase is not None:
             placed.on_phase("update", ticket.step)
+        placed.begin_update(ticket.step)
         status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
+        placed.end_update(ticket.step)
         left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
         return Outcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out)
 
@@ -147,6 +149,10 @@ class Synchronous(Strategy):
     def state(self, placed: Replica) -> dict[str, Tensor]:
         """Parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""
         return replica_state(placed)
+
+    def recover(self, placed: Any, step: int) -> bool:
+        """Put the buffers of an interrupted step back, where every rank has a whole copy and no update has begun."""
+        return not self.holds_pieces and isinstance(placed, Replica) and placed.recover(step)
 
     def load_state(self, placed: Replica, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy, by name."""

@@ -47,9 +47,11 @@ def central_step(central: Central, ticket: Ticket, batches: Sequence[Any], train
     if central.on_phase is not None:
         central.on_phase("update", ticket.step)
     loss_sum = _added([work.loss_sum.to(central.device) for work in works if work.loss_sum is not None])
+    variables.begin_update(ticket.step)
     status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step), loss_sum=loss_sum)
     central.loss_scale = variables.loss_scale
     central.refresh()
+    variables.end_update(ticket.step)
     left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
     return Outcome(ticket.step, status, loss_sum, _weight(works, central.device), norm, left_out)
 

@@ -180,6 +180,11 @@ class CentralStorage(Alone):
             return replica_state(placed.variables)
         return flight_state(placed, placed.flight)
 
+    def recover(self, placed: Any, step: int) -> bool:
+        """Put the buffers of an interrupted step back; in `async` other threads are in the middle of theirs."""
+        recovered: bool = placed.flight is None and placed.variables.recover(step)
+        return recovered
+
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over the tensors of a checkpoint of any strategy, and give them to the copies."""
         if placed.flight is None:

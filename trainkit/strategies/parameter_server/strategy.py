@@ -222,6 +222,10 @@ class ParameterServer(Synchronous):
         while True:
             yield Ticket(position.step, ())
 
+    def recover(self, placed: Any, step: int) -> bool:  # noqa: ARG002 - the same at any step
+        """Never: the servers hold the variables, and workers go on changing them."""
+        return False
+
     def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
         """The next update, of whatever workers have computed."""
         del ticket, batches
