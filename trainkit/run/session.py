@@ -227,7 +227,6 @@ class Session:
         """Save after an error, if that is certain to be right and needs no other rank."""
         self._last.save(error, self._enter)
 
-
     def close(self, *, failed: bool = False) -> None:
         """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
         self._failed = failed
