@@ -81,7 +81,13 @@ def _run(arguments: Sequence[str]) -> int:
         # The reader, `head` say, has seen enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as error:
+        from trainkit.storage import as_storage_error  # noqa: PLC0415 - for an error only
+
+        full = as_storage_error(error, Path("outputs"))
+        if full is not None:
+            _tell(f"{_one_screen(full)}\n")
+            return full.exit_code
         if not knows_secrets():
             raise
         _tell(traceback.format_exc())  # as Python would print it, were there no secret to mask

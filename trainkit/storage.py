@@ -58,6 +58,14 @@ _ALWAYS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG
 """Errors that only a write meets: they are about storage wherever they come from."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PROBE_BYTES: Final = 4096
+_LITTLE_BYTES: Final = 64 * 1024
+"""A file system with less room than this counts as full."""
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - asked for its room
+"""Where Linux keeps the memory that the workers of a loader share with their parent."""
+_MORE_SHARED_MEMORY: Final = (
+    "Free space there, enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), "
+    "or lower loader.num_workers."
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,15 +111,17 @@ def num_bytes(number: int) -> str:
     return f"{number / (1 << 10 * place):.3g} {units[place]}"
 
 
-def storage_error(path: Path, error: OSError, *, needed: int | None = None) -> StorageError:
+def storage_error(path: Path, error: OSError, *, needed: int | None = None, remedy: str = "") -> StorageError:
     """Return the error of a path that cannot be written.
 
     Args:
         path: the file or folder.
         error: what the system said.
         needed: bytes that were to be written, where that is known.
+        remedy: what the user can do; "": what helps for the folder of a run.
     """
-    return StorageError(f"{path} cannot be written: {reason_and_room(path, error, needed=needed)}. {remedy_of(error)}")
+    remedy = remedy or (_MORE_SHARED_MEMORY if path == SHARED_MEMORY else remedy_of(error))
+    return StorageError(f"{path} cannot be written: {reason_and_room(path, error, needed=needed)}. {remedy}")
 
 
 def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) -> str:
@@ -155,7 +165,26 @@ def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
         return None
     if error.errno in (errno.ENOENT, errno.ENOTDIR) and not root.exists():
         path = root
-    return storage_error(path or root, error)
+    path = path or _full_place(root)
+    return storage_error(path, error) if path is not None else _unnamed(error)
+
+
+def _full_place(root: Path) -> Path | None:
+    """Return the folder that has no room left, of those that a run writes to; None where none of them is full."""
+    for place in (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108 - asked for its room
+        free = Free.at(place)
+        if free is not None and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0):
+            return place
+    return None
+
+
+def _unnamed(error: OSError) -> StorageError:
+    """Return the error of a file whose name the system did not tell, with the line of code that wrote it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f" ({trace.tb_frame.f_code.co_filename}:{trace.tb_lineno})"
+    return StorageError(f"a file cannot be written{where}: {error.strerror}. {remedy_of(error)}")
 
 
 def _path_of(error: OSError) -> Path | None:
@@ -181,17 +210,18 @@ def reporting(root: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming(path: Path, *, needed: int | None = None) -> Iterator[None]:
+def naming(path: Path, *, needed: int | None = None, remedy: str = "") -> Iterator[None]:
     """Raise whatever the system refuses in this block as the `StorageError` of one path.
 
     Args:
         path: what the block writes.
         needed: bytes that it writes, where that is known.
+        remedy: what the user can do; "": what helps for the folder of a run.
     """
     try:
         yield
     except OSError as error:
-        raise storage_error(path, error, needed=needed) from error
+        raise storage_error(path, error, needed=needed, remedy=remedy) from error
 
 
 def refuse_unwritable(folder: Path) -> None:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import shutil
 import tempfile
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPException
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from trainkit.errors import DataError
+from trainkit.storage import Free, naming, storage_error
 
 __all__ = ["cache_folder", "digest_of", "download", "existing", "fetch"]
 
 _TIMEOUT_S: Final = 60
+_CHUNK: Final = 1 << 20
+_REMEDY: Final = "Make room there, or fetch the file by hand and give its place as data.path."
 
 
 def cache_folder(name: str) -> Path:
@@ -70,19 +74,44 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
 
     Raises:
         DataError: it cannot be fetched, or `accept` says so.
+        StorageError: it cannot be written: the file system is full, read-only or too small for it.
     """
-    to.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+    with naming(to.parent, remedy=_REMEDY):
+        to.parent.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=to.parent)
+    with temporary as folder:
         part = Path(folder) / to.name
         try:
             # The address is a constant of a dataset's class, and `accept` decides what is taken.
-            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer, part.open("wb") as file:  # noqa: S310
-                shutil.copyfileobj(answer, file)
-        except OSError as error:
+            with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+                _copy(answer, part, to)
+        except (OSError, HTTPException) as error:
             remedy = "Fetch it by hand and give its place as data.path."
             raise DataError(f"cannot download {url}: {error}. {remedy}") from error
         accept(part)
-        part.replace(to)
+        with naming(to, remedy=_REMEDY):
+            part.replace(to)
+
+
+def _copy(answer: Any, part: Path, to: Path) -> None:
+    """Write an answer to a file, and tell errors of the disk from those of the connection.
+
+    Raises:
+        StorageError: the file system of `to` has too little room, or refuses.
+        OSError: the connection broke.
+    """
+    length: int | None = getattr(answer, "length", None)
+    free = Free.at(to)
+    if length is not None and free is not None and free.num_bytes < length:
+        raise storage_error(to, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed=length, remedy=_REMEDY)
+    with naming(to, needed=length, remedy=_REMEDY):
+        file = part.open("wb", buffering=0)
+    with file:
+        while content := answer.read(_CHUNK):
+            with naming(to, needed=length, remedy=_REMEDY):
+                written = file.write(content)
+                if written < len(content):  # the rest meets the error itself
+                    file.write(content[written:])
 
 
 def _check(path: Path, sha256: str, *, origin: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import math
-import os
 import shlex
 from collections import Counter
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from trainkit.config.watched import Watched
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
+from trainkit.run.folder import write_atomically
 from trainkit.sweeps.entries import NOT_RUN, PRUNED, Entry, goal_of, read_entries, read_entry, relative, swept
 from trainkit.sweeps.folds import by_point
 
@@ -232,9 +232,7 @@ def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
-        partial = folder / f".{name}.{os.getpid()}"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / name)
+        write_atomically(folder / name, text)
     if picture and any(board.value(entry) is not None for entry in board.entries):
         _draw(board, folder)
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 from trainkit.run.lock import locked
 from trainkit.run.stopping import stop_error, stop_signals
+from trainkit.storage import reporting
 from trainkit.sweeps.entries import PRUNED
 from trainkit.sweeps.jobs import Job, Source
 from trainkit.sweeps.leaderboard import collect, write
@@ -74,9 +75,14 @@ class Sweep:
             TerminatedError: the same by SIGTERM.
             HangupError: the same by SIGHUP.
             ConfigError: another sweep runs in this folder.
+            StorageError: the sweep's own files cannot be written; its jobs are ended, and `sweep.json` is that of the
+                last job that ended before.
         """
-        if self.halted:
-            return
+        if not self.halted:
+            with reporting(self.folder):
+                self._run(source)
+
+    def _run(self, source: Source) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked(self.folder / ".lock"), contextlib.closing(self._make_screen()) as screen:
             round_ = Round(self, source, screen)
@@ -102,9 +108,10 @@ class Sweep:
     def finish(self) -> None:
         """Write the leaderboard with its picture, and print it."""
         self.record.forget_others(self.asked)
-        self.record.write()
-        board = collect(self.folder)
-        write(board, self.folder)
+        with reporting(self.folder):
+            self.record.write()
+            board = collect(self.folder)
+            write(board, self.folder)
         rows = self.record.rows.values()
         codes = [row.exit_code for row in rows if row.exit_code is not None and not row.pruned]
         stopped = sum(code in STOPPED for code in codes)

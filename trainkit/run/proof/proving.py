@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Final
 from torch import nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, StorageError
 from trainkit.run.coupling import Coupling
 from trainkit.run.cut_facts import coupling_of, cut_notes
 from trainkit.run.diagnosis import Examiner
@@ -26,10 +27,12 @@ from trainkit.run.proof.diagnosing import Case, Diagnosis, diagnose
 from trainkit.run.proof.running import bare, reference_weights, weights_by_step, with_precision
 from trainkit.run.proof.sameness import Sameness, same_training
 from trainkit.run.proof_records import keep_proof
+from trainkit.storage import reporting
 
 __all__ = ["prove"]
 
 _ONE_DEVICE: Final = "trainkit.strategies.one_device.OneDevice"
+_TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def prove(
     last = max(one.plan.last_step for one in judged)
     reference = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
     proofs = []
-    with tempfile.TemporaryDirectory(prefix="trainkit-prove-") as folder:
+    with _scratch() as folder:
         precision, expected = reference_weights(reference, Path(folder), say)
         reference = with_precision(reference, precision)
         examiner = Examiner(reference)
@@ -112,6 +115,25 @@ def prove(
             if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
                 say(f"the proof could not be kept: {failure}")
     return proofs
+
+
+@contextmanager
+def _scratch() -> Iterator[str]:
+    """Make a temporary folder for the weights of all trainings.
+
+    Raises:
+        StorageError: it cannot be made or written.
+    """
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="trainkit-prove-")
+    except OSError as error:
+        raise StorageError(f"prove has no folder for temporary files: {error.strerror}. {_TEMPORARY}") from error
+    with temporary as folder:
+        try:
+            with reporting(Path(folder)):
+                yield folder
+        except StorageError as error:
+            raise StorageError(f"{error} {_TEMPORARY}") from error
 
 
 def _judged(

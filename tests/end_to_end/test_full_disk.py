@@ -1,0 +1,141 @@
+"""Runs whose real file system is full, read-only or gone: exit code 4, one line, and the last checkpoint loads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.disk_faults import mounted
+from tests.support import quick
+from trainkit.engine.checkpoint import newest_valid
+from trainkit.run.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+Mount = Callable[[str], Path]
+STRATEGIES = {"one_device": [], "mirrored": ["strategy=mirrored", "strategy.replicas=2"]}
+SHARDED = {
+    "fsdp": ["strategy=fsdp", "strategy.replicas=2"],
+    "pipeline": ["strategy=pipeline", "strategy.stages=2"],
+    "parameter_server": ["strategy=parameter_server", "strategy.workers=2", "strategy.servers=1"],
+    "local_sgd": ["strategy=local_sgd", "strategy.replicas=2"],
+}
+FAULTS = {
+    "full": "could not be written below",
+    "nearly full": "could not be written below",
+    "no inodes": "it can hold no more files (inodes)",
+    "read-only": "Read-only file system",
+    "removed": "gone|No such file",
+    "renamed": "gone|No such file",
+    "unmounted": "gone|No such file",
+}
+TRAINING = ["steps=60", "checkpoint.every_steps=3", "log_every_steps=2", "--allow-package=tests"]
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Mount]:
+    """Mounts small file systems; a test is skipped where that is not permitted."""
+    with ExitStack() as stack:
+
+        def make(options: str) -> Path:
+            try:
+                return stack.enter_context(mounted(tmp_path / "disk", options))
+            except (PermissionError, FileNotFoundError) as error:
+                pytest.skip(f"file systems cannot be mounted here: {error}")
+
+        yield make
+
+
+def train(disk: Path, conf: Path, *more: str, fault: str = "") -> subprocess.CompletedProcess[str]:
+    """Train in a folder of the disk, which is spoilt after step 8."""
+    (conf / "callbacks").mkdir(parents=True, exist_ok=True)
+    node = f"_target_: tests.end_to_end.disk_faults.DiskFault\nkind: {fault}\n"
+    (conf / "callbacks/fault.yaml").write_text(node)
+    callbacks = "callbacks=[fault]" if fault else "callbacks=[]"
+    command = quick.command(*TRAINING, "--config-dir", str(conf), callbacks, f"hydra.run.dir={disk}/run", *more)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, env=environ, check=False, capture_output=True, text=True, timeout=200)
+
+
+def spoilt(mount: Mount, conf: Path, fault: str, arguments: list[str]) -> None:
+    """Run into one fault: the exit code, the screen, the result, and the checkpoint that is left."""
+    disk = mount("size=3m,nr_inodes=120")
+    ended = train(disk, conf, *arguments, fault=fault)
+    assert ended.returncode == 4, ended.stderr
+    (line,) = ended.stderr.splitlines()
+    assert any(part in line for part in FAULTS[fault].split("|"))
+    folder = disk / ("moved" if fault == "renamed" else "run")
+    if fault in ("removed", "unmounted"):
+        assert not folder.exists()
+        return
+    loaded = newest_valid(folder / "checkpoints", pytest.fail)
+    assert loaded is not None
+    assert loaded.checkpoint.step in (3, 6)  # that of step 6 may be under way when the disk is spoilt
+    assert all(loaded.tensors[name].isfinite().all() for name in loaded.tensors)
+    if fault in ("full", "nearly full"):
+        result = RunFolder(folder).read_result()
+        assert result is not None
+        assert (result["status"], result["reason"]) == ("failed", line)
+
+
+@pytest.mark.parametrize(("fault", "strategy"), [("full", "one_device"), ("removed", "mirrored")])
+def test_a_disk_that_is_spoilt_during_the_run_ends_it_with_4(
+    mount: Mount, tmp_path: Path, fault: str, strategy: str
+) -> None:
+    spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_fault_ends_a_run_with_4(mount: Mount, tmp_path: Path, fault: str, strategy: str) -> None:
+    spoilt(mount, tmp_path / "conf", fault, STRATEGIES[strategy])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_full_disk_ends_a_run_of_every_kind_with_4(mount: Mount, tmp_path: Path, strategy: str) -> None:
+    disk = mount("size=3m,nr_inodes=120")
+    ended = train(disk, tmp_path / "conf", *SHARDED[strategy], fault="full")
+    assert ended.returncode == 4, ended.stderr
+    assert "No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    loaded = newest_valid(disk / "run" / "checkpoints", pytest.fail)
+    assert loaded is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("size=300k", "has too little room for the checkpoints of this run: 579 KiB are needed"),
+        pytest.param("size=3m,ro", "run cannot be written: Read-only file system.", marks=pytest.mark.long),
+    ],
+)
+def test_a_disk_that_is_spoilt_from_the_start_starts_nothing(
+    mount: Mount, tmp_path: Path, options: str, told: str
+) -> None:
+    disk = mount(options)
+    ended = train(disk, tmp_path / "conf", *STRATEGIES["mirrored"])
+    assert ended.returncode == 4
+    (line,) = ended.stderr.splitlines()
+    assert told in line
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_run_that_met_a_full_disk_is_resumed_once_there_is_room(mount: Mount, tmp_path: Path) -> None:
+    disk = mount("size=3m,nr_inodes=120")
+    whole = train(tmp_path, tmp_path / "conf")
+    assert train(disk, tmp_path / "conf", fault="full").returncode == 4
+    (disk / "filler").unlink()
+    resumed = train(disk, tmp_path / "conf", "resume=auto")
+    assert (whole.returncode, resumed.returncode) == (0, 0)
+    results = [RunFolder(place / "run").read_result() or {} for place in (disk, tmp_path)]
+    assert results[0]["weights_sha256"] == results[1]["weights_sha256"]
+    assert not (disk / "run" / ".reserve").exists()
+    shutil.rmtree(tmp_path / "run")

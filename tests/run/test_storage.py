@@ -1,0 +1,241 @@
+"""Errors of the system in writing, and the one message that each becomes; real file systems: test_full_disk.py."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainkit import cli, storage
+from trainkit.data.files import fetch
+from trainkit.engine.checkpoint import BackgroundSaver, refuse_small_disk, save
+from trainkit.errors import DataError, StorageError
+from trainkit.report.events import EventFile
+from trainkit.run import folder as folder_module
+from trainkit.run.folder import RunFolder
+from trainkit.run.heartbeat import Heartbeat
+from trainkit.run.last_words import write_last_words
+from trainkit.run.supervisor import _result
+from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
+
+ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
+
+
+def failure(number: int, *names: str) -> OSError:
+    """What the system raises."""
+    return OSError(number, os.strerror(number), *names)
+
+
+def set_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_files: int | None = None) -> None:
+    monkeypatch.setattr(Free, "at", lambda _: Free(num_bytes=num_bytes, num_files=num_files))
+
+
+TOLD = {
+    errno.ENOSPC: "No space left on device (2 KiB are needed; 512 B are free on its file system). Free space there,",
+    errno.EDQUOT: "Disk quota exceeded (2 KiB are needed; 512 B are free on its file system). Delete files there, "
+    "ask for a larger quota,",
+    errno.EROFS: "Read-only file system (2 KiB are needed). Mount the file system writable,",
+    errno.EACCES: "Permission denied (2 KiB are needed). Change its permissions,",
+    errno.EIO: "Input/output error (2 KiB are needed). The storage device or its connection failed: check it (dmesg),",
+    errno.ENOENT: "No such file or directory (2 KiB are needed). It was removed, renamed or unmounted. Restore it,",
+}
+
+
+@pytest.mark.parametrize("number", TOLD)
+def test_each_refusal_of_the_system_has_its_remedy(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    set_free(monkeypatch, 512, 9)
+    error = storage_error(Path("run/result.json"), failure(number), needed=2048)
+    assert str(error) == f"run/result.json cannot be written: {TOLD[number]} {ELSEWHERE}"
+    assert error.exit_code == 4
+
+
+def test_used_up_inodes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 1 << 30, 0)
+    told = str(storage_error(Path("run"), failure(errno.ENOSPC)))
+    assert "(1 GiB are free on its file system, and it can hold no more files (inodes))" in told
+
+
+def test_only_refusals_in_the_folder_of_the_run_are_about_storage(tmp_path: Path) -> None:
+    inside = failure(errno.EACCES, str(tmp_path / "run/metrics.jsonl"))
+    assert str(as_storage_error(inside, tmp_path / "run")).startswith(f"{tmp_path}/run/metrics.jsonl cannot be written")
+    for error in (failure(errno.ENOENT, "data/train.csv"), ConnectionResetError(), ValueError("peer")):
+        with pytest.raises(type(error)), reporting(tmp_path / "run"):
+            raise error
+
+
+def test_a_full_disk_without_a_name_is_the_one_that_is_full(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    full = Path("/dev/shm")
+    monkeypatch.setattr(Free, "at", lambda path: Free(num_bytes=4096 if path == full else 1 << 30, num_files=9))
+    assert str(as_storage_error(failure(errno.ENOSPC), tmp_path)) == (
+        "/dev/shm cannot be written: No space left on device (4 KiB are free on its file system). Free space there, "
+        "enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), or lower loader.num_workers."
+    )
+
+
+def test_where_none_is_full_the_line_of_code_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    set_free(monkeypatch, 1 << 30)
+    told = r"a file cannot be written \(.*test_storage.py:\d+\): No space left"
+    with pytest.raises(StorageError, match=told), reporting(tmp_path):
+        raise failure(errno.ENOSPC)
+
+
+def test_a_folder_that_is_gone_is_noticed_and_one_that_does_not_answer_is_not_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "resolved.yaml").touch()
+    presence = Presence(run)
+    presence.check()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", lambda *_, **__: (_ for _ in ()).throw(failure(errno.ETIMEDOUT)))
+        presence.check()
+    shutil.rmtree(run)
+    run.mkdir()  # another program made a folder of the same name
+    with pytest.raises(StorageError) as caught:
+        presence.check()
+    assert str(caught.value) == (
+        f"the run folder {run} is gone: it was removed, renamed or unmounted while the run used it. "
+        "Nothing more can be saved there. Restore it and resume it, or start again."
+    )
+
+
+def test_a_save_makes_no_run_folder_again(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"It was removed, renamed or unmounted"):
+        save(tmp_path / "run" / "checkpoints", step=1, tensors={"param/w": torch.ones(3)}, meta={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_that_its_disk_cannot_hold_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_free(monkeypatch, 3 << 20)
+    refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=3)  # it saves three times at most
+    with pytest.raises(StorageError) as caught:
+        refuse_small_disk(tmp_path, size=1 << 20, kept=3, steps_left=9)
+    assert str(caught.value) == (
+        f"{tmp_path} has too little room for the checkpoints of this run: 4 MiB are needed (4 checkpoints of 1 MiB), "
+        "3 MiB are free on its file system. Free space there, keep fewer checkpoints (checkpoint.keep_last, "
+        f"checkpoint.keep_best), {ELSEWHERE}"
+    )
+
+
+def test_checkpoints_that_are_there_need_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "checkpoints", step=1, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
+    set_free(monkeypatch, 1 << 20)
+    refuse_small_disk(tmp_path, size=1 << 20, kept=1, steps_left=9)
+
+
+def test_a_save_is_refused_in_the_step_that_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_free(monkeypatch, 1 << 15)
+    with pytest.raises(StorageError, match=r"1.03 MiB are needed; 32 KiB are free"):
+        BackgroundSaver(tmp_path).save(step=3, tensors={"param/w": torch.zeros(1 << 18)}, meta={})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_is_written_at_the_cost_of_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, write = RunFolder(tmp_path), folder_module.write_json_atomically
+    folder.begin()
+    assert folder.reserve.stat().st_size == 64 * 1024
+
+    def refuse_while_full(path: Path, content: Any) -> None:
+        if folder.reserve.exists():
+            raise failure(errno.ENOSPC, str(path))
+        write(path, content)
+
+    monkeypatch.setattr(folder_module, "write_json_atomically", refuse_while_full)
+    folder.write_result({"status": "failed"})
+    assert (folder.read_result() or {})["status"] == "failed"
+
+
+def test_a_heartbeat_needs_no_block_of_the_disk_later(tmp_path: Path) -> None:
+    """Where it did, a full disk ended the rank with SIGBUS."""
+    Heartbeat(tmp_path / "rank_0").close()
+    with (tmp_path / "rank_0").open("rb") as file:
+        assert os.lseek(file.fileno(), 0, os.SEEK_DATA) == 0
+
+
+def test_a_report_that_is_refused_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gone" / "live" / "rank_1.error.json"
+    write_last_words(path, 1, ValueError("my own"))
+    told = capsys.readouterr().err
+    assert "ValueError: my own" in told
+    assert told.endswith(f"This report could not be written to {path}: No such file or directory.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_result_has_not_finished(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"all ranks ended with exit code 0, and .*result.json is missing"):
+        _result(RunFolder(tmp_path), None)
+
+
+def test_events_that_are_refused_are_refused_once(tmp_path: Path) -> None:
+    events = EventFile(tmp_path)
+    events.scalars({"train/loss": 0.5}, step=1, wall_time=0.0)
+    events._file.close()
+    events._file = _Full()
+    with pytest.raises(StorageError, match=r"events.out.tfevents.* cannot be written: No space left on device"):
+        events.close()
+    events.close()
+
+
+class _Full(io.RawIOBase):
+    def write(self, content: Any) -> int:
+        raise failure(errno.ENOSPC)
+
+
+class _Answer(io.BytesIO):
+    """What a server sends."""
+
+    length = 3 << 20
+
+
+def test_a_download_that_does_not_fit_is_about_storage_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_free(monkeypatch, 1 << 20)
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: _Answer(bytes(3 << 20)))
+    with pytest.raises(StorageError) as caught:
+        fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)
+    assert str(caught.value) == (
+        f"{tmp_path}/data.gz cannot be written: No space left on device (3 MiB are needed; 1 MiB are free on its file "
+        "system). Make room there, or fetch the file by hand and give its place as data.path."
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_download_that_breaks_is_about_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = _Answer(b"")
+    answer.read = lambda _: (_ for _ in ()).throw(ConnectionResetError("reset"))  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: answer)
+    with pytest.raises(DataError, match=r"cannot download"):
+        fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)
+
+
+def test_the_command_line_ends_with_4_and_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def write(_: Any) -> int:
+        with naming(tmp_path / "leaderboard.md"):
+            raise failure(errno.EROFS)
+
+    monkeypatch.setattr(cli, "_dispatch", write)
+    assert cli.main([]) == 4
+    monkeypatch.setattr(cli, "_dispatch", lambda _: (_ for _ in ()).throw(failure(errno.EROFS, "/read/only")))
+    assert cli.main([]) == 4
+    assert [line.partition(" cannot")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"{tmp_path}/leaderboard.md",
+        "/read/only",
+    ]
+
+
+def test_free_room_is_that_of_the_nearest_folder_that_exists(tmp_path: Path) -> None:
+    found = storage.Free.at(tmp_path / "not" / "yet")
+    assert found is not None
+    assert found.num_bytes > 0
