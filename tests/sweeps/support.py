@@ -24,8 +24,8 @@ with open(folder / "runs", "a") as file: print(*sys.argv[3:], file=file)
 POLITE = """
 import pathlib, signal, sys, time
 def stop(*_): sys.exit(130)
-signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop)
-signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
+signal.signal(signal.SIGINT, stop); signal.signal(signal.SIGTERM, stop); signal.signal(signal.SIGHUP, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 (pathlib.Path(sys.argv[1]) / "here").touch(); time.sleep(60)
 """
 """A job that runs until it is asked to stop."""

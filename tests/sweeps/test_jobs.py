@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
-from trainkit.errors import ConfigError, StoppedError, TerminatedError
+from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.run.lock import locked
 from trainkit.sweeps.jobs import Listed, free_folder
 from trainkit.sweeps.slots import Slots
@@ -104,7 +104,10 @@ def test_batches_of_a_search_share_one_leaderboard(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, StoppedError), (signal.SIGTERM, TerminatedError)])
+@pytest.mark.parametrize(
+    ("number", "error"),
+    [(signal.SIGINT, StoppedError), (signal.SIGTERM, TerminatedError), (signal.SIGHUP, HangupError)],
+)
 def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(tmp_path, capfd, number, error):
     sweep = sweep_in(tmp_path, slots=Slots(count=2))
     sender = signalled(tmp_path / "1/here", number)
