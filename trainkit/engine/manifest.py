@@ -239,22 +239,31 @@ def survey(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
     Raises:
         CheckpointError: `root` is a symbolic link, or cannot be read.
     """
+    entries = list(_entries(root))
+    others = _of_others(root, entries)
+    return ((path, entry) for path, entry in entries if entry not in others)
+
+
+def foreign(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints below `root` that another run wrote, newest first.
+
+    One without a token is of another run if the run has saved any with its token, and began when there were tokens.
+    """
+    return _of_others(root, list(_entries(root)))
+
+
+def _of_others(root: Path, entries: list[tuple[Path, Checkpoint | CheckpointError]]) -> list[Checkpoint]:
     owner = Owner.found(root.parent)
-    for path, entry in _entries(root):
-        if isinstance(entry, CheckpointError) or owner is None or owner.wrote(entry.owner):
-            yield path, entry
+    if owner is None:
+        return []
+    found = [entry for _, entry in entries if isinstance(entry, Checkpoint)]
+    begun = any(entry.owner == owner.token for entry in found)
+    return [entry for entry in found if not owner.wrote(entry.owner) and (begun or entry.owner is not None)]
 
 
 def has_saved(root: Path) -> bool:
     """Whether a run may have completed a checkpoint below `root`; False only for a run with a token and no index."""
     return Owner.found(root.parent) is None or (root / "index.json").exists()
-
-
-def foreign(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints below `root` that another run wrote, newest first."""
-    owner = Owner.found(root.parent)
-    found = (entry for _, entry in _entries(root) if isinstance(entry, Checkpoint))
-    return [] if owner is None else [entry for entry in found if not owner.wrote(entry.owner)]
 
 
 def _entries(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:

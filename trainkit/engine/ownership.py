@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import stat
 import sys
 import uuid
@@ -158,6 +159,11 @@ class Owner:
         except OSError:
             return []
         return left
+
+    def remove_tree(self, folder: Path) -> None:
+        """Delete a folder that carries the token with all that is in it: what programs that the run starts write."""
+        if self.owns(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(path: Path, why: str) -> Path:

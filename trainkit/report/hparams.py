@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,15 +11,18 @@ from typing import Any
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
+from trainkit.engine.ownership import Owner
 from trainkit.report.events import EventFile
 
 __all__ = ["write_hparams"]
 
-_SUFFIX = ".hparams"
+_SUFFIX = "hparams"
 
 
 def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finished: bool) -> None:
-    """Write the settings of one job; what an earlier call wrote is replaced.
+    """Write the settings of one job; what an earlier call wrote for this run is replaced.
+
+    The name of the file holds the token of the run, if it has one: a file of that kind without it stays.
 
     See them: tensorboard --logdir SWEEP
 
@@ -28,15 +32,19 @@ def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finis
         name: of the job.
         finished: whether it ended as it should.
     """
-    for earlier in folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
-        earlier.unlink()
+    owner = Owner.found(folder.parent)
+    suffix = f".{_SUFFIX}" if owner is None else f".{owner.token}.{_SUFFIX}"
+    ours = re.compile(rf"events\.out\.tfevents\.\d+\..*\.\d+\.\d+{re.escape(suffix)}")  # as EventFile names them
+    for earlier in folder.glob(f"events.out.tfevents.*{suffix}"):
+        if ours.fullmatch(earlier.name):
+            earlier.unlink()
     now = time.time()
     start = plugin_data_pb2.SessionStartInfo(group_name=name, start_time_secs=now)
     for key, text in settings.items():
         _put(start.hparams[key], text)
     status = api_pb2.Status.STATUS_SUCCESS if finished else api_pb2.Status.STATUS_FAILURE
     end = plugin_data_pb2.SessionEndInfo(status=status, end_time_secs=now)
-    events = EventFile(folder, suffix=_SUFFIX)
+    events = EventFile(folder, suffix=suffix)
     started = plugin_data_pb2.HParamsPluginData(session_start_info=start)
     events.summary(_summary(metadata.SESSION_START_INFO_TAG, started), wall_time=now)
     ended = plugin_data_pb2.HParamsPluginData(session_end_info=end)

@@ -124,7 +124,7 @@ class Attempts:
             continues_at: the step of the checkpoint that it goes on from; None: from the start.
         """
         self._folder.begin()
-        self._folder.live.mkdir()
+        self._folder.open_live()
         self._begin()
         with self._groups(attempt, self.events.put) as group:
             self._evidence = Evidence(self._folder, lambda: group.marks, memory=self._memory)

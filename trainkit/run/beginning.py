@@ -13,8 +13,10 @@ from trainkit.data.iterable import Stream
 from trainkit.data.loader import Loader
 from trainkit.data.positions import Positions
 from trainkit.engine.checkpoint import Loaded, load, newest_valid
+from trainkit.engine.checkpoint.loading import note_foreign
 from trainkit.engine.events import Run
 from trainkit.engine.left_out import LeftOutSteps
+from trainkit.engine.ownership import Owner
 from trainkit.engine.state import State
 from trainkit.errors import CheckpointError
 from trainkit.numerics.batch import Ticket
@@ -109,17 +111,26 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
     cfg = session.cfg
     if session.placed.on_phase is not None:
         session.placed.on_phase("load", session.run.state.step)
-    own = newest_valid(checkpoints, report=session.warn, check=refuse_unfit)
+    own = newest_valid(checkpoints, report=session.warn, check=lambda found: _refuse_strange(found, session.run.folder))
     if own is not None:
         session.restore(own)
     elif cfg.resume not in (None, "auto"):
         session.restore(_load(Path(str(cfg.resume)), session, check=refuse_unfit))
     elif cfg.init_from is not None:  # the user named it: a link to it is followed
         session.start_from(_load(Path(cfg.init_from).expanduser().resolve(), session))
+    note_foreign(checkpoints, session.run.state.step, session.warn)
     _refuse_other_steps(session)
     if cfg.numerics.on_nonfinite == "rollback":
         state = session.run.state
         state.left_out.train_again(suspect_of(session.run.folder, checkpoint=state.step))
+
+
+def _refuse_strange(loaded: Loaded, folder: Path) -> None:
+    """Refuse a checkpoint in the folder of a run that the run did not write, or that does not fit."""
+    owner = Owner.found(folder)
+    if owner is not None and not owner.wrote(loaded.checkpoint.owner):
+        raise CheckpointError(f"checkpoint {loaded.checkpoint.folder} was not written by this run.")
+    refuse_unfit(loaded)
 
 
 def _refuse_other_steps(session: Restorable) -> None:

@@ -4,6 +4,7 @@ outputs/<name>/<date>_<time>/       (-2, -3 on collision)
   resolved.yaml  environment.json  train.log  metrics.jsonl  restarts.jsonl  result.json
   logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
   live/rank_N                       heartbeats and last words of the attempt that is running
+  .owner                            the token of the run (`trainkit.engine.ownership`)
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import itertools
 import json
 import math
 import os
+import re
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -25,17 +26,23 @@ from typing import Any, Final
 from trainkit.bounded_json import Kind
 from trainkit.config.allowed import package_arguments
 from trainkit.config.secrets import keys_to_add
+from trainkit.engine.ownership import MARK, Owner, set_aside
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
 from trainkit.run.lock import locked
 from trainkit.run.restart_record import restarts_of
+from trainkit.run.taking import take_folder
 from trainkit.storage import naming, sync_folder
 
 __all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
 
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LIVE: Final = re.compile(r"\.?(rank_\d+|trained|evaluated)(\..*)?")
+"""The names of the files that a run writes into the folder of the live state."""
+_BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment\.json|status\.json|train\.log")
+"""The names of the files of a run that has only begun."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +110,8 @@ class RunFolder:
 
     @property
     def logs(self) -> Path:
-        """The logs of the other ranks."""
-        return self.path / "logs"
+        """The logs of the other ranks: `logs`, or `logs-2` beside a folder of that name that the run did not make."""
+        return self._folder("logs")
 
     @property
     def checkpoints(self) -> Path:
@@ -128,8 +135,12 @@ class RunFolder:
 
     @property
     def live(self) -> Path:
-        """Heartbeats and last words of the attempt that is running: says only what is live."""
-        return self.path / "live"
+        """Heartbeats and last words of the attempt that is running: says only what is live. Named as `logs` is."""
+        return self._folder("live")
+
+    def _folder(self, usual: str) -> Path:
+        owner = Owner.found(self.path)
+        return self.path / (usual if owner is None else owner.folders.get(usual, usual))
 
     @property
     def trained(self) -> Path:
@@ -177,10 +188,47 @@ class RunFolder:
             yield descriptor
 
     def begin(self) -> None:
-        """Clear what an earlier run in this folder left behind that would now be untrue: result and live state."""
+        """Take the folder over, and delete what an earlier attempt of this run left that would now be untrue.
+
+        That is its result and its live state. What the run did not write is left, or renamed (`take_folder`).
+
+        Raises:
+            CheckpointError: the token of the folder cannot be read.
+            OSError: the file system refuses.
+        """
+        owner = self.take()
         self.result.unlink(missing_ok=True)
-        shutil.rmtree(self.live, ignore_errors=True)
+        owner.remove(self.live, _LIVE)
+        if os.path.lexists(self.live):
+            set_aside(self.live, "holds what this run did not write")
         self._reserve_room()
+
+    def take(self) -> Owner:
+        """Return the owner of the folder; make its token where it has none (`take_folder`)."""
+        with naming(self.path):
+            return take_folder(self.path, is_run=os.path.lexists(self.resolved))
+
+    def forget_result(self) -> None:
+        """Delete the result of an earlier run, where a run has begun in the folder; else it is set aside."""
+        if Owner.found(self.path) is not None or os.path.lexists(self.resolved):
+            self.result.unlink(missing_ok=True)
+        elif os.path.lexists(self.result):
+            set_aside(self.result, "was not written by a run")
+
+    def discard(self) -> None:
+        """Delete a folder in which a run was to begin and did not; what the run did not write there is kept."""
+        owner = Owner.found(self.path)
+        if owner is not None and owner.remove(self.path, _BEGUN):
+            (self.path / MARK).unlink(missing_ok=True)
+
+    def open_live(self) -> None:
+        """Make the folder of the live state, with the token of the run; one that is there is taken as it is."""
+        owner = Owner.found(self.path)
+        with contextlib.suppress(FileExistsError):
+            if owner is None:  # a worker that was started by hand in the folder of an old run
+                self.live.mkdir()
+            else:
+                owner.make(self.live)
 
     @property
     def reserve(self) -> Path:

@@ -136,4 +136,5 @@ def beats_of(identity: Identity, folder: RunFolder) -> Beats | None:
     """Return what tells of a task's phases; None: nobody listens to one that is alone."""
     if identity.store is None and not failpoints.armed():
         return None
+    folder.open_live()
     return Beats(Heartbeat(folder.heartbeat_of(identity.task.rank)))

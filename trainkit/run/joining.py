@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import sys
 import time
@@ -117,7 +116,7 @@ def train_launched(
             record.follow_pulse()
             done = (part() if job is None else job(folder.path, part)) or {}
         if done.get("status") in ENDED:
-            forget_folder(plan.cfg, meeting)
+            forget_folder(plan.cfg, folder, meeting)
         return {**done, "folder": str(folder.path)}
 
 
@@ -161,6 +160,7 @@ def _folder(
     def made() -> dict[str, str]:
         folder = start.folder or new_folder(plan.cfg, run_dir)
         stack.enter_context(_lock(folder, patient=start.folder is not None))
+        folder.take()
         fences.append(Fence.put_up(folder))
         begin_folder(folder, plan, start, notes=notes)
         stack.callback(folder.give_up_reserve)
@@ -173,7 +173,7 @@ def _folder(
         fence = meeting.each(lambda: Fence.seen(folder, told["token"]))
     except ConfigError:
         if meeting.launch.rank == 0 and start.folder is None:
-            shutil.rmtree(folder.path, ignore_errors=True)
+            folder.discard()
         raise
     return folder, fence
 

@@ -21,6 +21,7 @@ from trainkit.engine.checkpoint import (
 from trainkit.engine.events import Callback, Run
 from trainkit.engine.left_out import REMEDY
 from trainkit.engine.manifest import damaged
+from trainkit.engine.ownership import Owner
 from trainkit.errors import NonFiniteError
 from trainkit.run.plan import RunPlan
 from trainkit.strategies.base import Placed
@@ -62,6 +63,7 @@ class Keeper:
         root, background = run.folder / "checkpoints", self._settings.background
         alone = not self._strategy.holds_pieces or placed.everyone.num_ranks == 1
         kept: dict[str, Any] = {"retention": retention_of(plan.cfg), "background": background, "confirm": confirm}
+        kept["owner"] = Owner.found(run.folder)
         self._saver = BackgroundSaver(root, **kept)
         self._together = None if alone else SaverOfPieces(root, placed.everyone, **kept)
         self._writer = self._together or self._saver

@@ -54,9 +54,9 @@ def remember_folder(cfg: RunConfig, folder: RunFolder, meeting: Meeting) -> None
         write_json_atomically(record, {"launch": meeting.launch.name, "folder": path})
 
 
-def forget_folder(cfg: RunConfig, meeting: Meeting) -> None:
-    """A launch that has ended is not started again."""
-    if meeting.launch.name:
+def forget_folder(cfg: RunConfig, folder: RunFolder, meeting: Meeting) -> None:
+    """Delete the record of a launch that has ended, which is not started again; one of another folder stays."""
+    if _recorded(cfg, meeting.launch) == str(folder.path.absolute()):
         _record(cfg, meeting.launch).unlink(missing_ok=True)
 
 

@@ -61,7 +61,7 @@ class LocalRanks:
         """
         events: queue.SimpleQueue[Exited | Reason] = queue.SimpleQueue()
         command = [*ENTRY, str(folder.resolved)]
-        folder.live.mkdir(parents=True, exist_ok=True)
+        folder.open_live()
         with (
             rank_groups(command, self.tasks) as groups,
             StopFlag(events.put) as stop,

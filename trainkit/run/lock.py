@@ -10,16 +10,21 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Final
 
-from trainkit.errors import ConfigError, Problem, UnreadableError
-from trainkit.reading import open_descriptor, read_map
+from trainkit.bounded_json import expect_map, parse_json
+from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
+from trainkit.reading import open_descriptor, read_bytes, read_map
 
 if sys.platform == "win32":  # untested there
     import msvcrt
 else:
     import fcntl
 
-__all__ = ["locked"]
+__all__ = ["discard_lock", "locked"]
+
+_MAX_BYTES: Final = 4096
+"""Of the signature."""
 
 
 @contextlib.contextmanager
@@ -33,9 +38,13 @@ def locked(path: Path) -> Iterator[int]:
         The descriptor, to be passed to the processes that write into the folder.
 
     Raises:
-        ConfigError: another process holds it; says which.
+        ConfigError: another process holds it; says which. Or the file is not trainkit's.
         UnreadableError: the file is a link, a pipe or something else that is no regular file.
     """
+    strange = _strange(path)
+    if strange is not None:
+        rule = f"has a {path.name} that is no lock file of trainkit: {strange}. Rename it, or choose another folder."
+        raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         if not _try_lock(descriptor):
@@ -45,6 +54,35 @@ def locked(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)  # the last copy closed releases the lock
+
+
+def discard_lock(path: Path) -> None:
+    """Delete a lock file of a run that was killed before it began; one that is held, or is not trainkit's, stays."""
+    try:
+        if _strange(path) is not None:
+            return
+        descriptor = open_descriptor(path, os.O_RDWR)
+    except UnreadableError:
+        return
+    try:
+        if _try_lock(descriptor):
+            path.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
+
+
+def _strange(path: Path) -> str | None:
+    """Return why a file is no lock file of trainkit; None where it is one, or absent."""
+    try:
+        content = read_bytes(path, limit=_MAX_BYTES)
+    except AbsentFileError:
+        return None
+    try:
+        if content:  # empty until the first lock
+            expect_map(parse_json(content), {"pid": int, "host": str, "since": str})
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def _try_lock(descriptor: int) -> bool:
@@ -59,8 +97,6 @@ def _try_lock(descriptor: int) -> bool:
     return True
 
 
-_MAX_BYTES = 4096
-"""Of the signature."""
 _FAR = 1 << 20
 """Windows locks bytes and forbids reading them: lock one far behind the signature."""
 

@@ -40,6 +40,7 @@ def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None
         folder: the run folder, which this process holds.
         confirm: raises where the folder is another group's by now.
     """
+    folder.take()  # a log or status of the user's is set aside before one is written
     with recorded_output(folder.log, separated=True) as log, StatusFile(folder, confirm=confirm) as status:
         try:
             yield Recording(folder=folder, log=log, status=status)

@@ -139,7 +139,7 @@ def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
     if not hasattr(signal, "SIGUSR2"):
         yield
         return
-    folder.live.mkdir(exist_ok=True)
+    folder.open_live()
     with open_regular(folder.stacks_of(rank), "wb") as file:
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.engine.ownership import set_aside
 from trainkit.errors import AbsentFileError
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.sweeps.entries import SWEEP_FILE, read_jobs
@@ -91,7 +92,14 @@ class Record:
             for row in self.rows.values()
         ]
         content = {"command": list(self.command), "jobs": rows}
+        self._keep_others()
         write_atomically(self.folder / FILE, json.dumps(content, indent=2) + "\n")
+
+    def _keep_others(self) -> None:
+        """Set aside what has the names of a sweep's files, in a folder that no sweep has been in."""
+        if not (self.folder / FILE).exists():
+            for other in self.folder.glob("leaderboard.*"):
+                set_aside(other, "was not written by this sweep")
 
 
 def _row(folder: Path, item: dict[str, Any]) -> Row:

@@ -22,6 +22,7 @@ from trainkit.errors import TrainkitError
 from trainkit.report.numbers import figure
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited
+from trainkit.run.lock import discard_lock
 from trainkit.run.status import look_at
 from trainkit.sweeps.jobs import Job, Source
 from trainkit.sweeps.processes import JobProcess, Start
@@ -176,12 +177,12 @@ class Round:
         """Its folder made ready; the command, and whether a run goes on with it."""
         row = self._sweep.record.rows[job.name]
         if not row.tries:
-            RunFolder(job.folder).result.unlink(missing_ok=True)  # of another config, a shorter rung
+            RunFolder(job.folder).forget_result()  # of another config, a shorter rung
         row.tries += 1
         goes_on = (job.folder / "resolved.yaml").is_file()
         if not goes_on:
             # Of a job that was killed before it began: its run would take the folder for another's.
-            (job.folder / ".lock").unlink(missing_ok=True)
+            discard_lock(job.folder / ".lock")
         asks = any(word.startswith("resume=") for word in job.overrides)
         return (*job.command, "resume=auto") if goes_on and not asks else job.command, goes_on
 

@@ -59,7 +59,7 @@ def open_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
                 what = last.headline if last else "The processes are gone."
                 file.write(f"{what} {cargo['kind']} starts all again.\n")
         folder.begin()
-        folder.live.mkdir(parents=True)
+        folder.open_live()
         attempt = [str(number), Fence.put_up(folder).token]
     write_json_atomically(folder.path / _ATTEMPTS, {"count": number + 1, "key": key, "attempt": attempt})
     return attempt

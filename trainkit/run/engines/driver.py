@@ -7,9 +7,11 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final
 
 from trainkit.config.allowed import package_environ
+from trainkit.engine.ownership import free_name
 from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
 from trainkit.reading import open_regular
 from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
@@ -69,11 +71,24 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
             max_restarts=plan.cfg.supervisor.max_restarts,
             uses_gpus=cuda,
             cargo=cargo,
-            folder=str((folder.path / ".engine").absolute()),
+            folder=str(stack.enter_context(_scratch(folder)).absolute()),
         )
         stack.enter_context(_shown(folder))
         stop = stack.enter_context(StopFlag())
         return _until_done(connection, job, folder, stop, max_restarts=job.max_restarts)
+
+
+@contextmanager
+def _scratch(folder: RunFolder) -> Iterator[Path]:
+    """Make a folder for what the engine writes; it is deleted in the end, and so is one that a kill has left."""
+    owner = folder.take()
+    owner.remove_tree(folder.path / ".engine")
+    path = free_name(folder.path / ".engine")
+    owner.make(path)
+    try:
+        yield path
+    finally:
+        owner.remove_tree(path)
 
 
 def _until_done(

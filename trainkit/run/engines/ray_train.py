@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -67,20 +66,16 @@ def ray_session(address: str | None, *, num_cpus: int) -> Iterator[Any]:
     os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
     import ray  # noqa: PLC0415 - 1 s, and only where it is used
 
-    temporary = tempfile.mkdtemp(prefix="ray") if address is None else None
-    own: dict[str, Any] = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temporary}
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            **({"ignore_reinit_error": True} if temporary is None else own),
-        )
-        yield ray
+        with ExitStack() as stack:
+            settings: dict[str, Any] = {"ignore_reinit_error": True}
+            if address is None:
+                temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
+                settings = {"num_cpus": num_cpus, "include_dashboard": False, "_temp_dir": temporary}
+            stack.callback(ray.shutdown)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **settings)
+            yield ray
     finally:
-        ray.shutdown()
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -110,10 +105,7 @@ class _Connection:
                 name="run", storage_path=job.folder, failure_config=FailureConfig(max_failures=job.max_restarts)
             ),
         )
-        try:
-            trainer.fit()
-        finally:
-            shutil.rmtree(job.folder, ignore_errors=True)
+        trainer.fit()
 
 
 def _on_worker(cargo: Mapping[str, Any]) -> None:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from trainkit.reading import read_lines, read_map
 from trainkit.run.folder import write_atomically
 from trainkit.run.group import Exited, WorkerGroup
+from trainkit.run.lock import discard_lock
 
 __all__ = ["Described", "Driver", "asked_file", "end_with", "ended_file", "run_described"]
 
@@ -146,7 +147,7 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
     exits: queue.SimpleQueue[Exited] = queue.SimpleQueue()
     log = Path(told.cwd) / told.log
     if not log.with_name(_BEGUN).is_file():  # killed before it began, its run would take the folder for another's
-        log.with_name(".lock").unlink(missing_ok=True)
+        discard_lock(log.with_name(".lock"))
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ, **(secrets or {})}
         group.start(0, told.line, environ, log, cwd=Path(told.cwd))
