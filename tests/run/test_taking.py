@@ -186,6 +186,7 @@ ALLOWED = {
     "run/replacing.py": "an error report in the live folder of the run",
     "run/launched.py": "the record of this launch, whose content names this run folder",
     "run/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
+    "run/awaiting.py": "an error report of an earlier life, in the live folder of the run",
     "run/status.py": "a temporary file of this process",
     "storage.py": "a probe of this process, of a name of its own",
     "run/folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
