@@ -1,0 +1,124 @@
+"""Nothing of the library reads a file, or parses what another process wrote, past the bounded modules."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+LIBRARY: Final = Path(__file__).resolve().parents[2] / "trainkit"
+READS: Final = {"read_text", "read_bytes", "fromfile", "memmap", "safe_open", "load_file", "unpack_archive"}
+"""Methods and functions that read, whatever they belong to."""
+OPENS: Final = {"open", "fdopen"}
+PARSES: Final = {
+    ("json", "load"), ("json", "loads"), ("yaml", "load"), ("yaml", "safe_load"), ("OmegaConf", "load"),
+    ("torch", "load"), ("np", "load"), ("numpy", "load"), ("pickle", "load"), ("pickle", "loads"), ("csv", "reader"),
+}  # fmt: skip
+ALLOWED: Final[dict[str, dict[str, str]]] = {
+    "reading.py": {"open": "the module itself", "fdopen": "the same", "read_bytes": "of the same"},
+    "bounded_yaml.py": {"yaml.load": "the module itself, after its bounds"},
+    "cli.py": {"open": "the null device"},
+    "process_list.py": {"read_text": "/proc", "read_bytes": "/proc"},
+    "cluster/processes.py": {"read_text": "/proc"},
+    "run/evidence.py": {"read_text": "/proc and the cgroup file system"},
+    "strategies/reducers/segment.py": {"read_text": "/proc", "open": "a memory segment of this run, by descriptor"},
+    "sweeps/engines/described.py": {"read_text": "/proc"},
+    "config/documents.py": {
+        "yaml.safe_load": "a scalar of a text that is within the bounds",
+        "open": "a config of the user's that was read within the bounds",
+        "read_text": "the same",
+    },
+    "config/neighbours.py": {"read_text": "the same"},
+    "config/references.py": {"yaml.safe_load": "a variable of the user's own environment"},
+    "config/secrets.py": {"json.loads": "a variable of the user's own environment"},
+    "cluster/tf_config.py": {"json.loads": "the same"},
+    "run/local_ranks.py": {"json.loads": "a variable that the parent sets"},
+    "run/forks.py": {"open": "the null device", "json.loads": "a pair of sockets between a process and its parent"},
+    "run/forking.py": {"json.loads": "a pair of sockets between a process and its child"},
+    "report/drawing.py": {"json.load": "the input that the parent writes"},
+    "report/train_log.py": {"open": "checks for a regular file itself; the null device"},
+    "report/events.py": {"open": "writes a new file"},
+    "engine/manifest.py": {"json.loads": "of json.dumps: as a reader will see it"},
+    "engine/checkpoint/tensor_file.py": {"open": "writes new files"},
+    "engine/checkpoint/saving.py": {"open": "a folder, to make its names durable"},
+    "engine/checkpoint/judged.py": {"open": "a folder, to lock it"},
+    "engine/ownership.py": {"open": "writes a new file"},
+    "run/folder.py": {"open": "writes a new file"},
+    "data/digits.py": {"open": "a file of the package", "np.load": "the same; without pickles"},
+    "data/fashion_mnist.py": {"read_bytes": "of a hash that is known"},
+    "data/files.py": {"open": "a file of a hash that is known"},
+    "data/text.py": {"read_text": "the file that data.path names", "read_bytes": "the same"},
+    "data/token_memmap.py": {"memmap": "the same"},
+}
+"""File -> what it calls -> why that is no file of a run and no message of another process."""
+
+
+def calls(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Calls that read or parse, with their lines."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        if isinstance(function, ast.Name):
+            if function.id in OPENS | READS:
+                yield function.id, node.lineno
+        elif isinstance(function, ast.Attribute):
+            owner = function.value.id if isinstance(function.value, ast.Name) else ""
+            if (owner, function.attr) in PARSES:
+                yield f"{owner}.{function.attr}", node.lineno
+            elif function.attr in OPENS | READS and not _opens_no_file(function.attr, node):
+                yield function.attr, node.lineno
+
+
+def _opens_no_file(name: str, call: ast.Call) -> bool:
+    """A store, a board and an office open as well: without a mode, and not by a path or `os`."""
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return name == "open" and owner in {"store", "board", "hosted", "self._board", "self._meeting", "Office"}
+
+
+def found_in(file: Path) -> dict[str, list[int]]:
+    """Name of a call -> its lines; of the functions that the bounded modules offer, none."""
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    ours = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "trainkit.reading"
+        for alias in node.names
+    }
+    found: dict[str, list[int]] = {}
+    for name, line in calls(tree):
+        if name not in ours:
+            found.setdefault(name, []).append(line)
+    return found
+
+
+def test_every_file_of_a_run_is_read_through_the_bounded_modules() -> None:
+    past: dict[str, str] = {}
+    stale: dict[str, str] = {}
+    for path in sorted(LIBRARY.rglob("*.py")):
+        file, found = path.relative_to(LIBRARY).as_posix(), found_in(path)
+        allowed = ALLOWED.get(file, {})
+        past |= {f"{file}:{lines[0]}": name for name, lines in found.items() if name not in allowed}
+        stale |= {f"{file}: {name}": why for name, why in allowed.items() if name not in found}
+    assert not past, "read it through trainkit.reading or trainkit.bounded_json, or say in ALLOWED why not"
+    assert not stale, "nothing there reads so any more: take it out of ALLOWED"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "json.loads(x)",
+        "open(x)",
+        "path.open()",
+        "Path(x).read_text()",
+        "yaml.safe_load(x)",
+        "torch.load(x)",
+        "os.open(x, 0)",
+    ],
+)
+def test_the_scan_sees_each_kind_of_read(source: str, tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text(source)
+    assert found_in(tmp_path / "new.py")
