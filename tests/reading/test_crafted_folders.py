@@ -189,6 +189,10 @@ RECORDS: Final[dict[str, tuple[Change, dict[str, tuple[int, ...]]]]] = {
         write("ensemble/model.yaml", yaml.safe_dump({"model": {}})),
         {"trainkit.load of an ensemble": (2, 4)},
     ),
+    "a model.yaml with weights that are none": (
+        write("ensemble/model.yaml", yaml.safe_dump({"model": {}, "weights": {}, "tied": {}})),
+        {"trainkit.load of an ensemble": (2, 4)},
+    ),
     "a pipe as model.safetensors": (
         replaced("a pipe", "ensemble/model.safetensors"),
         {"trainkit.load of an ensemble": (4,)},
@@ -265,6 +269,11 @@ def test_the_reason_and_the_checkpoint_that_is_used_stand_on_the_screen(
     assert "manifest.json cannot be read (it is a named pipe). Using step_00000001 instead." in said
 
 
+def linked_checkpoints(root: Path) -> None:
+    put("a link to a copy of itself", root / "runs/0/checkpoints")
+    edited("runs/0/result.json", lambda it: it.update(last=None))(root)
+
+
 DOCUMENTED: Final[dict[str, tuple[Change, str]]] = {
     "resume": (
         lambda root: put("a pipe", root / "runs/0/metrics.jsonl"),
@@ -275,10 +284,7 @@ DOCUMENTED: Final[dict[str, tuple[Change, str]]] = {
         "runs/sweep.json cannot be read: its job '0' lies outside the folder of the sweep.",
     ),
     "trainkit.load of a run": (
-        lambda root: [
-            put("a link to a copy of itself", root / "runs/0/checkpoints"),
-            edited("runs/0/result.json", lambda it: it.update(last=None))(root),
-        ],
+        linked_checkpoints,
         (
             "the checkpoints in runs/0/checkpoints cannot be read: "
             "it is a symbolic link, and trainkit follows none inside its own folders."

@@ -357,11 +357,13 @@ def load_resolved(path: str | Path) -> RunConfig:
         ConfigError: the file is no config of a run.
         UnreadableError: it is no regular file, is too large, or is no UTF-8 text.
     """
-    import yaml  # noqa: PLC0415 - a process that builds its config in memory needs none
+    from trainkit.bounded_yaml import MAX_BYTES, parse_yaml  # noqa: PLC0415 - few processes read their config
 
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    text = read_text(Path(path), limit=1 << 20)
-    values = yaml.load(text, Loader=loader)  # noqa: S506 - both loaders are the safe ones
+    text = read_text(Path(path), limit=MAX_BYTES)
+    try:
+        values = parse_yaml(text)
+    except ValueError as error:
+        raise ConfigError([Problem(key=str(path), rule=f"cannot be read: {error}.")]) from None
     if not isinstance(values, Mapping):
         raise ConfigError([Problem(key=str(path), rule="is no mapping of keys to values.")])
     return RunConfig.from_dict(values)

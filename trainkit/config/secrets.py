@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
+from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
 from trainkit.config.references import reference
 from trainkit.config.schema import RunConfig
 from trainkit.config.secret_keys import is_below, secret_keys, texts_in
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.reading import read_text
 from trainkit.redaction import (
     REDACTED,
     mask,
@@ -157,13 +157,11 @@ def missing_secrets(values: Mapping[str, Any]) -> list[Problem]:
 def keys_to_add(resolved: Path) -> list[str]:
     """Return arguments that a command about this run needs, one for each secret that its folder does not keep."""
     try:
-        text = resolved.read_text(encoding="utf-8")
-    except (OSError, ValueError):
+        text = read_text(resolved, limit=MAX_BYTES)
+        values = parse_yaml(text) if REDACTED in text else {}
+    except (UnreadableError, ValueError):
         return []
-    if REDACTED not in text:
-        return []
-    values = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 - both are the safe ones
-    return [reference(key) for key in _lacking(values)]
+    return [reference(key) for key in _lacking(values)] if isinstance(values, Mapping) else []
 
 
 def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:

@@ -11,6 +11,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
+from trainkit.bounded_json import expect_map
+from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
 from trainkit.config.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
 from trainkit.config.build import build
 from trainkit.config.schema import RunConfig, load_resolved
@@ -19,8 +21,9 @@ from trainkit.engine.checkpoint import Loaded, load_below, newest_valid
 from trainkit.engine.checkpoint.saving import untied
 from trainkit.engine.checkpoint.tensor_file import TensorFile, write_tensors
 from trainkit.engine.manifest import FileRecord, is_checkpoint
-from trainkit.errors import CheckpointError, ConfigError, Problem
+from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.numerics.precision import Precision
+from trainkit.reading import read_text
 from trainkit.run.building import build_model
 from trainkit.run.folder import RunFolder, write_atomically
 from trainkit.strategies.replica import refuse_mismatch
@@ -128,16 +131,37 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
     write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
 
 
+def _description(file: Path) -> dict[str, Any]:
+    """Read what describes a written model.
+
+    Raises:
+        UnreadableError: it is no such file.
+    """
+    text = read_text(file, limit=MAX_BYTES)
+    try:
+        return expect_map(parse_yaml(text), {"model": dict, "weights": dict, "tied": dict})
+    except ValueError as error:
+        raise UnreadableError.of(file, str(error)) from None
+
+
+def _record(file: Path, content: Any) -> FileRecord:
+    try:
+        told = expect_map(content, {"num_bytes": int, "sha256": str})
+    except ValueError as error:
+        raise UnreadableError.of(file, f"of the weights, {error}") from None
+    return FileRecord(num_bytes=told["num_bytes"], sha256=told["sha256"])
+
+
 def _load_written(folder: Path) -> nn.Module:
-    told = yaml.safe_load((folder / _CONFIG).read_text(encoding="utf-8"))
+    told = _description(folder / _CONFIG)
     _refuse_foreign(told["model"])
     with torch.random.fork_rng(devices=[]):
         model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"], "model")
-    file = TensorFile.verified(folder / _WEIGHTS, FileRecord(**told["weights"]))
+    file = TensorFile.verified(folder / _WEIGHTS, _record(folder / _CONFIG, told["weights"]))
     try:
         weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}
         model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
         model.load_state_dict(weights)
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, TypeError, RuntimeError) as error:
         raise CheckpointError(f"{folder / _WEIGHTS} holds the weights of another model: {error}") from None
     return model.eval()

@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.cluster.processes import host_mark
-from trainkit.errors import CollectiveMismatchError
+from trainkit.errors import CollectiveMismatchError, UnreadableError
+from trainkit.reading import open_descriptor, open_regular, read_bytes
 
 __all__ = ["Collective", "FlightRecorder", "mismatch", "note_exchange", "read_collectives"]
 
@@ -110,9 +111,13 @@ class FlightRecorder:
         global _current
         path = self._file_of(self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w+b") as file:
-            file.truncate(_SIZE)
-            self._memory = mmap.mmap(file.fileno(), _SIZE)
+        descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(descriptor, 0)
+            os.ftruncate(descriptor, _SIZE)
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
         _HEAD.pack_into(self._memory, 0, host_mark(), os.getpid())
         self._previous, _current = _current, self
         self._methods = {name: vars(dist.ProcessGroup)[name] for name in _NAMES if name in vars(dist.ProcessGroup)}
@@ -167,7 +172,7 @@ class FlightRecorder:
         """Return the memory of another rank; None where that is on another host."""
         if rank not in self._peers:
             self._peers[rank] = None
-            with contextlib.suppress(OSError, ValueError), self._file_of(rank).open("rb") as file:
+            with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
                 memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
                 if _HEAD.unpack_from(memory, 0)[0] == host_mark():
                     self._peers[rank] = memory
@@ -199,8 +204,8 @@ def note_exchange(tensor: Tensor) -> None:
 def read_collectives(path: Path) -> list[Collective]:
     """Return the last collectives that a rank has called, in order; none where the file is absent or damaged."""
     try:
-        content = path.read_bytes()
-    except OSError:
+        content = read_bytes(path, limit=_SIZE)
+    except UnreadableError:
         return []
     found = map(partial(_read, content), range(_SLOTS)) if len(content) == _SIZE else ()
     return sorted(filter(None, found), key=lambda one: one.number)
@@ -284,6 +289,6 @@ def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of
 
 def _name(rank: int, file: Path) -> str:
     try:
-        return f"rank {rank} (pid {_HEAD.unpack_from(file.read_bytes())[1]} on {socket.gethostname()})"
-    except (OSError, struct.error):
+        return f"rank {rank} (pid {_HEAD.unpack_from(read_bytes(file, limit=_SIZE))[1]} on {socket.gethostname()})"
+    except (UnreadableError, struct.error):
         return f"rank {rank}"
