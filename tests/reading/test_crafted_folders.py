@@ -173,7 +173,7 @@ RECORDS: Final[dict[str, tuple[Change, dict[str, tuple[int, ...]]]]] = {
     "an endless row of metrics": (write("runs/0/metrics.jsonl", b"x" * (2 << 20)), {"resume": (4,)}),
     "a pipe as lock": (replaced("a pipe", "runs/0/.lock"), {"resume": (4,)}),
     "a link as lock": (replaced("a link to a copy of itself", "runs/0/.lock"), {"resume": (4,)}),
-    "a lock that is no JSON": (write("runs/0/.lock", "{"), {"resume": (0,), "evaluator": (0,)}),
+    "a lock that is no JSON": (write("runs/0/.lock", "{"), {"resume": (2,), "evaluator": (0,)}),
     "a pipe as evaluations": (lambda root: put("a pipe", root / "runs/0/evaluations.jsonl"), {"evaluator": (4,)}),
     "evaluations that are none": (
         write("runs/0/evaluations.jsonl", '[]\n{"step": 1}\n{"step": 2, "checkpoint": "../x", "manifest": ""}\n'),
