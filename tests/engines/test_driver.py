@@ -73,16 +73,27 @@ def train(folder, *, num_ranks=2, engine=None, **supervisor):
 
 def test_the_ranks_run_to_the_end_and_rank_0_is_heard(folder, fake, capsys):
     fake("steps=3")
-    assert train(folder) == {"status": "finished", "attempt": 0}
+    assert train(folder) == {"status": "finished", "attempt": 0, "restarts": []}
     assert [line[:11] for line in capsys.readouterr().out.splitlines()] == ["rank 0 says"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
 def test_a_killed_rank_is_named_and_all_start_again(folder, fake, capsys):
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
-    assert train(folder) == {"status": "finished", "attempt": 1}
+    result = train(folder)
+    assert (result["status"], result["attempt"]) == ("finished", 1)
+    assert [(one["kind"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [("all", 1, 2)]
     told = "rank 1 was ended by SIGKILL in step 3 (forward). Simple starts all "
     assert f"{told}again." in plain(capsys.readouterr().out)
+
+
+def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake):
+    fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
+    with pytest.raises(CrashLoopError) as caught:
+        train(folder, max_restarts=5)
+    told = "gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 "
+    assert plain(str(caught.value)).startswith(told)
+    assert len(folder.read_result()["restarts"]) == 1
 
 
 def test_an_engine_that_gives_up_says_who_failed(folder, fake):
@@ -133,7 +144,7 @@ def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert train(folder) == {"status": "preempted", "attempt": 0}
+    assert train(folder) == {"status": "preempted", "attempt": 0, "restarts": []}
     asking.join()
 
 

@@ -13,6 +13,7 @@ from trainkit.errors import CrashLoopError, DataError
 from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import Heartbeat
 from trainkit.run.last_words import write_last_words
+from trainkit.run.relaunching import note_relaunch
 from trainkit.run.restart_record import FILE, Restart, note_restart, restarts_of
 from trainkit.run.restarting import Fault, Raised, RestartRule, fault_of
 
@@ -109,6 +110,27 @@ def test_the_record_survives_lines_that_are_none(folder):
     folder.write_result({"status": "finished"})
     expected = {"kind": "all", "step": 3, "rank": 1, "task": "worker:1", "cause": "rank 1 was ended by SIGKILL."}
     assert folder.read_result() == {"status": "finished", "restarts": [{**expected, "checkpoint": None}]}
+
+
+def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once_an_exception_comes_again(folder):
+    folder.path.mkdir()
+    answers, before = [], []
+    for _ in range(2):
+        folder.begin()
+        folder.live.mkdir(parents=True)
+        write_last_words(folder.error_of(1), 1, ValueError("bad sample"))
+        relaunch = note_relaunch(folder, "rank 1 failed.", 1, before=json.loads(json.dumps(before)))
+        answers.append(relaunch.refusal)
+        before = relaunch.to_json()
+    assert answers == [None, "gave up: rank 1 raised the same exception twice in the same place, while starting"]
+    assert [one["cause"] for one in restarts_of(folder.path)["restarts"]] == ["rank 1 failed."]
+    assert note_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
+
+
+def test_a_group_that_left_no_report_is_started_again(folder):
+    folder.live.mkdir(parents=True)
+    assert note_relaunch(folder, None, None, before=[]).refusal is None
+    assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes were gone."
 
 
 def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch):

@@ -21,7 +21,7 @@ def work(folder, **environ):
 def test_a_worker_started_by_hand_is_a_run_of_one(tmp_path):
     folder = RunFolder(tmp_path / "run")
     assert work(folder, FAKE="steps=2").returncode == 0
-    assert folder.read_result() == {"status": "finished", "attempt": 0}
+    assert folder.read_result() == {"status": "finished", "attempt": 0, "restarts": []}
 
 
 def test_a_worker_started_by_hand_prints_its_traceback(tmp_path):

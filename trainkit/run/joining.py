@@ -38,7 +38,7 @@ from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import Reporter
 from trainkit.run.latecomers import join_late, late_ranks, let_in, shared_token
-from trainkit.run.launched import ENDED, forget_folder, remember_folder, start_of_launch
+from trainkit.run.launched import ENDED, forget_folder, note_restart_of, remember_folder, start_of_launch
 from trainkit.run.local_ranks import LocalRanks
 from trainkit.run.meeting import Meeting
 from trainkit.run.memory import abstract_model
@@ -162,6 +162,8 @@ def _folder(
         stack.enter_context(_lock(folder, patient=start.folder is not None))
         folder.take()
         fences.append(Fence.put_up(folder))
+        if start.relaunched:
+            note_restart_of(folder, meeting)
         begin_folder(folder, plan, start, notes=notes)
         stack.callback(folder.give_up_reserve)
         remember_folder(plan.cfg, folder, meeting)

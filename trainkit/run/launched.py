@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Final
@@ -9,13 +10,15 @@ from typing import Final
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.semantics import fingerprint
-from trainkit.errors import ConfigError, UnreadableError
+from trainkit.errors import ConfigError, CrashLoopError, UnreadableError
 from trainkit.reading import read_map
+from trainkit.run.engines.attempt import failure_in
 from trainkit.run.folder import RunFolder, write_json_atomically
 from trainkit.run.meeting import Meeting
+from trainkit.run.relaunching import note_relaunch
 from trainkit.run.resume import Start, adopt, find_start
 
-__all__ = ["ENDED", "forget_folder", "remember_folder", "start_of_launch"]
+__all__ = ["ENDED", "forget_folder", "note_restart_of", "remember_folder", "start_of_launch"]
 
 _KEY: Final = "folder"
 ENDED: Final = ("finished", "stopped")
@@ -73,7 +76,25 @@ def _continued(cfg: RunConfig, path: Path) -> Start | None:
     adopted = adopt(cfg, earlier)
     if fingerprint(adopted) != fingerprint(earlier):
         return None
-    return Start(cfg=adopted, folder=folder, note=f"started again by the launcher: continues {path}")
+    note = f"started again by the launcher: continues {path}"
+    return Start(cfg=adopted, folder=folder, note=note, relaunched=True)
+
+
+def note_restart_of(folder: RunFolder, meeting: Meeting) -> None:
+    """Record that the launcher has started all processes again; for rank 0, before the folder is begun anew.
+
+    Raises:
+        CrashLoopError: user code raised the same exception twice in the same place. The launcher may start the
+            processes again even so; they end in the same way, at once.
+    """
+    failure, key = failure_in(folder), "raised"
+    headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
+    relaunch = note_relaunch(folder, headline, rank, before=json.loads(meeting.recall(key) or "[]"))
+    if relaunch.refusal is not None and failure is not None:
+        error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
+        folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(error)})
+        raise error
+    meeting.remember(key, json.dumps(relaunch.to_json()))
 
 
 def _record(cfg: RunConfig, launch: Launch) -> Path:

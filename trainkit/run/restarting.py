@@ -23,8 +23,10 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.heartbeat import read_pulse
 from trainkit.run.last_words import LastWords, read_last_words
 
-__all__ = ["Fault", "Raised", "RestartRule", "fault_of", "raised_by"]
+__all__ = ["Fault", "Raised", "RestartRule", "fault_of", "raised_by", "twice"]
 
+_OURS: Final = frozenset({"TrainkitError", "RankError"})
+"""Classes of trainkit's own errors, and the one by which it tells an engine that a process has died."""
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -88,7 +90,16 @@ def raised_by(folder: RunFolder, task: Task) -> Raised | None:
 
 def _is_of_user(words: LastWords) -> bool:
     """Return whether user code raised it, not trainkit, and not because another rank was gone."""
-    return not words.aftermath and "TrainkitError" not in words.kinds
+    return not words.aftermath and not _OURS.intersection(words.kinds)
+
+
+def twice(again: Iterable[Raised]) -> str | None:
+    """Return why a run is given up whose exceptions came again; None where none did."""
+    first = min(again, key=lambda raised: raised.rank, default=None)
+    if first is None:
+        return None
+    when = "while starting" if first.step is None else f"in step {first.step}"
+    return f"gave up: rank {first.rank} raised the same exception twice in the same place, {when}"
 
 
 class RestartRule:
@@ -132,9 +143,7 @@ class RestartRule:
         self._raised |= fault.raised
         self._count(fault)
         if again:
-            first = min(again, key=lambda raised: raised.rank)
-            when = "while starting" if first.step is None else f"in step {first.step}"
-            return f"gave up: rank {first.rank} raised the same exception twice in the same place, {when}"
+            return twice(again)
         if self.fruitless > self._max:
             what = f" that got no further than the checkpoint of step {fault.reached}{remark}"
         elif fault.step is not None and self._in_step[fault.step] > self._max:

@@ -31,6 +31,8 @@ class Start:
     """Another run's `checkpoints` folder, or one checkpoint in it, to start from."""
     note: str | None = None
     """One line that says which."""
+    relaunched: bool = False
+    """Whether a launcher has started all processes again."""
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.bounded_json import Kind
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import open_regular, read_map, read_text
 from trainkit.run.failure import Failure, culprit
@@ -16,6 +17,7 @@ from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder, write_json_atomically
 from trainkit.run.group import Exited
 from trainkit.run.last_words import read_last_words
+from trainkit.run.relaunching import Relaunch, note_relaunch
 
 __all__ = [
     "RankError",
@@ -23,6 +25,7 @@ __all__ = [
     "forget_attempts",
     "may_restart",
     "open_attempt",
+    "refusal_in",
     "seen_attempt",
     "stop_file",
     "stop_reason",
@@ -52,8 +55,16 @@ def open_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
     folder = RunFolder(Path(cargo["folder"]))
     number = int(_attempts(folder).get("count", 0))
     last = failure_in(folder) if number else None
-    attempt = None
-    if last is None or not last.final:
+    attempt, relaunch = None, Relaunch(raised=frozenset(), refusal=None)
+    if number and (last is None or not last.final):
+        relaunch = note_relaunch(
+            folder,
+            None if last is None else last.headline,
+            None if last is None else last.rank,
+            before=_attempts(folder).get("raised", ()),
+            tolerant=cargo.get("elastic", False),
+        )
+    if (last is None or not last.final) and relaunch.refusal is None:
         if number:
             with _rank_0_says(folder) as file:
                 what = last.headline if last else "The processes are gone."
@@ -61,8 +72,14 @@ def open_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
         folder.begin()
         folder.open_live()
         attempt = [str(number), Fence.put_up(folder).token]
-    write_json_atomically(folder.path / _ATTEMPTS, {"count": number + 1, "key": key, "attempt": attempt})
+    noted = {"raised": relaunch.to_json(), "refusal": relaunch.refusal or ""}
+    write_json_atomically(folder.path / _ATTEMPTS, {"count": number + 1, "key": key, "attempt": attempt, **noted})
     return attempt
+
+
+def refusal_in(folder: RunFolder) -> str:
+    """Return why the last attempt did not begin; empty where it did."""
+    return str(_attempts(folder).get("refusal", ""))
 
 
 def seen_attempt(cargo: Mapping[str, Any], key: str) -> list[str] | None:
@@ -82,7 +99,14 @@ def seen_attempt(cargo: Mapping[str, Any], key: str) -> list[str] | None:
 
 def _attempts(folder: RunFolder) -> dict[str, Any]:
     try:
-        return read_map(folder.path / _ATTEMPTS, {"count": int, "key": str, "attempt": (list, type(None))})
+        kinds: dict[str, Kind] = {
+            "count": int,
+            "key": str,
+            "attempt": (list, type(None)),
+            "raised": list,
+            "refusal": str,
+        }
+        return read_map(folder.path / _ATTEMPTS, kinds)
     except AbsentFileError:
         return {}
 

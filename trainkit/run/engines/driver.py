@@ -14,7 +14,7 @@ from trainkit.config.allowed import package_environ
 from trainkit.engine.ownership import free_name
 from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
 from trainkit.reading import open_regular
-from trainkit.run.engines.attempt import failure_in, forget_attempts, stop_file
+from trainkit.run.engines.attempt import failure_in, forget_attempts, refusal_in, stop_file
 from trainkit.run.engines.base import CARRIED, Connection, Engine, Job
 from trainkit.run.engines.rank import cargo_of
 from trainkit.run.folder import RunFolder, write_atomically
@@ -61,6 +61,7 @@ def run_on(engine: Engine, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
             kind=engine.name,
             store=store.address,
             environ={**environ, **package_environ()},
+            elastic=plan.cfg.elastic.min_replicas is not None,
             cuda=cuda,
             limits=TimeLimits.of(plan.cfg.supervisor),
         )
@@ -105,6 +106,8 @@ def _until_done(
     except KeyboardInterrupt:
         raise _recorded(folder, StoppedError("stopped at once.")) from None
     found = failure_in(folder)
+    if found is not None and (refusal := refusal_in(folder)):
+        raise _recorded(folder, CrashLoopError(f"{refusal}: {found.error()}"))
     if not failures and (found is None or not found.final):
         return folder.read_result() or {"status": stop.requested or "finished"}
     if found is not None and found.final:

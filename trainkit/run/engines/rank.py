@@ -50,7 +50,14 @@ class Place:
 
 
 def cargo_of(
-    folder: RunFolder, *, kind: str, store: tuple[str, int], environ: Mapping[str, str], cuda: bool, limits: TimeLimits
+    folder: RunFolder,
+    *,
+    kind: str,
+    store: tuple[str, int],
+    environ: Mapping[str, str],
+    cuda: bool,
+    limits: TimeLimits,
+    elastic: bool = False,
 ) -> dict[str, Any]:
     """What every rank is handed, as plain values.
 
@@ -61,6 +68,7 @@ def cargo_of(
         environ: variables for the worker, on top of those of the engine's process.
         cuda: whether a rank has a GPU, the only one it sees.
         limits: how long a rank may make no progress.
+        elastic: whether the run goes on without hosts that are lost.
     """
     return {
         "folder": str(folder.path.absolute()),
@@ -70,6 +78,7 @@ def cargo_of(
         "environ": dict(environ),
         "device": "cuda:0" if cuda else "cpu",
         "limits": asdict(limits),
+        "elastic": elastic,
     }
 
 
