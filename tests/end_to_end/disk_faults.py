@@ -29,7 +29,9 @@ class DiskFault(Callback):
 
 
 def _fill(mount: Path, _: Path, *, but: int = 0) -> None:
-    """Take all room, or all but so many bytes."""
+    """Take all room, or all but so many bytes; once."""
+    if (mount / "filler").exists():
+        return
     found = os.statvfs(mount)
     with (mount / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         file.write(bytes(max(0, found.f_bavail * found.f_frsize - but)))
