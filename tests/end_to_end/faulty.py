@@ -1,6 +1,7 @@
 """User code with one planted fault, for the tests of which rank a run names.
 
-TRAINKIT_TEST_FAULT="kill:1:3"     what happens, on which rank, in which step
+TRAINKIT_TEST_FAULT="killed:1:3"        what happens, on which rank, in which step
+TRAINKIT_TEST_FAULT_AT="callback"       where, instead of in the model: for models that a strategy cuts
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from trainkit.engine.events import Callback, Run
+
 FAULT = "TRAINKIT_TEST_FAULT"
+PLACE = "TRAINKIT_TEST_FAULT_AT"
 
 
 def _rank() -> int:
@@ -33,6 +37,13 @@ def _eat_memory() -> None:
         held.append(bytearray(os.urandom(1 << 20)) * 32)
 
 
+def _hold_gil() -> None:
+    """Lock a mutex twice in C, without releasing the GIL; signals do not end it, as they would a sleep."""
+    library, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    library.pthread_mutex_lock(mutex)
+
+
 def _exchange() -> None:
     dist.all_reduce(torch.ones(5))
 
@@ -43,7 +54,7 @@ ACTIONS = {
     "sys.exit": lambda: sys.exit(0),
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "out of memory": _eat_memory,
-    "GIL held": lambda: ctypes.PyDLL(None).sleep(1 << 20),
+    "GIL held": _hold_gil,
     "sleep": lambda: time.sleep(1 << 20),
 }
 
@@ -58,26 +69,39 @@ class Net(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.training:
-            kind, rank, step = _fault()
-            if self.calls == step:
-                self.fail(kind, here=rank == _rank())
+            if PLACE not in os.environ:
+                fail_at(self.calls)
             self.calls += 1
         outputs: Tensor = self.linear(inputs)
         return outputs
 
-    def fail(self, kind: str, *, here: bool) -> None:
-        """Do what is planted."""
-        if (kind, here) in (("extra collective", True), ("missing collective", False)):
-            _exchange()
-        elif here and kind == "raised 'peer'":
-            raise RuntimeError("the peer table is broken: connection reset by peer")
-        elif here and kind == "raised":
-            raise ValueError("bad batch 17")
-        elif here and kind == "endless loop":
-            while True:
-                pass
-        elif here and kind in ACTIONS:
-            ACTIONS[kind]()
+
+class Fault(Callback):
+    """Fails at the end of a step, where that is planted."""
+
+    def step_end(self, run: Run, outcome: object) -> None:
+        del outcome
+        if PLACE in os.environ:
+            fail_at(run.state.step)
+
+
+def fail_at(now: int) -> None:
+    """Do what is planted for this step and rank."""
+    kind, rank, step = _fault()
+    here = rank == _rank()
+    if now != step:
+        return
+    if (kind, here) in (("extra collective", True), ("missing collective", False)):
+        _exchange()
+    elif here and kind == "raised 'peer'":
+        raise RuntimeError("the peer table is broken: connection reset by peer")
+    elif here and kind == "raised":
+        raise ValueError("bad batch 17")
+    elif here and kind == "endless loop":
+        while True:
+            pass
+    elif here and kind in ACTIONS:
+        ACTIONS[kind]()
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):

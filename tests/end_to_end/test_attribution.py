@@ -1,0 +1,152 @@
+"""A run that fails names the rank that failed, with one cause on the screen, in result.json and in the exit code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.attribution import FILES, KINDS, MLP, OVERRIDES, ROOT, STEP, Outcome, mirrored, outcome, train
+from tests.end_to_end.faulty import FAULT
+
+STRATEGIES = {
+    "fsdp": ("strategy=fsdp", "strategy.replicas=2", *MLP),
+    "tensor_parallel": ("strategy=tensor_parallel", "strategy.degree=2", "strategy.replicas=1", *MLP),
+    "pipeline": ("strategy=pipeline", *MLP),
+    "local_sgd": ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=4", *MLP),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in {"raised 'peer'", "exited 0", "extra collective"}
+        else pytest.param(kind, marks=pytest.mark.long)
+        for kind in KINDS
+    ],
+)
+def test_of_two_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
+    assert train(cwd, f"{kind}:1:{STEP}", *mirrored(2)).problems(kind, 1) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_four_ranks_the_one_that_failed_is_named(cwd: Path, kind: str) -> None:
+    assert train(cwd, f"{kind}:2:{STEP}", *mirrored(4)).problems(kind, 2) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", ["raised 'peer'", "exited 0", "killed", "stopped"])
+def test_under_every_strategy_with_processes_that_rank_is_named(cwd: Path, strategy: str, kind: str) -> None:
+    overrides = (*STRATEGIES[strategy], "supervisor.hang_timeout_s=5")
+    assert train(cwd, f"{kind}:1:{STEP}", *overrides).problems(kind, 1) == []
+
+
+def _start(folder: Path, *overrides: str, steps: int) -> subprocess.Popen[str]:
+    for name, text in FILES.items():
+        path = folder / "conf" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    longer = [f"steps={steps}" if one.startswith("steps=") else one for one in OVERRIDES]
+    command = [sys.executable, "-m", "trainkit", "--config-dir", str(folder / "conf"), *longer, *overrides]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: "none:0:0"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def _wait_for(file: Path, process: subprocess.Popen[str]) -> None:
+    while not file.exists():
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+
+
+@pytest.mark.long
+def test_a_supervisor_that_was_stopped_for_a_while_blames_no_rank(cwd: Path) -> None:
+    process = _start(cwd, *mirrored(2, hang_timeout_s=3), "checkpoint.every_steps=200", steps=3000)
+    _wait_for(cwd / "run/checkpoints/step_00000200", process)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(6)
+    process.send_signal(signal.SIGCONT)
+    screen, _ = process.communicate(timeout=200)
+    assert (process.returncode, outcome(cwd / "run", 0, screen).status) == (0, "finished"), screen
+    assert "Restarting" not in screen
+
+
+def _pid_of(name: str, below: int) -> int:
+    """The process of a task, by the name that its rank gives itself."""
+    while True:
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if (entry / "comm").read_text().strip() == name and _is_below(int(entry.name), below):
+                        return int(entry.name)
+                except OSError:
+                    continue
+        time.sleep(0.05)
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and pid != ancestor:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid == ancestor
+
+
+@pytest.mark.long
+def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
+    servers = ("model=net", "strategy=parameter_server", "strategy.servers=1", "strategy.workers=2")
+    process = _start(
+        cwd, *servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", "supervisor.max_restarts=0", steps=100_000
+    )
+    _wait_for(cwd / "run/checkpoints/step_00000020", process)
+    server = _pid_of("ps:0", process.pid)
+    os.kill(server, signal.SIGSTOP)
+    screen, _ = process.communicate(timeout=200)
+    found = outcome(cwd / "run", process.returncode, screen)
+    first = found.reason.splitlines()[0]
+    assert f"(pid {server} on " in first, screen
+    assert "is stopped by a signal (state T)" in first
+    assert first in screen
+    assert (found.status, found.code) == ("failed", 5)
+
+
+@pytest.fixture
+def cgroup() -> Iterator[Path]:
+    """A cgroup of v1 with less memory than a rank that eats it up; where the tests may make one."""
+    root = Path("/sys/fs/cgroup/memory")
+    group = root / f"trainkit_{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(3 << 30))
+    except OSError as error:
+        pytest.skip(f"no cgroup can be made: {error}")
+    yield group
+    group.rmdir()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_its_cgroup_ran_out_of_memory_for_is_told_as_that(cwd: Path, cgroup: Path, ranks: int) -> None:
+    assert _in_cgroup(cwd, cgroup, ranks).problems("out of memory", 1) == []
+
+
+def _in_cgroup(folder: Path, cgroup: Path, ranks: int) -> Outcome:
+    for name, text in FILES.items():
+        path = folder / "conf" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    command = [sys.executable, "-m", "trainkit", "--config-dir", str(folder / "conf"), *OVERRIDES, *mirrored(ranks)]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: f"out of memory:1:{STEP}"}
+    ended = subprocess.run(
+        ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *command],
+        cwd=folder, env=environ, capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    return outcome(folder / "run", ended.returncode, ended.stdout + ended.stderr)

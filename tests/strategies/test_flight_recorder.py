@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from trainkit.errors import CollectiveMismatchError
+from trainkit.strategies.flight_recorder import FlightRecorder, read_collectives
+
+WORLD: Any = SimpleNamespace(group_name="0")
+HALF: Any = SimpleNamespace(group_name="1")
+
+
+@pytest.fixture
+def file_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Path]:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _group: [0, 1])
+    return lambda rank: tmp_path / f"rank_{rank}.collectives"
+
+
+@pytest.fixture
+def ranks(file_of: Callable[[int], Path]) -> Iterator[tuple[FlightRecorder, FlightRecorder]]:
+    with ExitStack() as stack:
+        yield tuple(stack.enter_context(FlightRecorder(file_of, rank, lambda: 3)) for rank in (0, 1))  # type: ignore[misc]
+
+
+Ranks = tuple[FlightRecorder, FlightRecorder]
+
+
+def test_the_last_collectives_are_read_in_order_also_when_the_rank_is_gone(ranks: Ranks, file_of) -> None:
+    for number in range(100):
+        ranks[0].record(WORLD, "all_reduce", torch.ones(number))
+    found = read_collectives(file_of(0))
+    assert [one.sequence for one in found] == list(range(37, 101))
+    assert str(found[-1]).startswith(f"all_reduce of (99,) float32 at {__file__}:")
+    assert str(found[-1]).endswith(", in step 3")
+
+
+def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks: Ranks) -> None:
+    ranks[0].record(WORLD, "broadcast", torch.ones(2))
+    ranks[1].record(WORLD, "broadcast", torch.ones(2))
+    ranks[0].record(WORLD, "all_reduce", torch.ones(5))
+    with pytest.raises(CollectiveMismatchError) as caught:
+        ranks[1].record(WORLD, "all_gather", torch.ones(2))
+    process = f"(pid {os.getpid()} on {socket.gethostname()})"
+    lines = str(caught.value).splitlines()
+    said = f"the ranks call different collectives: rank 1 {process} calls all_gather of (2,) float32 at {__file__}:"
+    assert lines[0].startswith(said)
+    assert f"; rank 0 {process} calls all_reduce of (5,) float32 at " in lines[0]
+    assert [line.split(" at ")[0] for line in lines[1:]] == [
+        "The last collectives of rank 0:", "  broadcast of (2,) float32", "  all_reduce of (5,) float32",
+        "The last collectives of rank 1:", "  broadcast of (2,) float32", "  all_gather of (2,) float32",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "here", "there", "alike"),
+    [
+        ("all_reduce", torch.ones(2, 3), torch.ones(6), True),
+        ("all_reduce", torch.ones(6), torch.ones(5), False),
+        ("all_reduce", torch.ones(6), torch.ones(6).double(), False),
+        ("all_gather", torch.ones(6), torch.ones(5), True),  # NCCL takes uneven ones
+        ("scatter", torch.ones(6), None, True),
+    ],
+)
+def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(ranks: Ranks, name, here, there, alike) -> None:
+    ranks[0].record(WORLD, name, here)
+    if alike:
+        ranks[1].record(WORLD, name, there)
+    else:
+        with pytest.raises(CollectiveMismatchError):
+            ranks[1].record(WORLD, name, there)
+
+
+def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
+    ranks[0].record(WORLD, "all_reduce", torch.ones(5))
+    ours = {"__name__": "trainkit.strategies.collective", "rank": ranks[1], "group": WORLD, "ones": torch.ones(5)}
+    with pytest.raises(CollectiveMismatchError):
+        exec("rank.record(group, 'all_reduce', ones)", ours)
+
+
+def test_each_group_counts_for_itself(ranks: Ranks) -> None:
+    ranks[0].record(WORLD, "all_reduce", torch.ones(5))
+    ranks[0].record(HALF, "broadcast", torch.ones(2))
+    ranks[1].record(HALF, "broadcast", torch.ones(2))
+    ranks[1].record(WORLD, "all_reduce", torch.ones(5))
+
+
+def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(ranks: Ranks, file_of) -> None:
+    ranks[0].record(WORLD, "all_reduce", torch.ones(5))
+    content = file_of(0).read_bytes()
+    place = content.index(b"all_reduce")
+    with file_of(0).open("r+b") as file:
+        file.seek(place)
+        file.write(b"X")
+    ranks[1].record(WORLD, "broadcast", torch.ones(2))
+    with file_of(0).open("r+b") as file:
+        file.write(b"another!")
+        file.seek(place)
+        file.write(b"a")
+    with FlightRecorder(file_of, 1, lambda: 3) as other_host:
+        other_host.record(WORLD, "broadcast", torch.ones(2))
+
+
+def test_process_groups_are_as_they_were_afterwards(file_of) -> None:
+    before = vars(dist.ProcessGroup)["allreduce"]
+    with FlightRecorder(file_of, 0, lambda: -1):
+        assert vars(dist.ProcessGroup)["allreduce"] is not before
+    assert vars(dist.ProcessGroup)["allreduce"] is before
+
+
+def test_a_damaged_file_holds_none(tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"x")
+    assert [read_collectives(tmp_path / name) for name in ("short", "absent")] == [[], []]
