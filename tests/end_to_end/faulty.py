@@ -23,7 +23,7 @@ PLACE = "TRAINKIT_TEST_FAULT_AT"
 
 
 def _rank() -> int:
-    return int(os.environ.get("TRAINKIT_RANK", os.environ.get("RANK", "0")))
+    return int(os.environ.get("TRAINKIT_RANK", os.environ.get("RANK", "-1")))  # the parent runs the model too
 
 
 def _fault() -> tuple[str, int, int]:
