@@ -34,6 +34,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.keeping import retention_of
 from trainkit.run.memory import abstract_model
 from trainkit.run.plan import RunPlan
+from trainkit.run.saved_state import refuse_unfit
 from trainkit.storage import naming
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.stored import weights_in
@@ -156,6 +157,7 @@ class Evaluator:
         mark = _mark(checkpoint.folder)
         try:
             loaded = load(checkpoint.folder)
+            refuse_unfit(loaded)
             self._take(loaded)
         except (CheckpointError, OSError) as error:
             self._told.add(mark)
