@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from trainkit.bounded_json import Kind, expect_maps, parse_json
 from trainkit.cluster.launch import Launch
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.semantics import fingerprint
-from trainkit.errors import ConfigError, CrashLoopError, UnreadableError
+from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.engines.attempt import failure_in
 from trainkit.run.folder import RunFolder, write_json_atomically
@@ -21,6 +23,8 @@ from trainkit.run.resume import Start, adopt, find_start
 __all__ = ["ENDED", "forget_folder", "note_restart_of", "remember_folder", "start_of_launch"]
 
 _KEY: Final = "folder"
+_RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
+"""What a group leaves of the exceptions that ended it."""
 ENDED: Final = ("finished", "stopped")
 """Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
 
@@ -89,12 +93,20 @@ def note_restart_of(folder: RunFolder, meeting: Meeting) -> None:
     """
     failure, key = failure_in(folder), "raised"
     headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
-    relaunch = note_relaunch(folder, headline, rank, before=json.loads(meeting.recall(key) or "[]"))
+    relaunch = note_relaunch(folder, headline, rank, before=_raised_before(meeting, key))
     if relaunch.refusal is not None and failure is not None:
         error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
         folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(error)})
         raise error
     meeting.remember(key, json.dumps(relaunch.to_json()))
+
+
+def _raised_before(meeting: Meeting, key: str) -> list[dict[str, Any]]:
+    try:
+        found = expect_maps(parse_json(meeting.recall(key) or "[]"), _RAISED)
+    except ValueError as error:
+        raise LinkError(f"the store of the launch holds no message of this launch under {key}: {error}") from None
+    return [{name: one[name] for name in _RAISED} for one in found]
 
 
 def _record(cfg: RunConfig, launch: Launch) -> Path:
