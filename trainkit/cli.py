@@ -19,6 +19,7 @@ from typing import Any, Final
 from trainkit import __version__
 from trainkit.config.grammar import is_override
 from trainkit.config.secrets import given_arguments
+from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.process_list import hide_from_process_list
 from trainkit.redaction import knows_secrets, masked_output
@@ -35,6 +36,8 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
     "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
     "shell-completion": Flag(help='install it: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
 }
+_REPEATABLE: Final = ("config-dir", "allow-package")
+"""Flags whose values add up."""
 _SHORT: Final = {
     "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-sc": "--shell-completion",
     "-V": "--version",
@@ -132,6 +135,9 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
             overrides.append(word)
         else:
             bare.append(word)
+    problems += _repeated_flags(found, known)
+    paths = [*bare, *found.get("config-dir", ())]
+    problems += [Problem(key=path, rule=rule, origin="command line") for path in paths if (rule := path_rule(path))]
     if verb not in VERBS and not problems:
         problems.append(Problem(key=verb, rule=_no_verb(verb), origin="command line"))
     if "multirun" in found and verb != "train":
@@ -150,6 +156,17 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
         multirun="multirun" in found,
     )
     return call, {name: values[-1] for name, values in found.items() if name in _GLOBAL}
+
+
+def _repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]) -> list[Problem]:
+    """Refuse flags that have one value and are given several."""
+    return [
+        Problem(
+            key=f"--{name}", rule=f"is given twice: {values[0]} and {values[1]}. Give it once.", origin="command line"
+        )
+        for name, values in found.items()
+        if len(values) > 1 and known[name].value is not None and name not in _REPEATABLE
+    ]
 
 
 def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -179,11 +196,10 @@ def _take_flag(word: str, words: Any, known: Mapping[str, Flag], found: dict[str
             return [Problem(key=word, rule=f"--{name} takes no value.", origin="command line")]
         found.setdefault(name, []).append("")
         return []
-    if not has_value:
-        value = next(words, "")
-        if not value:
-            rule = f"needs a value: --{name} {known[name].value}."
-            return [Problem(key=word, rule=rule, origin="command line")]
+    value = value if has_value else next(words, "")
+    if not value:
+        rule = f"needs a value: --{name} {known[name].value}."
+        return [Problem(key=word, rule=rule, origin="command line")]
     found.setdefault(name, []).append(value)
     return []
 
@@ -225,8 +241,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     if "cfg" in flags:
         return _show(call, flags["cfg"])
     from trainkit.config.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
+    from trainkit.config.own_folders import with_config_dirs  # noqa: PLC0415 - the same
 
-    with allow_packages(call.packages):
+    with allow_packages(call.packages), with_config_dirs(call.config_dirs):
         code: int = _module(call.verb).run(call)
     return code
 

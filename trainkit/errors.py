@@ -87,10 +87,11 @@ class Problem:
     """Where it was set: `command line`, or `file.yaml:12`."""
 
     def __str__(self) -> str:
-        key = redacted_argument(self.key)  # an argument that is no key=value is named as a whole
-        subject = key if self.value is MISSING else f"{key}={_shown(self.shown_value)}"
+        key = _printable(redacted_argument(self.key))  # an argument that is no key=value is named as a whole
+        subject = key if self.value is MISSING else f"{key}={_printable(_shown(self.shown_value))}"
         where = f" ({self.origin})" if self.origin else ""
-        return mask(f"{subject}: {self.rule}{where}")
+        rule = _printable(self.rule, longest=1_200, allowed="\n")
+        return mask(f"{subject}: {rule}{where}")
 
     @property
     def shown_value(self) -> Any:
@@ -99,6 +100,14 @@ class Problem:
         if is_secret(path) and self.value is not MISSING:
             return without_secrets({"secret": self.value}, dict(secrets_in({"secret": self.value})))["secret"]
         return without_secrets(self.value, dict(secrets_in(self.value, path)), path)
+
+
+def _printable(text: str, *, longest: int = 400, allowed: str = "") -> str:
+    """Return a text without secrets, without control characters, and cut in the middle where it is long."""
+    text = mask(text)  # first: a part of a secret would not be known as one
+    if len(text) > longest:
+        text = f"{text[: longest // 2]}...({len(text):,} characters)...{text[-longest // 4 :]}"
+    return "".join(one if one.isprintable() or one in allowed else ascii(one)[1:-1] for one in text)
 
 
 def _shown(value: Any) -> str:

@@ -8,6 +8,7 @@ from trainkit.cluster.detect import LAUNCHERS, detect
 from trainkit.cluster.local import Local
 from trainkit.cluster.spec import Spec
 
+REMEDY = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -81,8 +82,8 @@ def test_half_of_torchruns_variables_are_refused_by_name():
     half = {"TORCHELASTIC_RUN_ID": "x", "RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "one", "LOCAL_WORLD_SIZE": "2"}
     hint = "is not set, though TORCHELASTIC_RUN_ID is. Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
     assert refused(lambda: detect(half)) == [
-        "RANK=4: must be less than WORLD_SIZE=4. (environment)",
-        "LOCAL_RANK=one: must be a whole number, 0 or more. (environment)",
+        f"RANK=4: must be less than WORLD_SIZE=4. {REMEDY} (environment)",
+        f"LOCAL_RANK=one: must be a whole number, 0 or more. {REMEDY} (environment)",
         f"MASTER_ADDR: {hint} (environment)",
         f"MASTER_PORT: {hint} (environment)",
     ]
@@ -107,7 +108,7 @@ def test_half_of_the_four_is_refused_by_name():
     assert refused(lambda: detect({"RANK": "1", "MASTER_PORT": "99999"})) == [
         f"WORLD_SIZE: {hint}",
         f"MASTER_ADDR: {hint}",
-        "MASTER_PORT=99999: must be a port, 65535 at most. (environment)",
+        f"MASTER_PORT=99999: must be a port, 65535 at most. {REMEDY} (environment)",
     ]
     assert refused(lambda: detect({"WORLD_SIZE": "2", "MASTER_ADDR": "n", "MASTER_PORT": "1"})) == [
         hint.replace("is not", "RANK: is not").replace("RANK is.", "WORLD_SIZE is.")
@@ -186,7 +187,7 @@ def test_bad_variables_of_a_step_are_named():
         "SLURM_JOB_ID": "",
     }
     assert refused(lambda: detect(bad)) == [
-        "SLURM_PROCID=5: must be less than SLURM_STEP_NUM_TASKS=5. (environment)",
+        f"SLURM_PROCID=5: must be less than SLURM_STEP_NUM_TASKS=5. {REMEDY} (environment)",
         "SLURM_STEP_NODELIST: is no list of nodes: n[1. (environment)",
         "SLURM_STEP_TASKS_PER_NODE: is no list of tasks a node: x. (environment)",
         (

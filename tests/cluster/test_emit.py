@@ -209,7 +209,7 @@ def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys):
         (("slurm", "torchrun"), "emit slurm torchrun: takes one of torchrun, slurm, kubernetes, vertex, skypilot."),
         (("slurm", "--partition", "a b"),
          "--partition=a b: must be a word: letters, digits and . _ : / @ , + - only."),
-        (("slurm", "--setup", "a\nb"), "--setup=a\nb: must be one line. Put more into a script of your own."),
+        (("slurm", "--setup", "a\nb"), "--setup=a\\nb: must be one line. Put more into a script of your own."),
         (("slurm", "--gpus-per-host", "2", "--processes-per-host", "2"),
          "--processes-per-host=2: a process takes a GPU, or there are none: give one of the two."),
         (("vertex", "--image", "i", "--machine", "m", "--processes-per-host", "2"),

@@ -29,7 +29,18 @@ def test_counts_repeat():
     assert tasks_per_node("4") == [4]
 
 
-@pytest.mark.parametrize("text", ["", "2x3", "2(x)", "(x2)", "1(x9999999)"])
+@pytest.mark.parametrize("text", ["", "2x3", "2(x)", "(x2)", "1" * 50])
 def test_what_is_no_list_of_counts_is_refused(text):
     with pytest.raises(ValueError, match="is no list of tasks a node: "):
         tasks_per_node(text)
+
+
+@pytest.mark.parametrize("text", ["1(x9999999)", ",".join(["1(x99999)"] * 3)])
+def test_more_nodes_than_there_can_be_are_refused_before_they_are_counted_out(text):
+    with pytest.raises(ValueError, match="lists more than 100,000 nodes"):
+        tasks_per_node(text)
+
+
+def test_ranges_that_multiply_are_refused_before_they_are_counted_out():
+    with pytest.raises(ValueError, match="lists more than 100,000 nodes"):
+        node_names("n[1-9999][1-9999][1-9999]")

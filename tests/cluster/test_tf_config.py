@@ -6,6 +6,9 @@ from tests.cluster.refusals import refused
 from trainkit.cluster.detect import detect
 from trainkit.cluster.tf_config import read_tf_config
 
+REMEDY = "Correct it, or unset it: TF_CONFIG= trainkit ..."
+
+
 TWO = {"worker": ["a:1", "b:1"]}
 SECOND = {"type": "worker", "index": 1}
 
@@ -54,7 +57,19 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch():
 @pytest.mark.parametrize(
     ("content", "problems"),
     [
-        ("{", ["TF_CONFIG: is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)."]),
+        (
+            "{",
+            [
+                (
+                    "TF_CONFIG: cannot be read: it is no JSON: Expecting property name enclosed in double quotes: "
+                    f"line 1 column 2 (char 1). {REMEDY}"
+                )
+            ],
+        ),
+        (
+            "[" * 5000,
+            [f"TF_CONFIG: cannot be read: its JSON is nested deeper than 64. {REMEDY}"],
+        ),
         ("[]", ["TF_CONFIG: must be a JSON object with cluster and task."]),
         (
             "{}",

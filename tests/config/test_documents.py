@@ -78,11 +78,14 @@ def test_an_empty_file_is_an_empty_choice(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"\xff\xfe", "mine.yaml: is not UTF-8 text"),
+        (b"\xff\xfe", "mine.yaml: cannot be read: it is not UTF-8 text (byte 1)"),
         (b"a: [1\nb: 2\n", "is no YAML"),
         (b"defaults: mlp\n", "defaults: must be a list."),
         (b"- a\n", "must hold keys and values."),
-        (b"a: !!python/object:os.system {}\n", "is no YAML"),
+        (
+            b"a: !!python/object:os.system {}\n",
+            "holds the tag !!python/object:os.system; a config holds plain values alone",
+        ),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, content, words):

@@ -65,7 +65,10 @@ REPLICAS = ", ".join(
         ),
         ("loader.cache=yes", "loader.cache=yes: must be auto, true or false. (command line)"),
         ("numerics.lanes=6", "numerics.lanes=6: must be a power of two. Use 4 or 8. (command line)"),
-        ("name=a/b", "name=a/b: may hold letters, digits, . _ and - only. (command line)"),
+        (
+            "name=a/b",
+            ("name=a/b: may hold letters, digits, . _ and - only, 200 at most, and not dots alone. (command line)"),
+        ),
         ("clip=3", "clip=3: has keys of its own: clip.max_norm. (command line)"),
         ("clip.max_norm=0", "clip.max_norm=0: must be more than 0. (command line)"),
         (

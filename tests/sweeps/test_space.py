@@ -44,9 +44,14 @@ def test_groups_are_zipped_too(composer):
     ]
 
 
-def test_a_key_given_twice_has_its_last_value(composer):
-    assert composer.points(["seed=1,2", "seed=3"]) == [["seed=3"]]
-    assert composer.points(["seed=3", "seed=1,2"]) == [["seed=1"], ["seed=2"]]
+@pytest.mark.parametrize("arguments", [("seed=1,2", "seed=3"), ("+seed=3", "seed=1,2"), ("seed=1,2", "seed=1,2")])
+def test_a_key_given_twice_is_refused(composer, arguments):
+    with pytest.raises(ConfigError) as caught:
+        composer.points(arguments)
+    first, second = arguments
+    assert [str(one) for one in caught.value.problems] == [
+        f"seed: is given twice: {first} and {second}. Give it once. (command line)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from trainkit.cluster.tasks import Task
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 __all__ = ["VARIABLES", "Identity"]
@@ -118,8 +119,9 @@ class Identity:
 
 def _number(environ: Mapping[str, str], name: str, default: int | None, problems: list[Problem]) -> int:
     text = environ.get(name, "" if default is None else str(default))
-    if text.isascii() and text.isdigit():
-        return int(text)
+    number = whole_number(text, low=0, high=2**31 - 1)
+    if number is not None:
+        return number
     rule = "must be a whole number, 0 or more."
     problems.append(Problem(key=name, value=text or MISSING, rule=rule, origin="environment"))
     return 0
@@ -130,8 +132,9 @@ def _store(environ: Mapping[str, str], problems: list[Problem]) -> tuple[str, in
     if not text:
         return None
     host, _, port = text.rpartition(":")
-    if host and port.isascii() and port.isdigit() and 0 < int(port) < 65536:
-        return host, int(port)
+    number = whole_number(port, low=1, high=65535)
+    if host and number is not None:
+        return host, number
     rule = "must be HOST:PORT, as in 127.0.0.1:29400."
     problems.append(Problem(key="TRAINKIT_STORE", value=text, rule=rule, origin="environment"))
     return None

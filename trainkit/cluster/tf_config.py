@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from trainkit.bounded_json import parse_json
 from trainkit.cluster.members import ROLES, member_problems, task_problem
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 __all__ = ["TfConfig", "read_tf_config"]
@@ -61,9 +62,10 @@ def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
 
 def _content(variable: str, text: str) -> dict[str, Any]:
     try:
-        content = json.loads(text)
+        content = parse_json(text)
     except ValueError as error:
-        raise ConfigError([Problem(key=variable, rule=f"is no JSON: {error}.", origin="environment")]) from error
+        rule = f"cannot be read: {error}. Correct it, or unset it: {variable}= trainkit ..."
+        raise ConfigError([Problem(key=variable, rule=rule, origin="environment")]) from None
     if not isinstance(content, dict):
         rule = "must be a JSON object with cluster and task."
         raise ConfigError([Problem(key=variable, rule=rule, origin="environment")])
@@ -122,8 +124,8 @@ def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]
 
 def _index(value: Any) -> int | None:
     """An index as a number; TensorFlow takes one written as text too."""
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return int(value)
+    if isinstance(value, str):
+        return whole_number(value, low=0, high=2**31 - 1)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from typing import Final
 
 from trainkit.cluster.address import Address
+from trainkit.config.values import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 __all__ = ["Variables"]
+
+_MOST_RANKS: Final = 100_000
+_REMEDY: Final = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
+_HOST: Final = re.compile(r"[\w.:%\[\]-]{1,253}")
 
 
 class Variables:
@@ -51,18 +58,21 @@ class Variables:
         if default is not None and not self._environ.get(name):
             return default
         text = self.text(name)
-        if text.isascii() and text.isdigit() and int(text) >= least:
-            return int(text)
+        number = whole_number(text, low=least, high=2**31 - 1)
+        if number is not None:
+            return number
         if text:
-            self.report(name, f"must be a whole number, {least} or more.")
+            self.report(name, f"must be a whole number, {least} or more. {_REMEDY}")
         return least
 
     def rank_of(self, rank_name: str, size_name: str) -> tuple[int, int]:
         """A place and the number of places: `RANK` and `WORLD_SIZE`."""
         before = len(self.problems)
         rank, size = self.number(rank_name), self.number(size_name, least=1)
-        if len(self.problems) == before and rank >= size:
-            self.report(rank_name, f"must be less than {size_name}={size}.")
+        if len(self.problems) == before and size > _MOST_RANKS:
+            self.report(size_name, f"must be {_MOST_RANKS:,} or less. {_REMEDY}")
+        elif len(self.problems) == before and rank >= size:
+            self.report(rank_name, f"must be less than {size_name}={size}. {_REMEDY}")
         return rank, size
 
     def store(
@@ -81,9 +91,11 @@ class Variables:
         """
         host_name, port_name = names
         chosen = self._environ.get(host_name) or (self.text(host_name) if host is None else host)
+        if not _HOST.fullmatch(chosen) and chosen == self._environ.get(host_name):
+            self.report(host_name, f"must be the name or address of a host. {_REMEDY}")
         number = self.number(port_name, default=port, least=1)
         if number > 65535:
-            self.report(port_name, "must be a port, 65535 at most.")
+            self.report(port_name, f"must be a port, 65535 at most. {_REMEDY}")
         return Address(chosen.removeprefix("[").removesuffix("]"), number)
 
     def finish(self) -> None:

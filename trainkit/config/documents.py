@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.bounded_yaml import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.reading import read_text
 from trainkit.redaction import REDACTED, mask, secrets_in
 
-__all__ = ["Document", "Trap", "read_document", "shown_text"]
+__all__ = ["Document", "Trap", "is_choice_path", "read_document", "shown_text"]
 
 KeyPath = tuple[str, ...]
 
-_Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _TRAPS: Final = (
     (re.compile(r"(?i:yes|no|on|off)"), "true or false"),
     (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?"), "a number in base 60"),
@@ -25,13 +26,13 @@ _TRAPS: Final = (
 )
 
 
-class _Loader(_Base):  # type: ignore[misc]
-    """PyYAML's safe loader, with floats as people write them (1e-3) and without dates, as OmegaConf reads them."""
+class _Loader(SafeLoader):
+    """A safe loader, with floats as people write them (1e-3) and without dates, as OmegaConf reads them."""
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [pair for pair in pairs if pair[0] not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")]
-    for first, pairs in _Base.yaml_implicit_resolvers.items()
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("timestamp", "float", "value")]
+    for first, pairs in SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -95,6 +96,7 @@ def read_document(file: Path) -> Document:
     text = _text_of(file)
     loader = _Loader(text)
     try:
+        check_bounds(text)
         root = loader.get_single_node()
         if root is None:
             return Document(file=file, values={}, lines={}, package=_package_in(text))
@@ -110,13 +112,16 @@ def read_document(file: Path) -> Document:
     defaults = values.pop("defaults", None) or []
     if not isinstance(defaults, list):
         raise ConfigError([Problem(key="defaults", rule="must be a list.", origin=f"{file}:{lines['defaults',]}")])
+    item_lines = tuple(_item_lines(root))
+    if problems := [*_item_problems(file, defaults, item_lines)]:
+        raise ConfigError(problems)
     return Document(
         file=file,
         values=values,
         lines=lines,
         traps=tuple(trap for trap in traps if trap.path[:1] != ("defaults",)),
         defaults=defaults,
-        defaults_lines=tuple(_item_lines(root)),
+        defaults_lines=item_lines,
         package=_package_in(text),
     )
 
@@ -146,11 +151,10 @@ def shown_text(document: Document, group: str) -> str:
 
 def _text_of(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError([Problem(key=str(file), rule=f"is not UTF-8 text: {error.reason}.")]) from error
-    except OSError as error:
-        raise ConfigError([Problem(key=str(file), rule=f"cannot be read: {error.strerror}.")]) from error
+        return read_text(file, limit=MAX_BYTES, follow=True)
+    except UnreadableError as error:
+        rule = f"cannot be read: {error.reason}. A config is a regular file of UTF-8 text, {MAX_BYTES:,} bytes at most."
+        raise ConfigError([Problem(key=str(file), rule=rule)]) from None
 
 
 def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[Trap]:
@@ -163,6 +167,8 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
             yield from _scan(item, (*path, str(index)), lines)
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
+                raise UnreadableYAMLError(problem="holds a key that is no text", problem_mark=key.start_mark)
             inner = (*path, str(key.value))
             if inner in lines and key.value != "<<":
                 message = f"key {'.'.join(inner)} is here twice, first in line {lines[inner]}"
@@ -193,6 +199,40 @@ def _item_lines(root: yaml.MappingNode) -> Iterator[int]:
             yield from (item.start_mark.line + 1 for item in value.value)
 
 
+def _item_problems(file: Path, defaults: Sequence[Any], lines: Sequence[int]) -> Iterator[Problem]:
+    """Refuse items of a defaults list that name no choice, or a file outside of the folders of the config."""
+    for item, line in zip(defaults, lines, strict=True):
+        group, names = _item_parts(item)
+        if not all(isinstance(name, str) for name in (group, *names)) or not (names or isinstance(item, Mapping)):
+            rule = "each item must be GROUP: CHOICE, or CHOICE."
+        elif not all(is_choice_path(f"{group}/{name}".removeprefix("/").removeprefix("/")) for name in names):
+            rule = "names a file outside of the folders of the config. Give the name of a choice: GROUP: CHOICE."
+        else:
+            continue
+        yield Problem(key="defaults", value=item, rule=rule, origin=f"{file}:{line}")
+
+
+def _item_parts(item: Any) -> tuple[Any, list[Any]]:
+    """Return the group that an item names, empty for one that names a choice alone, and its choices."""
+    if not isinstance(item, Mapping):
+        return "", [item]
+    if len(item) != 1 or not str(next(iter(item))).strip():
+        return None, []
+    group, value = next(iter(item.items()))
+    words = group.split() if isinstance(group, str) else [None]
+    return words[-1], [] if value is None else value if isinstance(value, list) else [value]
+
+
+def is_choice_path(path: str) -> bool:
+    """Return whether a path stays below the folder that it begins in.
+
+    Example:
+        >>> [is_choice_path(path) for path in ("model/mlp", "model/../mlp", "model//mlp")]
+        [True, False, False]
+    """
+    return all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/"))
+
+
 def _package_in(text: str) -> str | None:
     for line in text.splitlines():
         if line.strip() and not line.startswith("#"):
@@ -204,6 +244,8 @@ def _package_in(text: str) -> str | None:
 
 def _syntax_problem(file: Path, error: yaml.YAMLError) -> Problem:
     mark = getattr(error, "problem_mark", None)
-    what = getattr(error, "problem", None) or str(error)
     origin = f"{file}:{mark.line + 1}" if mark is not None else str(file)
+    if isinstance(error, UnreadableYAMLError):
+        return Problem(key=file.name, rule=f"{error.problem}.", origin=origin)
+    what = getattr(error, "problem", None) or " ".join(str(error).split())
     return Problem(key=file.name, rule=f"is no YAML: {what}.", origin=origin)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from typing import Final
 
 from trainkit.config.references import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 
-__all__ = ["COMMAND_LINE", "is_override", "quoted_form", "refusal", "unreadable"]
+__all__ = ["COMMAND_LINE", "is_override", "key_of", "quoted_form", "refusal", "replacing", "unreadable"]
 
 COMMAND_LINE: Final = "command line"
 """The origin of every argument."""
@@ -38,6 +39,27 @@ def is_override(argument: str) -> bool:
     if argument.startswith("-"):
         return False
     return "=" in argument or argument.startswith("~")
+
+
+def key_of(argument: str) -> str:
+    """Return the key or group that an argument gives.
+
+    Example:
+        >>> key_of("+model.width=3"), key_of("~callbacks")
+        ('model.width', 'callbacks')
+    """
+    return argument.lstrip("+~").partition("=")[0]
+
+
+def replacing(arguments: Sequence[str], *own: str) -> tuple[str, ...]:
+    """Return a person's arguments and trainkit's own after them, which replace those of the same keys.
+
+    Example:
+        >>> replacing(["seed=1", "cv.fold=null"], "cv.fold=3")
+        ('seed=1', 'cv.fold=3')
+    """
+    keys = {key_of(argument) for argument in own}
+    return (*(argument for argument in arguments if key_of(argument) not in keys), *own)
 
 
 def quoted_form(argument: str) -> str:

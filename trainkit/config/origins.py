@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Final
 
-__all__ = ["KeyPath", "Layered", "Level", "Origin", "dotted", "leaves", "lookup"]
+__all__ = ["KeyPath", "Layered", "Level", "Origin", "dotted", "is_path_key", "leaves", "lookup"]
 
 KeyPath = tuple[str, ...]
 
@@ -75,7 +76,8 @@ class Layered:
             for key, item in value.items():
                 self.put((*path, str(key)), item, origin)
             return
-        self._forget(path)
+        if name in here:
+            self._forget(path)
         here[name] = {} if isinstance(value, Mapping) else copy.deepcopy(value)
         self.origins[path] = origin
         if isinstance(value, Mapping):
@@ -126,6 +128,19 @@ def leaves(values: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyP
             yield from leaves(value, inner)
         else:
             yield inner, value
+
+
+_PATH_KEY: Final = re.compile(r"(.*_)?(path|folder|root|dir|file)|resume|init_from")
+
+
+def is_path_key(name: str) -> bool:
+    """Return whether a key names a file or folder.
+
+    Example:
+        >>> is_path_key("data_dir"), is_path_key("direction")
+        (True, False)
+    """
+    return _PATH_KEY.fullmatch(name) is not None
 
 
 def dotted(path: KeyPath) -> str:

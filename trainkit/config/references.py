@@ -11,8 +11,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, Final
 
-import yaml
-
+from trainkit.bounded_yaml import parse_yaml
 from trainkit.config.secret_keys import is_below, marked_in, secret_keys, texts_in
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret_name, remember, variable_of
@@ -52,7 +51,11 @@ def dereferenced(value: Any, *, key: str) -> Any:
         rule = f"refers to the environment variable {variable}, which is not set here. Set it to the secret."
         raise ConfigError([Problem(key=key, value=value, rule=rule)])
     text = value[: value.index("${")] + os.environ[variable]
-    found = yaml.safe_load(text) if "oc.decode" in value else text
+    try:
+        found = parse_yaml(text) if "oc.decode" in value else text
+    except ValueError:  # its message may quote the secret
+        rule = f"refers to the environment variable {variable}, whose value is no YAML. Write it as {{KEY: VALUE}}."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)]) from None
     remember(found)
     return found
 

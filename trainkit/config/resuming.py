@@ -6,16 +6,21 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 from trainkit.config.compose import Composer
 from trainkit.config.composition import Composition
 from trainkit.config.documents import read_document
 from trainkit.config.exclusive import settle
+from trainkit.config.grammar import key_of, replacing
 from trainkit.config.origins import Layered, Level, Origin, lookup
 from trainkit.config.schema import GROUPS, NO_RUN, Cv, RunConfig, Sweep, load_resolved
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["compose_anew", "compose_resumed"]
+
+_NO_RECIPE: Final = "recipe=null"
+"""Run-level values come from the run, so that no recipe is composed beneath the changes."""
 
 
 def compose_resumed(
@@ -38,7 +43,7 @@ def compose_resumed(
     file = run / "resolved.yaml"
     if not file.is_file():
         raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
-    changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])
+    changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     # What ended the run early is what is gone on from.
     tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
     notes, problems = settle(tree)
@@ -68,7 +73,7 @@ def compose_anew(
         raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
     earlier = load_resolved(found[0])
     whole = replace(earlier, stop_at_step=None, resume=None, cv=Cv(), sweep=Sweep())
-    changes = Composer(config_dirs, packages).compose(["recipe=null", *overrides])
+    changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     tree = _beneath(changes, whole, found[0], overrides)
     notes, problems = settle(tree)
     if earlier.cv.folds is not None:
@@ -98,10 +103,15 @@ def _with(
         changes,
         values=tree.values,
         origins=dict(tree.origins),
-        overrides=("recipe=null", *overrides),
-        notes=tuple(notes),
+        overrides=replacing(overrides, _NO_RECIPE),
+        notes=(*notes, *_unused(overrides)),
         problems=(*changes.problems, *problems),
     )
+
+
+def _unused(overrides: Sequence[str]) -> list[str]:
+    given = [line for line in overrides if key_of(line) == "recipe" and line != _NO_RECIPE]
+    return [f"{line} has no effect: the run keeps what its own recipe set" for line in given]
 
 
 def _replace_chosen_groups(tree: Layered, changes: Composition, overrides: Sequence[str]) -> None:

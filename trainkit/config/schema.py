@@ -12,7 +12,18 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from trainkit.config.values import above, at_least, below, limits_in, misfit, pattern, plain, within
+from trainkit.config.values import (
+    MOST_PROCESSES,
+    above,
+    at_least,
+    at_most,
+    below,
+    limits_in,
+    misfit,
+    pattern,
+    plain,
+    within,
+)
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, placement, speed
 from trainkit.reading import read_text
@@ -20,6 +31,7 @@ from trainkit.reading import read_text
 __all__ = [
     "GROUPS",
     "LIST_GROUPS",
+    "MOST_JOBS",
     "NO_RUN",
     "Batch",
     "Checkpoint",
@@ -51,6 +63,14 @@ NO_RUN: Final = "is no run folder: it has no resolved.yaml."
 
 Node = dict[str, Any]
 
+MOST_JOBS: Final = 10_000
+"""Jobs of one sweep."""
+_MOST_EPOCHS: Final = 10**12
+_NAME: Final = pattern(
+    r"(?!\.+$)[A-Za-z0-9._-]{1,200}", "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
+)
+"""What a folder of trainkit's can be called."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -80,7 +100,7 @@ class LrScaling:
 class Warmup:
     """The climb of the learning rate to its peak."""
 
-    epochs: Annotated[float | None, maths, at_least(0)] = None
+    epochs: Annotated[float | None, maths, at_least(0), at_most(_MOST_EPOCHS)] = None
     """Length in epochs."""
     steps: Annotated[int | None, maths, at_least(0)] = 0
     """Length in steps."""
@@ -112,7 +132,7 @@ class Numerics:
 
     reproducible: Annotated[bool, maths] = False
     """The same bits on any number of replicas up to `lanes`; costs speed."""
-    lanes: Annotated[int, maths, at_least(1)] = 8
+    lanes: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 8
     """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], maths] = "stop"
     """A loss or gradient that is NaN or infinite, and no loss scale explains it: end the run, leave the step out, or
@@ -133,9 +153,9 @@ class Loader:
     """A new permutation each epoch; false takes the samples as they stand."""
     cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
     """true reads the whole dataset once into memory; auto does where it is in memory already."""
-    num_workers: Annotated[int, speed, at_least(0)] = 0
+    num_workers: Annotated[int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
     """Processes that read samples ahead; 0 reads in the training process, small batches several at a time."""
-    prefetch: Annotated[int, speed, at_least(1)] = 2
+    prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Batches that each worker holds ready."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
     """Page-locked host memory for faster copies; auto where the device is CUDA."""
@@ -214,7 +234,7 @@ class Elastic:
 class Cv:
     """Cross-validation: the training split in folds, each held out once by a run of its own."""
 
-    folds: Annotated[int | None, maths(neutral=None), at_least(2)] = None
+    folds: Annotated[int | None, maths(neutral=None), at_least(2), at_most(MOST_JOBS)] = None
     """Parts of the training split; without `cv.fold`, a run for each. null: validates on the dataset's own split."""
     fold: Annotated[int | None, maths(neutral=None), at_least(0)] = None
     """The one that this run validates on, from 0."""
@@ -226,21 +246,19 @@ class Cv:
 class Sweep:
     """Many runs of one command, `-m`."""
 
-    name: Annotated[str | None, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = (
-        None
-    )
+    name: Annotated[str | None, cosmetic, _NAME] = None
     """Folder of the sweep below outputs/sweeps; null takes the date and time."""
     resume: Annotated[str | None, placement] = None
     """Folder of an earlier sweep to go on with: jobs with a result are not run again, those that ended early go on."""
-    slots: Annotated[Literal["auto"] | int, placement, at_least(1)] = "auto"
+    slots: Annotated[Literal["auto"] | int, placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
     """Jobs side by side: GPUs, or shares of the cores where there is none; auto takes all GPUs, else a core each."""
-    jobs_per_device: Annotated[int, placement, at_least(1)] = 1
+    jobs_per_device: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Jobs that share a GPU."""
     retries: Annotated[int, placement, at_least(0)] = 0
     """Times that a job which fails is tried again, from its checkpoint."""
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
     """What a job that failed means for the others: they go on, or those that run save and stop and no other starts."""
-    trials: Annotated[int | None, cosmetic, at_least(1)] = None
+    trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
     """Points that hydra/sweeper=random, optuna or halving draws; null: halving takes the whole grid."""
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
     """Key of what a search draws."""
@@ -264,11 +282,11 @@ class RunConfig:
         (3, 64, True)
     """
 
-    name: Annotated[str, cosmetic, pattern(r"[A-Za-z0-9._-]+", "may hold letters, digits, . _ and - only.")] = "run"
+    name: Annotated[str, cosmetic, _NAME] = "run"
     """Folder of the run below outputs; the recipe's name where there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
     """Key of the sample order, the initial weights and all that is random."""
-    epochs: Annotated[float | None, maths, above(0)] = None
+    epochs: Annotated[float | None, maths, above(0), at_most(_MOST_EPOCHS)] = None
     """Length in passes over the data."""
     steps: Annotated[int | None, maths, at_least(1)] = None
     """Length in updates."""

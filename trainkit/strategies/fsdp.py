@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import nn
 
-from trainkit.config.values import above, at_least, closest
+from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, closest
 from trainkit.errors import Problem
 from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
@@ -42,7 +42,7 @@ class Fsdp(Sharded):
     alone_as_one_device: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
-    replicate: Annotated[int, at_least(1), placement] = 1
+    replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
     """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""
     wrap: Annotated[Literal["blocks", "size"] | tuple[str, ...], placement] = "blocks"
     """What is gathered at once: `blocks` as a map names them; modules by `size`; or of some classes, `[Block]`."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.cluster.tasks import Task
+from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
@@ -42,7 +43,7 @@ class Grouped(Synchronous):
     """Whether a single rank runs the code of one device. Each class says so for itself: a subclass may compute in
     another way."""
 
-    replicas: Annotated[int | Literal["auto"], placement] = "auto"
+    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = "auto"
     """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, those that it started."""
     devices: Annotated[tuple[int | str, ...] | None, placement] = None
     """The devices to use, `[0, 1]` or `[/gpu:0, /gpu:1]`; null: the first `replicas` GPUs, or the CPU."""
@@ -89,6 +90,9 @@ class Grouped(Synchronous):
 
     def _host_problems(self, facts: Facts) -> list[Problem]:
         count, each = self.num_replicas(facts) * self.ranks_a_replica, self.ranks_a_replica
+        if count > MOST_PROCESSES:
+            rule = f"{self._described(facts)}, and one host starts {MOST_PROCESSES:,} processes at most. Use fewer."
+            return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
         if self.devices is not None and len(self.devices) != count:
             rule = f"names {_counted(len(self.devices), 'device', 's')}, and {self._described(facts)}. Name as many."
             return [Problem(key="strategy.devices", value=list(self.devices), rule=rule)]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.cluster.launch import Launch
-from trainkit.config.values import at_least
+from trainkit.config.values import MOST_PROCESSES, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan
@@ -72,7 +72,7 @@ class LocalSgd(DataParallel):
     changes_maths: ClassVar[bool] = True
     elastic: ClassVar[bool] = False
 
-    replicas: Annotated[int, maths, at_least(1)] = 2
+    replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Processes. Their number changes the result."""
     average_every: Annotated[int, maths, at_least(1)] = 8
     """Steps between two averages."""

@@ -18,6 +18,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
 from trainkit.config.schema import Sweep as Settings
 from trainkit.config.secrets import missing_secrets
+from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 from trainkit.run.environment import num_cores
@@ -174,7 +175,7 @@ class Launching:
         if row is not None:
             return row.job, row.folder
         taken = [job.folder for job in self._jobs.values()] + [one.folder for one in self.sweep.record.rows.values()]
-        wanted = self.sweep.folder / str(OmegaConf.select(config, "hydra.sweep.subdir"))
+        wanted = self.sweep.folder / _subfolder(str(OmegaConf.select(config, "hydra.sweep.subdir")))
         folder = free_folder(wanted, taken)
         return folder.relative_to(self.sweep.folder).as_posix(), folder
 
@@ -203,9 +204,25 @@ class Launching:
         """Refuse arguments whose secrets cannot reach the process of a job; processes of this host take any."""
 
 
+def _subfolder(text: str) -> str:
+    """The folder of a job, which lies below that of the sweep.
+
+    Raises:
+        ConfigError: it leads elsewhere, or no file system takes it.
+    """
+    rule = path_rule(text)
+    if ".." in Path(text).parts or Path(text).is_absolute() or not Path(text).parts:
+        rule = "leads out of the folder of the sweep, and every job lies in it. Give a path below it."
+    if rule is not None:
+        raise ConfigError([Problem(key="hydra.sweep.subdir", value=text, rule=rule, origin=COMMAND_LINE)])
+    return text
+
+
 def _folder_of(config: DictConfig, settings: Settings) -> Path:
     """Where the sweep goes: the folder that was named, or a new one."""
     folder = Path(str(config.hydra.sweep.dir))
+    if rule := path_rule(str(folder)):
+        raise ConfigError([Problem(key="hydra.sweep.dir", value=str(folder), rule=rule, origin=COMMAND_LINE)])
     if settings.resume is not None and not (folder / FILE).is_file():
         rule = f"is no folder of a sweep: it has no {FILE}."
         raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.allowed import package_arguments
+from trainkit.config.own_folders import config_dir_arguments
 from trainkit.config.references import reference
 from trainkit.config.schema import Eval
 from trainkit.config.secrets import keys_to_add
@@ -134,7 +135,8 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """What to do next, and the command that does it; nothing where no job has a figure.
 
-        The commands allow the packages that this process allows. A secret, which no file keeps, is named as a
+        The commands allow the packages that this process allows; one that composes anew names the user's own folders of
+        configuration. A secret, which no file keeps, is named as a
         reference to an environment variable.
 
         Args:
@@ -145,8 +147,9 @@ class Leaderboard:
             return []
         again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
         then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", "strategy=mirrored"]
+        anew = shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()])
         return [
-            ("the best once more", " ".join(["trainkit", *package_arguments(), *again])),
+            ("the best once more", " ".join([anew, *again])),
             ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
         ]
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.emit import ENGINES, Engine, Job
 from trainkit.cluster.emit.job import seconds_of
 from trainkit.config.allowed import package_arguments
+from trainkit.config.own_folders import config_dir_arguments
 from trainkit.config.references import reference
-from trainkit.config.values import closest
+from trainkit.config.values import closest, whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, redacted_argument, variable_of
 from trainkit.verbs.call import Call, Flag
@@ -50,6 +49,8 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "accelerator": Flag(help="vertex, skypilot: the GPU, NVIDIA_L4 or A100", value="TYPE"),
 }
 _NUMBERS: Final = ("hosts", "gpus-per-host", "processes-per-host", "port", "restarts", "min-hosts", "cpus-per-process")
+_MOST_RANKS: Final = 100_000
+"""Processes of one launch, over all hosts."""
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
 
@@ -110,6 +111,12 @@ def _flag_problems(call: Call, engine: Engine) -> Iterator[Problem]:
     if "gpus-per-host" in flags and "processes-per-host" in flags:
         rule = "a process takes a GPU, or there are none: give one of the two."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
+    each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
+    hosts = flags.get("hosts", "1")
+    numbers = [whole_number(text, low=0, high=_MOST_RANKS) or 0 for text in (hosts, each)]
+    if numbers[0] * numbers[1] > _MOST_RANKS:
+        rule = f"are {numbers[0] * numbers[1]:,} processes, and {_MOST_RANKS:,} is the most."
+        yield Problem(key="--hosts", value=f"{hosts} of {each} each", rule=rule, origin="command line")
     if "processes-per-host" in flags and engine.takes_devices:
         rule = f"has no effect on {name}: it starts one process a host. Give strategy.replicas."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
@@ -153,16 +160,15 @@ def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
     if "min-hosts" in flags and flags.get("restarts", "0") == "0":
         rule = "needs --restarts: those that are left start again together."
         yield Problem(key="--min-hosts", value=least, rule=rule, origin="command line")
-    if least.isdigit() and hosts.isdigit() and int(least) > int(hosts):
+    most = whole_number(hosts, low=0, high=_MOST_RANKS)
+    if most is not None and (whole_number(least, low=0, high=_MOST_RANKS) or 0) > most:
         yield Problem(key="--min-hosts", value=least, rule=f"must be --hosts={hosts} or less.", origin="command line")
 
 
 def _misfit(flag: str, text: str, engine: Engine) -> str | None:
     """What is wrong with a value, by itself."""
     if flag in _NUMBERS:
-        least = 0 if flag == "restarts" else 1
-        fits = text.isascii() and text.isdigit() and int(text) >= least
-        return None if fits else f"must be a whole number, {least} or more."
+        return _misfit_of_number(text, least=0 if flag == "restarts" else 1)
     if flag == "time":
         return None if seconds_of(text) else "must be [DAYS-]HH:MM:SS, as in 12:00:00."
     if flag == "setup":
@@ -173,6 +179,13 @@ def _misfit(flag: str, text: str, engine: Engine) -> str | None:
             return None if server and path.startswith("/") and _WORD.fullmatch(text) else "must be SERVER:/PATH of NFS."
         return None if not colon and _WORD.fullmatch(text) else "must be the name of a volume."
     return None if _WORD.fullmatch(text) else "must be a word: letters, digits and . _ : / @ , + - only."
+
+
+def _misfit_of_number(text: str, *, least: int) -> str | None:
+    if whole_number(text, low=_MOST_RANKS + 1, high=10**18) is not None:
+        return f"must be {_MOST_RANKS:,} or less."
+    fits = whole_number(text, low=least, high=_MOST_RANKS) is not None
+    return None if fits else f"must be a whole number, {least} or more."
 
 
 def _misfit_of_setup(text: str) -> str | None:
@@ -196,9 +209,7 @@ def _job(call: Call, composition: Composition) -> Job:
 
 def _arguments(call: Call) -> Iterator[str]:
     """What trainkit was given, less the verb; the user's own folders as they lie below the current one."""
-    for folder in call.config_dirs:
-        here = Path.cwd()
-        yield from ("--config-dir", os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder))
+    yield from config_dir_arguments(call.config_dirs)
     yield from package_arguments(call.packages)
     yield from map(_runnable, call.overrides)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.compose import Composer
 from trainkit.config.composition import Composition
-from trainkit.config.grammar import refusal
+from trainkit.config.grammar import refusal, replacing
 from trainkit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def with_folds(call: Call) -> Call:
             f"{composition.sweeper} learns from one run after another, and a point has one a fold. Use grid or random."
         )
         raise refusal("hydra/sweeper", rule)
-    return replace(call, overrides=(*call.overrides, f"cv.fold=range({folds})"))
+    return replace(call, overrides=replacing(call.overrides, f"cv.fold=range({folds})"))
 
 
 def refuse_open_folds(points: Iterable[Composition]) -> None:

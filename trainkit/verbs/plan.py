@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
+from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.numbers import num_bytes
 from trainkit.report.tables import print_rows, print_summary
@@ -52,9 +53,11 @@ def run(call: Call) -> int:
 def _world(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isdigit():
-        raise ConfigError([Problem(key="--world", value=text, rule="must be a number of GPUs.", origin="command line")])
-    return int(text)
+    number = whole_number(text, low=0, high=MOST_PROCESSES)
+    if number is None:
+        rule = f"must be a number of GPUs, {MOST_PROCESSES:,} or less."
+        raise ConfigError([Problem(key="--world", value=text, rule=rule, origin="command line")])
+    return number
 
 
 def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:

@@ -8,6 +8,8 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.allowed import package_arguments
+from trainkit.config.own_folders import config_dir_arguments
+from trainkit.config.values import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.call import Call, Flag
@@ -24,6 +26,7 @@ FLAGS: Final[Mapping[str, Flag]] = {
     "same-cut": Flag(help="ask only whether the numbers are the same at one common cut"),
     "all": Flag(help="a line for every parameter, also where all are equal"),
 }
+_MOST_STEPS: Final = 1_000_000
 _WORDS: Final = {"equal": "equal, every bit", "rounding": "equal to rounding", "different": "DIFFERENT"}
 _ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
 
@@ -57,14 +60,17 @@ def run(call: Call) -> int:
 
 def _command(call: Call) -> str:
     flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
-    words = [*package_arguments(call.packages), *map(redacted_argument, call.overrides), *flags]
+    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
+    words = [*given, *map(redacted_argument, call.overrides), *flags]
     return shlex.join(["trainkit", "prove", *words])
 
 
 def _steps(text: str) -> int:
-    if text.isdigit() and int(text) > 0:
-        return int(text)
-    raise ConfigError([Problem(key="--steps", value=text, rule="must be 1 or more steps.", origin="command line")])
+    number = whole_number(text, low=1, high=_MOST_STEPS)
+    if number is not None:
+        return number
+    rule = f"must be 1 or more steps, {_MOST_STEPS:,} at most."
+    raise ConfigError([Problem(key="--steps", value=text, rule=rule, origin="command line")])
 
 
 def _label(point: Composition, common: Container[str]) -> str:

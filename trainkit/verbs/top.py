@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import Eval
+from trainkit.config.values import whole_number
 from trainkit.config.watched import Watched
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
@@ -105,6 +106,7 @@ def _count(flags: Mapping[str, str]) -> int | None:
     text = flags.get("k")
     if text is None:
         return None
-    if not text.isdecimal() or int(text) < 1:
+    number = whole_number(text, low=1, high=10**9)
+    if number is None:
         raise refusal(f"--k {text}", "must be a whole number of at least 1.")
-    return int(text)
+    return number

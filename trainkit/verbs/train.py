@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.detect import VARIABLE, detect
+from trainkit.config.values import MOST_PROCESSES, whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.call import Call, Flag
 
@@ -78,7 +79,7 @@ def _gpus_elsewhere(point: Composition) -> int | None:
         return None
     key = "hydra.launcher.gpus_per_node="
     given = [line.partition("=")[2] for line in point.hydra_overrides if line.startswith(key)]
-    return int(given[-1]) if given and given[-1].isdecimal() else 0
+    return whole_number(given[-1], low=0, high=MOST_PROCESSES) or 0 if given else 0
 
 
 def _refuse_launch() -> None:

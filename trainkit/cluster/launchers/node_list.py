@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import Final
 
@@ -12,6 +13,10 @@ _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _MOST: Final = 100_000
+"""Nodes of a step."""
+_LONGEST: Final = 40
+"""Characters of one range, `00001-99999`, or of one count, `4(x16)`."""
+_SHOWN: Final = 200
 
 
 def node_names(text: str) -> list[str]:
@@ -29,9 +34,12 @@ def node_names(text: str) -> list[str]:
     while place < len(text):
         found = _NAME.match(text, place)
         if found is None or text[found.end() : found.end() + 1] not in ("", ","):
-            raise ValueError(f"is no list of nodes: {text}")
+            raise ValueError(f"is no list of nodes: {text[:_SHOWN]}")
         parts = re.split(r"(\[[^\]]*\])", found[0])
-        names += map("".join, itertools.product(*(_variants(part) for part in parts)))
+        variants = [_variants(part) for part in parts]
+        if len(names) + math.prod(map(len, variants)) > _MOST:
+            raise ValueError(f"lists more than {_MOST:,} nodes")
+        names += map("".join, itertools.product(*variants))
         place = found.end() + 1
     return names
 
@@ -49,8 +57,10 @@ def tasks_per_node(text: str) -> list[int]:
     counts: list[int] = []
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
-        if found is None or int(found[2] or 1) > _MOST:
-            raise ValueError(f"is no list of tasks a node: {text}")
+        if found is None or len(part) > _LONGEST:
+            raise ValueError(f"is no list of tasks a node: {text[:_SHOWN]}")
+        if len(counts) + int(found[2] or 1) > _MOST:
+            raise ValueError(f"lists more than {_MOST:,} nodes")
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
 
@@ -63,11 +73,11 @@ def _variants(part: str) -> list[str]:
         ends = _RANGE.fullmatch(item)
         if ends is None:
             if not item.isdigit():
-                raise ValueError(f"is no list of nodes: {part}")
+                raise ValueError(f"is no list of nodes: {part[:_SHOWN]}")
             found.append(item)
             continue
-        low, high = int(ends[1]), int(ends[2])
+        low, high = (int(ends[1]), int(ends[2])) if len(item) <= _LONGEST else (0, _MOST)
         if high - low >= _MOST:
-            raise ValueError(f"is no list of nodes: {part}")
+            raise ValueError(f"is no list of nodes: {part[:_SHOWN]}")
         found += [f"{number:0{len(ends[1])}d}" for number in range(low, high + 1)]
     return found

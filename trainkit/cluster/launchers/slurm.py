@@ -9,6 +9,7 @@ from trainkit.cluster.address import derived_port
 from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
 from trainkit.cluster.variables import Variables
+from trainkit.config.values import whole_number
 
 __all__ = ["slurm", "step_place"]
 
@@ -25,7 +26,7 @@ def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
     `srun --pty` is one, and is for a person to type in: nobody started the others.
     """
     step = environ.get("SLURM_STEP_ID", "")
-    if not step or (step.isdigit() and int(step) >= _FIRST_SPECIAL) or _typed_in(environ):
+    if not step or (whole_number(step, low=0, high=10**18) or 0) >= _FIRST_SPECIAL or _typed_in(environ):
         return None
     size = environ.get("SLURM_STEP_NUM_TASKS") or environ.get("SLURM_NTASKS", "")
     return environ.get("SLURM_PROCID", ""), size
@@ -59,9 +60,13 @@ def slurm(environ: Mapping[str, str]) -> Launch | None:
     nodes = _nodes(read)
     counts = _counts(read)
     job = f"slurm {read.text('SLURM_JOB_ID')}.{environ['SLURM_STEP_ID']}"
-    read.finish()
     alone = len(nodes) == 1
     num_local = counts[node] if node < len(counts) else (size if alone else local_rank + 1)
+    if not read.problems and local_rank >= num_local:
+        read.report("SLURM_LOCALID", f"must be less than the {num_local} tasks of its node.")
+    store = read.store("127.0.0.1" if alone else nodes[0], derived_port(job))
+    attempt = read.number("SLURM_RESTART_COUNT", default=0)
+    read.finish()
     return Launch(
         kind="SLURM",
         tasks=workers(size),
@@ -69,9 +74,9 @@ def slurm(environ: Mapping[str, str]) -> Launch | None:
         local_rank=local_rank,
         num_local=num_local,
         num_hosts=len(nodes),
-        store=read.store("127.0.0.1" if alone else nodes[0], derived_port(job)),
+        store=store,
         hosts_store=rank == 0,
-        attempt=read.number("SLURM_RESTART_COUNT", default=0),
+        attempt=attempt,
         name=job.replace(" ", "-"),
         addresses=_places(nodes, counts, size, environ.get("SLURM_DISTRIBUTION", "block")),
     )

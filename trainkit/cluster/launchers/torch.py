@@ -56,7 +56,9 @@ def by_hand(environ: Mapping[str, str]) -> Launch | None:
     alone = is_loopback(store.host)
     local_rank = read.number("LOCAL_RANK", default=rank if alone else 0)
     num_local = read.number("LOCAL_WORLD_SIZE", default=size if alone else local_rank + 1, least=1)
-    if local_rank >= num_local:
+    if not read.problems and num_local > size:
+        read.report("LOCAL_WORLD_SIZE", f"must be WORLD_SIZE={size} or less.")
+    if not read.problems and local_rank >= num_local:
         read.report("LOCAL_RANK", f"must be less than LOCAL_WORLD_SIZE={num_local}.")
     read.finish()
     told = alone or bool(environ.get("LOCAL_WORLD_SIZE"))

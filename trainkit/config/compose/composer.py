@@ -13,8 +13,10 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from trainkit.config.allowed import refuse_packages
+from trainkit.config.compose.bounds import argument_problem
 from trainkit.config.compose.composing import Composing
 from trainkit.config.compose.files import hydra_state
+from trainkit.config.compose.repeating import repeated
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition
 from trainkit.config.documents import read_document
@@ -67,11 +69,14 @@ class Composer:
             self._parser = OverridesParser.create(config_loader=self.loader)
         parsed, problems = [], []
         for argument in overrides:
+            if problem := argument_problem(argument):
+                problems.append(problem)
+                continue
             try:
                 override = self._parser.parse_override(argument)
                 override.config_loader = self.loader  # glob(...) asks it for the choices
                 parsed.append(override)
-            except HydraException:
+            except (HydraException, RecursionError, ValueError):
                 problems.append(unreadable(argument))
         return parsed, problems
 
@@ -116,6 +121,8 @@ class Composer:
         with hydra_state():
             parsed, problems = self.parse(overrides)
             if problems:
+                raise ConfigError(problems)
+            if problems := repeated(parsed):
                 raise ConfigError(problems)
             return read_space(parsed)
 

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.layers import Layers, first_line, shown
+from trainkit.config.compose.repeating import repeated
 from trainkit.config.composition import ChoiceFile, Composition
 from trainkit.config.documents import Document
 from trainkit.config.grammar import COMMAND_LINE
@@ -41,6 +42,7 @@ class Composing:
         self.repository = Repository(composer.loader.repository)
         self.given = tuple(overrides)
         self.parsed, self.problems = composer.parse(overrides)
+        self.problems += repeated(self.parsed)
         self.layers = Layers()
 
     def run(self) -> Composition:
@@ -63,7 +65,7 @@ class Composing:
         self._remember_arguments()
         values = layers.finish(files, choices, self.composer.packages)
         redacted(values)  # from here on no message shows a secret
-        run_dir = lookup(layers.hydra.values, ("hydra", "run", "dir"))
+        run_dir = layers.folder(lookup(layers.hydra.values, ("hydra", "run", "dir")), values)
         return Composition(
             values=values,
             origins=dict(layers.tree.origins),
@@ -77,7 +79,7 @@ class Composing:
             packages=self.composer.packages,
             notes=tuple(layers.notes),
             problems=(*self.problems, *layers.problems),
-            run_dir=layers.folder(run_dir, values),
+            run_dir=run_dir,
             run_dir_given=layers.hydra.origin_of(("hydra", "run", "dir")).level > Level.defaults,
         )
 
@@ -130,6 +132,8 @@ class Composing:
         return f"no such choice. {hint}{self._there_are(group)}"
 
     def _there_are(self, group: str) -> str:
+        if not self.composer.choices_of(group):
+            return f"There is no group {group}; there are: {', '.join(self.composer.groups())}."
         return f"There are: {', '.join(self.composer.choices_of(group))}."
 
     # -- the files ----------------------------------------------------------------------------------------------
@@ -138,8 +142,11 @@ class Composing:
         """Hydra's defaults list; choices that files name and that do not exist are reported, all of them."""
         remaining = [self.composer.without_null(item) for item in task]
         while True:
+            self.repository.begin_list()
             try:
                 return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
+            except RecursionError:
+                raise ConfigError([*self.problems, self.repository.endless()]) from None
             except MissingConfigException as error:
                 missing = error.missing_cfg_file or ""
                 if missing in self.repository.absent or missing == CONFIG:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +19,14 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from trainkit.config.composition import Composition
-from trainkit.config.documents import Document, read_document
+from trainkit.config.documents import Document, is_choice_path, read_document
 from trainkit.config.schema import LIST_GROUPS
+from trainkit.errors import ConfigError, Problem
 
 CONFIG: Final = "config"
 """The primary config, conf/config.yaml."""
+_MAX_FILES: Final = 200
+"""Files of one composition, those that are loaded again counted again."""
 
 __all__ = ["CONFIG", "HydraFiles", "Repository", "group_in", "hydra_state", "is_about_hydra"]
 
@@ -54,16 +58,40 @@ class Repository(CachingConfigRepository):
         self.documents: dict[str, Document] = {}
         self.absent: set[str] = set()
         """Choices that do not exist: read as empty once reported, so that the others are looked at too."""
+        self._asked: Counter[str] = Counter()
+
+    def begin_list(self) -> None:
+        """Count the files of a defaults list from here on."""
+        self._asked.clear()
+
+    def endless(self) -> Problem:
+        """Return the problem of defaults lists that lead back to their own files."""
+        times = self._asked.most_common(1)[0][1]
+        names = [name for name, count in self._asked.items() if times > 1 and count >= times - 1 and name != CONFIG]
+        many = f"{', '.join(names[:3])}, {times} times" if names else f"{len(self._asked)} of them"
+        rule = f"more than {_MAX_FILES} files follow from one another ({many}). Remove the entry that leads back."
+        document = self.documents.get(names[0]) if names else None
+        where = f"{document.file}:{document.defaults_lines[0]}" if document and document.defaults_lines else ""
+        return Problem(key="defaults", rule=rule, origin=where)
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """A file's defaults list and header for Hydra; its content is kept in `documents`."""
+        """A file's defaults list and header for Hydra; its content is kept in `documents`.
+
+        Raises:
+            ConfigError: the defaults lists lead to too many files.
+        """
+        self._asked[config_path] += 1
+        if self._asked.total() > _MAX_FILES:
+            raise ConfigError([self.endless()])
         if config_path in self.cache:
             return self.cache[config_path]
         self.cache[config_path] = result = self._load(config_path)
         return result
 
     def config_exists(self, config_path: str) -> bool:
-        """Whether there is such a file, or its absence is reported already."""
+        """Whether there is such a file below a folder of the config, or its absence is reported already."""
+        if not is_choice_path(config_path):
+            return False
         return config_path in self.absent or super().config_exists(config_path)
 
     def forgive(self, config_path: str) -> None:

@@ -7,14 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from trainkit.config.compose.bounds import TooManyReferencesError, bounded_references, reference_problem
 from trainkit.config.composition import ChoiceFile
 from trainkit.config.exclusive import settle
-from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, leaves, lookup
+from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, is_path_key, leaves, lookup
 from trainkit.config.places import shipped_conf, shipped_recipes
 from trainkit.config.references import dereferenced, reference_paths
 from trainkit.config.schema import GROUPS, LIST_GROUPS
@@ -23,8 +24,6 @@ from trainkit.config.secrets import redacted
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Layers", "first_line", "shown"]
-
-_PATH_KEY: Final = re.compile(r"(.*_)?(path|folder|root|dir|file)|resume|init_from")
 
 
 class Layers:
@@ -116,7 +115,7 @@ class Layers:
             name = re.sub(r"[^A-Za-z0-9._-]", "_", str(recipe)) if recipe else "run"
             self.tree.put(("name",), name, self.tree.origin_of(("name",)))
         for path, value in list(leaves(self.tree.values)):
-            if isinstance(value, str) and value.startswith("~") and _PATH_KEY.fullmatch(path[-1]):
+            if isinstance(value, str) and value.startswith("~") and is_path_key(path[-1]):
                 self.tree.put(path, str(Path(value).expanduser()), self.tree.origin_of(path))
 
     def _resolved(self) -> dict[str, Any]:
@@ -126,18 +125,37 @@ class Layers:
         redacted(values)  # from here on no message shows a secret
         open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
         open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
-        if not open_leaves:
+        readable = [(path, value) for path, value in open_leaves if not self._unreadable(values, path, value)]
+        if not readable:
             return values
-        config = OmegaConf.create(values)
-        for path, value in open_leaves:
-            try:
-                node = OmegaConf.select(config, dotted(path), throw_on_missing=True)
-                self._set(values, path, _as_plain(node))
-            except OmegaConfBaseException as error:
-                where = self.tree.origin_of(path).where
-                self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
-                self._set(values, path, None)
+        with bounded_references() as budget:
+            config = OmegaConf.create(values)
+            for path, value in readable:
+                self._resolve(values, config, path, value)
+                if budget.broken:  # every further one would break it too
+                    where = self.tree.origin_of(path).where
+                    problem = Problem(key=dotted(path), value=value, rule=budget.broken, origin=where)
+                    raise ConfigError([*self.problems[:-1], problem])
         return values
+
+    def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
+        """Fill in one value; report what cannot be resolved."""
+        try:
+            found = _as_plain(OmegaConf.select(config, dotted(path), throw_on_missing=True))
+        except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
+            where = self.tree.origin_of(path).where
+            self.problems.append(Problem(key=dotted(path), value=value, rule=_unresolved(error), origin=where))
+            found = None
+        self._set(values, path, found)
+
+    def _unreadable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
+        """Report a value whose references cannot be read, and take it away."""
+        rule = reference_problem(value)
+        if rule is not None:
+            where = self.tree.origin_of(path).where
+            self.problems.append(Problem(key=dotted(path), value=value, rule=rule, origin=where))
+            self._set(values, path, None)
+        return rule is not None
 
     def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
         """The keys of secrets that are references to environment variables, each of which must be set."""
@@ -183,10 +201,17 @@ class Layers:
         """`hydra.run.dir` with its interpolations filled in; None where only a job knows them."""
         if not isinstance(pattern, str):
             return None
+        rule = reference_problem(pattern)
         try:
-            return Path(OmegaConf.create({**values, "_folder_": pattern})["_folder_"]).expanduser()
-        except OmegaConfBaseException:
-            return None
+            with bounded_references():
+                if rule is None:
+                    return Path(OmegaConf.create({**values, "_folder_": pattern})["_folder_"]).expanduser()
+        except (OmegaConfBaseException, RecursionError, TooManyReferencesError, TypeError) as error:
+            rule = _unresolved(error)
+        origin = self.hydra.origin_of(("hydra", "run", "dir"))
+        if origin.level > Level.defaults:  # without a word, the run would go elsewhere
+            self.problems.append(Problem(key="hydra.run.dir", value=pattern, rule=rule, origin=origin.where))
+        return None
 
 
 def _has_interpolation(value: Any) -> bool:
@@ -202,7 +227,7 @@ def _as_plain(node: Any) -> Any:
     return OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
 
 
-def _unresolved(error: OmegaConfBaseException) -> str:
+def _unresolved(error: Exception) -> str:
     text = first_line(error)
     if match := re.search(r"Interpolation key '([^']+)' not found", text):
         return f"refers to {match[1]}, and there is no such key."

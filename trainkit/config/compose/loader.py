@@ -17,10 +17,12 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from trainkit.config.compose.bounds import refuse_endless
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, HydraFiles
 from trainkit.config.compose.hydra_targets import refuse_hydra_targets
 from trainkit.config.composition import Composition
+from trainkit.config.grammar import replacing
 from trainkit.config.secrets import hidden_arguments, redacted
 from trainkit.errors import ConfigError
 from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
@@ -69,6 +71,7 @@ class Loader(ConfigLoaderImpl):
         lines = [item.input_line or "" for item in parsed if item.is_hydra_override()]
         cfg = super().load_configuration(CONFIG, lines, run_mode, from_shell=False)
         refuse_hydra_targets(cfg.hydra, self.composer.packages)
+        refuse_endless(cfg)
         task = [item for item in parsed if not item.is_hydra_override()]
         OmegaConf.set_struct(cfg, False)
         for key in [key for key in cfg if key != "hydra"]:
@@ -108,11 +111,11 @@ class Loader(ConfigLoaderImpl):
             The command without secrets, and the variables of its environment that hold them.
         """
         composition = self.composer.compose(about_one_job(overrides), for_others=True)
-        applicable = [*composition.overrides, *composition.hydra_overrides]
+        applicable: Sequence[str] = [*composition.overrides, *composition.hydra_overrides]
         flags = [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
         if composition.hands_on:  # the job itself is to train, not to be handed on once more
-            applicable.append("hydra.mode=RUN")
+            applicable = replacing(applicable, "hydra.mode=RUN")
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
         shown, secrets = hidden_arguments([*flags, *applicable, f'hydra.run.dir="{escaped}"'])
         return (sys.executable, "-m", "trainkit", *shown), secrets

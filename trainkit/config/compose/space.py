@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,11 +12,13 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.schema import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Choices", "Interval", "Space", "read_space"]
 
+_SEARCH: Final = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
 _TAGS: Final = ("zip", "log")
 """zip: keys that move together; log: an interval that is searched by orders of magnitude."""
 
@@ -84,13 +87,16 @@ class Space:
         """Every point, the last axis quickest; without an axis the only one.
 
         Raises:
-            ConfigError: intervals, which have no end of points.
+            ConfigError: intervals, which have no end of points, or too many points.
         """
         endless = [axis for axis in self.axes if isinstance(axis, Interval)]
         if endless:
             rule = "is a range without steps: it needs a sweeper that searches, hydra/sweeper=random or optuna."
             raise ConfigError([_problem(axis.key, f"interval({axis.low:g},{axis.high:g})", rule) for axis in endless])
         listed = [axis for axis in self.axes if isinstance(axis, Choices)]
+        if (number := math.prod(len(axis.rows) for axis in listed)) > MOST_JOBS:
+            rule = f"makes {number:,} points of all keys together, and {MOST_JOBS:,} is the most. {_SEARCH}"
+            raise ConfigError([Problem(key="-m", rule=rule, origin=COMMAND_LINE)])
         rows = itertools.product(*(axis.rows for axis in listed))
         return [self.point(_by_key(listed, chosen)) for chosen in rows]
 
@@ -122,10 +128,10 @@ def read_space(arguments: Sequence[Override]) -> Space:
     """The space that parsed arguments span.
 
     `a,b`, `choice(a,b)`, `range(0,4)` and `glob(*)` list values, `interval(0.1,1)` does not; `tag(zip,...)` lets keys
-    move together, `tag(log,interval(...))` searches orders of magnitude. A key that is given twice has its last value.
+    move together, `tag(log,interval(...))` searches orders of magnitude.
 
     Args:
-        arguments: of Hydra's grammar, in their order.
+        arguments: of Hydra's grammar, in their order; each key once.
 
     Raises:
         ConfigError: everything that cannot be searched.
@@ -136,7 +142,6 @@ def read_space(arguments: Sequence[Override]) -> Space:
     for override in arguments:
         key = override.get_key_element()
         lines[key] = "" if override.is_sweep_override() else (override.input_line or "")
-        swept.pop(key, None)
         if override.is_sweep_override():
             swept[key] = override
             problems += _misuse(override)
@@ -161,12 +166,25 @@ def _misuse(override: Override) -> Iterator[Problem]:
         yield from _misuse_of_interval(override, sweep)
     elif "log" in tags:
         yield _of(override, "log goes with an interval: tag(log,interval(0.001,0.1)).")
-    if isinstance(sweep, RangeSweep) and sweep.step == 0:
+    if isinstance(sweep, RangeSweep):
+        yield from _misuse_of_range(override, sweep)
+
+
+def _misuse_of_range(override: Override, sweep: RangeSweep) -> Iterator[Problem]:
+    start, stop, step = float(sweep.start or 0), float(sweep.stop or 0), float(sweep.step)
+    if not all(map(math.isfinite, (start, stop, step))):
+        yield _of(override, "a range needs finite numbers.")
+    elif step == 0:
         yield _of(override, "a range needs a step other than 0.")
+    elif (number := (stop - start) / step) > MOST_JOBS:
+        rule = f"lists about {number:,.0f} values, and {MOST_JOBS:,} is the most. {_SEARCH}"
+        yield _of(override, rule)
 
 
 def _misuse_of_interval(override: Override, sweep: IntervalSweep) -> Iterator[Problem]:
     low, high = sweep.start or 0.0, sweep.end or 0.0
+    if not all(map(math.isfinite, (low, high))):
+        yield _of(override, "an interval needs finite ends.")
     if "zip" in sweep.tags:
         yield _of(override, "zip goes with listed values: tag(zip,choice(1,2)).")
     if not low < high:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import above, at_least
+from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement
 from trainkit.numerics.batch import BatchPlan
@@ -56,11 +56,11 @@ class ParameterServer(Synchronous):
     named: ClassVar[str] = "parameter_server"
     compiles: ClassVar[Compiles] = "nothing"
 
-    workers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
+    workers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that compute, the chief among them; auto: 2, or those that a cluster names."""
-    devices_per_worker: Annotated[int, at_least(1), placement] = 1
+    devices_per_worker: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
     """Devices that a worker computes with: GPUs, or threads on the CPU; what they add up to is pushed once."""
-    servers: Annotated[int | Literal["auto"], at_least(1), placement] = "auto"
+    servers: Annotated[int | Literal["auto"], at_least(1), at_most(MOST_PROCESSES), placement] = "auto"
     """Processes that hold variables; auto: 1, or those that a cluster names."""
     evaluator: Annotated[bool, placement] = False
     """Whether a process more evaluates each checkpoint beside training."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
-from trainkit.config.values import above, at_least
+from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
@@ -51,13 +51,13 @@ class Pipeline(Grouped):
     computes_together: ClassVar[bool] = True
     defers: ClassVar[bool] = True
 
-    replicas: Annotated[int | Literal["auto"], placement] = 1
+    replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = 1
     """Copies of the whole pipeline; auto: as many as the GPUs of this host make up; in a launch, its ranks."""
-    stages: Annotated[int, at_least(2), placement] = 2
+    stages: Annotated[int, at_least(2), at_most(MOST_PROCESSES), placement] = 2
     """Ranks of a replica."""
     schedule: Annotated[ScheduleName, placement] = "1f1b"
     """The order in which a rank computes microbatches; interleaved and zero_bubble may have several stages a rank."""
-    virtual_stages: Annotated[int | None, at_least(1), placement] = None
+    virtual_stages: Annotated[int | None, at_least(1), at_most(MOST_PROCESSES), placement] = None
     """Stages of each rank, `stages` apart in the model; null: 2 where the schedule is interleaved, else 1."""
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a stage; `auto`: balanced by bytes."""

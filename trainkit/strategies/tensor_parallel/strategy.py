@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
@@ -56,7 +57,7 @@ class TensorParallel(Sharded):
     alone_as_one_device: ClassVar[bool] = True
     compiles: ClassVar[Compiles] = "nothing"
 
-    degree: Annotated[int, placement] = 1
+    degree: Annotated[int, placement, at_most(MOST_PROCESSES)] = 1
     """Ranks that each layer of the plan is cut over; 1 cuts nothing."""
     shard: Annotated[bool, placement] = False
     """Cut what a rank holds over the replicas as well, and gather it block by block, as fsdp does."""

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from trainkit.config.grammar import replacing
 from trainkit.config.watched import Watched
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
@@ -139,7 +140,7 @@ class Halving:
         stop = self._stop(number)
         shown = tuple(map(redacted_argument, point))
         former = self._jobs.get(number) or self._known.get(shown)
-        lines = point if stop is None else (*point, f"stop_at_step={stop}")
+        lines = point if stop is None else replacing(point, f"stop_at_step={stop}")
         job = replace(self._job(lines, number, going_on=former), overrides=shown)
         self._jobs[number] = job
         return job

@@ -1,0 +1,221 @@
+"""Bounds on what Hydra and OmegaConf are given to parse and to resolve.
+
+Both parse by recursion and resolve a reference each time that it is met: without bounds, an argument of nested brackets
+or a few lines of references to one another take the stack, the memory or a year.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.base import Container
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.grammar_parser import parse
+
+from trainkit.bounded_yaml import MAX_DEPTH
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.origins import KeyPath, dotted, leaves
+from trainkit.errors import ConfigError, Problem
+
+__all__ = [
+    "MAX_ARGUMENT",
+    "TooManyReferencesError",
+    "argument_problem",
+    "bounded_references",
+    "reference_problem",
+    "refuse_endless",
+]
+
+MAX_ARGUMENT: Final = 10_000
+"""Characters of one argument, and of one text that holds references."""
+_MAX_KEY: Final = 200
+"""Characters of a key; a file system takes 255 bytes as a name."""
+_MAX_ITEMS: Final = 1_000
+"""Commas of one argument: Hydra's grammar takes about a millisecond for each."""
+_MAX_NESTED: Final = 10
+"""References within each other, in one text."""
+_MAX_IN_TEXT: Final = 100
+"""References of one text."""
+_MAX_CHAIN: Final = 50
+"""References that lead to one another."""
+_MAX_RESOLVED: Final = 3_000
+"""References that one config may need to be resolved."""
+_MAX_CHARACTERS: Final = 1 << 20
+"""Characters of the texts that they come to."""
+_TO_FILE: Final = "Put it into a YAML file of your own: --config-dir."
+_MAX_DIGITS: Final = 500
+_DIGITS: Final = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
+_CONTROL: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class TooManyReferencesError(Exception):
+    """The references of a config lead too far; the message is the rule that they break."""
+
+
+def argument_problem(argument: str) -> Problem | None:
+    """Say why an argument is not handed to Hydra's grammar; None where it is.
+
+    Example:
+        >>> print(argument_problem("model.hidden=" + "[" * 60))
+        model.hidden: nests brackets 60 deep; 50 is the most. (command line)
+    """
+    key, _, value = argument.partition("=")
+    rule = None
+    if len(key) > _MAX_KEY:
+        rule = f"is a key of {len(key):,} characters; {_MAX_KEY} is the most."
+    elif found := _CONTROL.search(argument):
+        rule = f"holds the character {ascii(found[0])[1:-1]}, which no argument may hold. Remove it."
+    elif len(argument) > MAX_ARGUMENT:
+        rule = f"has {len(argument):,} characters; {MAX_ARGUMENT:,} is the most. {_TO_FILE}"
+    elif (depth := _nesting(argument)) > MAX_DEPTH:
+        rule = f"nests brackets {depth} deep; {MAX_DEPTH} is the most."
+    elif _DIGITS.search(value):
+        rule = f"holds a number of more than {_MAX_DIGITS} digits."
+    elif (commas := value.count(",")) >= _MAX_ITEMS:
+        rule = f"lists {commas + 1:,} values; {_MAX_ITEMS:,} is the most. {_TO_FILE}"
+    elif "${" in value:
+        rule = _rule_of_references(value)
+    return None if rule is None else Problem(key=key, rule=rule, origin=COMMAND_LINE)
+
+
+def _nesting(text: str) -> int:
+    """Return how deep brackets lie within each other, in quotes or not."""
+    depth = deepest = 0
+    for character in text:
+        if character in "([{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in ")]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _rule_of_references(text: str) -> str | None:
+    number = text.count("${")
+    if number > _MAX_IN_TEXT:
+        return f"holds {number:,} references; {_MAX_IN_TEXT} is the most."
+    depth = deepest = 0
+    for part in re.findall(r"\$\{|\}", text):
+        depth = depth + 1 if part == "${" else max(0, depth - 1)
+        deepest = max(deepest, depth)
+    if deepest > _MAX_NESTED:
+        return f"nests references {deepest} deep; {_MAX_NESTED} is the most."
+    return None
+
+
+def reference_problem(value: Any) -> str | None:
+    r"""Say what is wrong with the references of a value of a file, before one is resolved; None where nothing is.
+
+    Example:
+        >>> reference_problem("${a}"), reference_problem("${a")
+        (None, 'holds a reference that cannot be read. It is ${KEY} or ${oc.env:VARIABLE}; as plain text, \\${.')
+    """
+    if isinstance(value, dict | list):
+        items = value.values() if isinstance(value, dict) else value
+        return next((rule for item in items if (rule := reference_problem(item))), None)
+    return _rule_of_text(value) if isinstance(value, str) and "${" in value else None
+
+
+def _rule_of_text(value: str) -> str | None:
+    if len(value) > MAX_ARGUMENT:
+        return f"holds references in {len(value):,} characters; {MAX_ARGUMENT:,} is the most."
+    if (depth := _nesting(value)) > MAX_DEPTH:
+        return f"nests brackets {depth} deep beside a reference; {MAX_DEPTH} is the most."
+    if rule := _rule_of_references(value):
+        return rule
+    try:
+        parse(value)
+    except GrammarParseError:
+        return "holds a reference that cannot be read. It is ${KEY} or ${oc.env:VARIABLE}; as plain text, \\${."
+    return None
+
+
+@contextmanager
+def bounded_references() -> Iterator[_Budget]:
+    """Bound the references that OmegaConf resolves while the block runs.
+
+    OmegaConf has no bound of its own, and wraps what is raised while it resolves: the budget that comes with the block
+    says whether a bound was broken.
+    """
+    budget = _Budget()
+    node, resolver = Container._resolve_node_interpolation, Container._evaluate_custom_resolver  # noqa: SLF001
+    setattr(Container, node.__name__, budget.bounding(node))
+    setattr(Container, resolver.__name__, budget.bounding(resolver))
+    try:
+        yield budget
+    finally:
+        setattr(Container, node.__name__, node)
+        setattr(Container, resolver.__name__, resolver)
+
+
+def refuse_endless(config: DictConfig) -> None:
+    """Refuse references in Hydra's own node that lead back to themselves, or too far.
+
+    References that only a job can resolve, such as the job's number, are let through.
+
+    Raises:
+        ConfigError: every such reference.
+    """
+    problems = []
+    values: Any = OmegaConf.to_container(config.hydra, resolve=False, throw_on_missing=False)
+    for path, value in leaves(values, ("hydra",)):
+        rule = reference_problem(value) or (_rule_of_resolving(config, path) if "${" in str(value) else None)
+        if rule is not None:
+            problems.append(Problem(key=dotted(path), value=value, rule=rule))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _rule_of_resolving(config: DictConfig, path: KeyPath) -> str | None:
+    with bounded_references() as budget:
+        try:
+            found = OmegaConf.select(config, dotted(path))
+            if OmegaConf.is_config(found):
+                OmegaConf.to_container(found, resolve=True)
+        except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
+            if isinstance(error, RecursionError) or "Recursive" in str(error) or "RecursionError" in str(error):
+                return budget.broken or "refers to itself. Write the value itself."
+    return budget.broken
+
+
+class _Budget:
+    """What the references of one config may still take."""
+
+    def __init__(self) -> None:
+        self._resolved = self._characters = self._depth = 0
+        self.broken: str | None = None
+        """The rule that was broken first."""
+
+    def bounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of OmegaConf's that resolves one reference, within the bounds."""
+
+        def bounded(*arguments: Any, **named: Any) -> Any:
+            self._resolved += 1
+            self._depth += 1
+            try:
+                if self._resolved > _MAX_RESOLVED:
+                    self._refuse(f"leads to more than {_MAX_RESOLVED:,} references")
+                if self._depth > _MAX_CHAIN:
+                    self._refuse(f"leads through more than {_MAX_CHAIN} references, each to the next")
+                found = function(*arguments, **named)
+                self._charge(found)
+                return found
+            finally:
+                self._depth -= 1
+
+        return bounded
+
+    def _charge(self, found: Any) -> None:
+        value = found if isinstance(found, str) or OmegaConf.is_config(found) else getattr(found, "_value", lambda: 0)()
+        if isinstance(value, str):
+            self._characters += len(value)
+            if self._characters > _MAX_CHARACTERS:
+                self._refuse(f"leads to references to more than {_MAX_CHARACTERS:,} characters")
+
+    def _refuse(self, rule: str) -> None:
+        self.broken = self.broken or f"{rule}. Write the value itself."
+        raise TooManyReferencesError(self.broken)

@@ -1,0 +1,46 @@
+"""The folders of configuration that this process was started with, as a printed command names them again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+__all__ = ["config_dir_arguments", "with_config_dirs"]
+
+_GIVEN: Final[list[tuple[Path, ...]]] = [()]
+"""The folders of the call that runs, last."""
+
+
+@contextmanager
+def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
+    """Let the commands that are printed while the block runs name these folders.
+
+    Args:
+        folders: absolute, as `--config-dir` named them.
+    """
+    _GIVEN.append(tuple(folders))
+    try:
+        yield
+    finally:
+        _GIVEN.pop()
+
+
+def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
+    """Return the arguments that name folders of configuration in a command which trainkit prints.
+
+    Args:
+        folders: absolute; None: those of the call that runs. One below the current folder is named from there.
+
+    Example:
+        >>> config_dir_arguments([Path("/srv/conf")]), config_dir_arguments([])
+        (['--config-dir', '/srv/conf'], [])
+    """
+    here = Path.cwd()
+    arguments = []
+    for folder in _GIVEN[-1] if folders is None else folders:
+        shown = os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)
+        arguments += ["--config-dir", shown]
+    return arguments
