@@ -72,10 +72,18 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake
     assert_no_process_is_left(folder)
 
 
-def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(folder, fake):
-    fake("steps=250 pause=0.02", fail="rank=1,step=0,phase=forward,action=kill")
-    said = []
-    assert run_roles(folder, "evaluator", max_restarts=1, say=said.append)["status"] == "finished"
+def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(folder, fake, tmp_path):
+    marker, said = tmp_path / "slow", []
+    marker.touch()  # the training is slow until the evaluator is given up, however loaded the machine is
+    slow = f"rank=0,phase=forward,while={marker},action=slow"
+    fake("steps=2000", fail=f"{slow};rank=1,step=0,phase=forward,action=kill")
+
+    def say(line):
+        said.append(line)
+        if len(said) == 2:
+            marker.unlink()
+
+    assert run_roles(folder, "evaluator", max_restarts=1, say=say)["status"] == "finished"
     assert len(said) == 2
     assert said[1].endswith(
         "Evaluation gave up after 1 restarts of evaluator:0 alone; the training goes on without it."
