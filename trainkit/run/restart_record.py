@@ -7,6 +7,7 @@ that the restarts of a run that was stopped and resumed are counted together.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -25,6 +26,8 @@ FILE: Final = "restarts.jsonl"
 """Its name in the run folder."""
 _LISTED: Final = 1000
 """Restarts that result.json lists, the first of the run."""
+_MOST_LINES: Final = 100_000
+"""Lines of the record that are read."""
 _LONGEST: Final = 300
 """Characters of a cause."""
 _KINDS: Final[Mapping[str, Kind]] = {
@@ -74,7 +77,7 @@ def restarts_of(folder: Path) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     count = 0
     with contextlib.suppress(UnreadableError):
-        for line in read_lines(folder / FILE):
+        for line in itertools.islice(read_lines(folder / FILE), _MOST_LINES):
             restart = _parsed(line)
             count += restart is not None
             if restart is not None and len(found) < _LISTED:
