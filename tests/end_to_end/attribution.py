@@ -103,10 +103,6 @@ def outcome(run: Path, code: int, screen: str) -> Outcome:
 
 
 def mirrored(ranks: int, *, hang_timeout_s: float = 5.0) -> Sequence[str]:
-    """Return the overrides of a mirrored run that finds a hang soon."""
-    return (
-        "model=net",
-        "strategy=mirrored",
-        f"strategy.replicas={ranks}",
-        f"supervisor.hang_timeout_s={hang_timeout_s:g}",
-    )
+    """Return the overrides of a mirrored run that finds a hang soon, also in the first step."""
+    limits = (f"supervisor.hang_timeout_s={hang_timeout_s:g}", "supervisor.first_step_timeout_s=20")
+    return ("model=net", "strategy=mirrored", f"strategy.replicas={ranks}", *limits)
