@@ -44,7 +44,7 @@ FILES = {
 OVERRIDES = (
     "recipe=null", "--allow-package=tests", "data=faulty", "batch.global_size=8", "batch.micro_size=null",
     "steps=8", "log_every_steps=100", "callbacks=[fault]", "logger=[]", "loader.num_workers=0", "hydra.run.dir=run",
-    "eval.every_epochs=null", "checkpoint.every_epochs=null",
+    "eval.every_epochs=null", "checkpoint.every_epochs=null", "supervisor.max_restarts=0",
 )  # fmt: skip
 
 MLP = ("model=mlp", "model.in_features=5", "model.out_features=2", "model.hidden=[8,8]")

@@ -179,6 +179,17 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, st
     assert plain(unanswering(folder, [0, 1], evidence).headline).startswith("rank 1 is stopped by a signal (state T)")
 
 
+def test_of_ranks_in_one_phase_the_one_that_has_not_called_a_collective_is_named(folder, monkeypatch):
+    for rank in (0, 1):
+        beat(folder, rank, 0, "data")
+    monkeypatch.setattr("trainkit.run.failure.waited_for", lambda _ranks, _file_of: {1})
+    limit = Limit(key="supervisor.first_step_timeout_s", seconds=20)
+    overdue = Overdue(rank=0, pulse=read_pulse(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
+    assert hanging(folder, overdue, [0, 1]).rank == 1
+    beat(folder, 1, 1, "data")  # further than rank 0, which is what all wait for
+    assert hanging(folder, overdue, [0, 1]).rank == 0
+
+
 def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder, stopped):
     later = ProcessMark(stopped.pid, stopped.started - 1)
     evidence = Evidence(folder, lambda: {1: later})

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from trainkit.errors import CollectiveMismatchError
-from trainkit.strategies.flight_recorder import FlightRecorder, read_collectives
+from trainkit.strategies.collective_records import read_collectives, waited_for
+from trainkit.strategies.flight_recorder import FlightRecorder
 
 WORLD: Any = SimpleNamespace(group_name="0")
 HALF: Any = SimpleNamespace(group_name="1")
@@ -107,6 +108,14 @@ def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
         file.write(b"a")
     with FlightRecorder(file_of, 1, lambda: 3) as other_host:
         other_host.record(WORLD, "broadcast", torch.ones(2))
+
+
+def test_of_ranks_in_one_phase_the_one_that_has_not_called_is_waited_for(ranks: Ranks, file_of) -> None:
+    for rank in (0, 1, 0):
+        ranks[rank].record(WORLD, "all_gather", torch.ones(2))
+    assert waited_for([0, 1], file_of) == {1}
+    ranks[1].record(WORLD, "all_gather", torch.ones(2))
+    assert waited_for([0, 1], file_of) == frozenset()
 
 
 def test_process_groups_are_as_they_were_afterwards(file_of) -> None:

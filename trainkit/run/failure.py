@@ -23,6 +23,7 @@ from trainkit.run.heartbeat import Pulse, read_pulse
 from trainkit.run.last_words import LastWords
 from trainkit.run.stopping import EXIT_CODES
 from trainkit.run.watching import Overdue
+from trainkit.strategies.collective_records import waited_for
 
 __all__ = ["Failure", "Kind", "culprit", "hanging", "is_clean", "unanswering"]
 
@@ -189,7 +190,8 @@ def _memory_hint(evidence: Evidence) -> str:
 def hanging(folder: RunFolder, overdue: Overdue, running: Iterable[int], evidence: Evidence | None = None) -> Failure:
     """Return the failure of a rank that has made no progress for longer than its limit.
 
-    A rank whose process is stopped or gone is named before the one that has come least far.
+    A rank whose process is stopped or gone is named before the one that has come least far. Of ranks that have come
+    equally far, one is named that has not called a collective which others have called.
 
     Args:
         folder: holds the pulses.
@@ -198,8 +200,12 @@ def hanging(folder: RunFolder, overdue: Overdue, running: Iterable[int], evidenc
         evidence: what the caller knows of the processes.
     """
     evidence = evidence or Evidence(folder)
-    blocked = (rank for rank in running if evidence.held(rank) is not None or evidence.has_ended(rank))
-    rank = overdue.rank if evidence.held(overdue.rank) is not None else next(blocked, overdue.rank)
+    running = list(running)
+    blocked = [rank for rank in running if evidence.held(rank) is not None or evidence.has_ended(rank)]
+    waited = waited_for(running, folder.collectives_of)
+    late = [rank for rank in running if rank in waited and _is_level(folder, rank, overdue.pulse)]
+    suspects = blocked or late
+    rank = overdue.rank if overdue.rank in suspects or not suspects else suspects[0]
     pulse = overdue.pulse if rank == overdue.rank else read_pulse(folder.heartbeat_of(rank))
     held = evidence.held(rank)
     state = "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
@@ -210,6 +216,12 @@ def hanging(folder: RunFolder, overdue: Overdue, running: Iterable[int], evidenc
     return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
 
 
+def _is_level(folder: RunFolder, rank: int, pulse: Pulse | None) -> bool:
+    """Return whether a rank has come exactly as far as a pulse says."""
+    found = read_pulse(folder.heartbeat_of(rank))
+    return found is not None and pulse is not None and found.progress == pulse.progress
+
+
 def _remedy(rank: int, evidence: Evidence) -> str:
     pid = evidence.pid(rank)
     return "" if pid is None or evidence.state(rank) != "T" else f" To let it continue: kill -CONT {pid}."
@@ -218,14 +230,18 @@ def _remedy(rank: int, evidence: Evidence) -> str:
 def _waited_for(folder: RunFolder, ranks: Iterable[int], evidence: Evidence) -> tuple[int, Pulse | None]:
     """Return the rank that the others wait for.
 
-    That is one whose process is stopped or gone, else the one that has come least far, and of those the longest silent.
+    That is one whose process is stopped or gone, else the one that has come least far; of those one that has not called
+    a collective which others have called, else the longest silent.
     """
+    ranks = list(ranks)
+    late = waited_for(ranks, folder.collectives_of)
     pulses: Mapping[int, Pulse | None] = {rank: read_pulse(folder.heartbeat_of(rank)) for rank in ranks}
 
-    def place(rank: int) -> tuple[bool, tuple[int, int], float]:
+    def place(rank: int) -> tuple[bool, tuple[int, int], bool, float]:
         pulse = pulses[rank]
         blocked = evidence.held(rank) is not None or evidence.has_ended(rank)
-        return (not blocked, pulse.progress, pulse.moment) if pulse else (not blocked, (-1, 0), 0.0)
+        progress, moment = (pulse.progress, pulse.moment) if pulse else ((-1, 0), 0.0)
+        return not blocked, progress, rank not in late, moment
 
     rank = min(pulses, key=place)
     return rank, pulses[rank]

@@ -14,13 +14,10 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import socket
-import struct
 import sys
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -29,20 +26,11 @@ from torch import Tensor
 
 from trainkit.cluster.processes import host_mark
 from trainkit.errors import CollectiveMismatchError, UnreadableError
-from trainkit.reading import open_descriptor, open_regular, read_bytes
+from trainkit.reading import open_descriptor, open_regular
+from trainkit.strategies.collective_records import HEAD, SIZE, Collective, mismatch, read_record, slot_of, write_record
 
-__all__ = ["Collective", "FlightRecorder", "mismatch", "note_exchange", "read_collectives"]
+__all__ = ["FlightRecorder", "note_exchange"]
 
-_SLOTS: Final = 64
-_SHOWN: Final = 3
-"""Collectives of a rank that a message shows."""
-_HEAD: Final = struct.Struct("<qq")  # the host, so that no rank compares with a file that another host writes; the pid
-_TEXT_BYTES: Final = 160
-_ENTRY: Final = struct.Struct(f"<qQQQqH{_TEXT_BYTES}s")  # number, group, sequence, kind, step, length, text
-_CHECKSUM: Final = struct.Struct("<I")  # an entry that is just being written fails it
-_STRIDE: Final = _ENTRY.size + _CHECKSUM.size
-_OFFSET: Final = 64
-_SIZE: Final = _OFFSET + _SLOTS * _STRIDE
 _NAMES: Final = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",
@@ -62,32 +50,10 @@ _NAMES: Final = {
     "barrier": "barrier",
 }
 """Methods of a process group -> what they are called in torch.distributed."""
-_OF_ONE_SIZE: Final = frozenset(
+_OF_ONESIZE: Final = frozenset(
     {"all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "exchange of gradients"}
 )
 """Collectives whose tensors have one size and dtype on all ranks; of the others only the names are compared."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collective:
-    """A collective that a rank has called."""
-
-    number: int
-    """Counts those of the rank."""
-    group: int
-    """A hash of the name and the ranks of the process group."""
-    sequence: int
-    """Counts those of the rank in this group."""
-    kind: int
-    """A hash of what all ranks must have in common."""
-    step: int
-    """Updates completed; -1 before the first step."""
-    text: str
-    """Operation, shape, dtype, and where it was called."""
-
-    def __str__(self) -> str:
-        when = "before the first step" if self.step < 0 else f"in step {self.step}"
-        return f"{self.text}, {when}"
 
 
 class FlightRecorder:
@@ -114,11 +80,11 @@ class FlightRecorder:
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(descriptor, 0)
-            os.ftruncate(descriptor, _SIZE)
-            self._memory = mmap.mmap(descriptor, _SIZE)
+            os.ftruncate(descriptor, SIZE)
+            self._memory = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-        _HEAD.pack_into(self._memory, 0, host_mark(), os.getpid())
+        HEAD.pack_into(self._memory, 0, host_mark(), os.getpid())
         self._previous, _current = _current, self
         self._methods = {name: vars(dist.ProcessGroup)[name] for name in _NAMES if name in vars(dist.ProcessGroup)}
         for name in self._methods:
@@ -145,7 +111,7 @@ class FlightRecorder:
         group_id, ranks = self._group(group)
         module, place = _caller()
         shape = "" if tensor is None else f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-        alike = f"{tensor.numel()} {tensor.dtype}" if tensor is not None and name in _OF_ONE_SIZE else ""
+        alike = f"{tensor.numel()} {tensor.dtype}" if tensor is not None and name in _OF_ONESIZE else ""
         sequence = self._sequences[group_id] = self._sequences.get(group_id, 0) + 1
         self._number += 1
         own = Collective(
@@ -156,7 +122,7 @@ class FlightRecorder:
             step=self._step(),
             text=f"{name}{shape} at {place}",
         )
-        _write(self._memory, own)
+        write_record(self._memory, own)
         for rank in ranks:
             if rank != self._rank and (memory := self._peer(rank)) is not None:
                 self._compare(own, rank, memory)
@@ -173,13 +139,13 @@ class FlightRecorder:
         if rank not in self._peers:
             self._peers[rank] = None
             with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
-                memory = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
-                if _HEAD.unpack_from(memory, 0)[0] == host_mark():
+                memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+                if HEAD.unpack_from(memory, 0)[0] == host_mark():
                     self._peers[rank] = memory
         return self._peers[rank]
 
     def _compare(self, own: Collective, rank: int, memory: mmap.mmap) -> None:
-        theirs = _read(memory, _slot(own.group, own.sequence))
+        theirs = read_record(memory, slot_of(own.group, own.sequence))
         if theirs is None or (theirs.group, theirs.sequence) != (own.group, own.sequence) or theirs.kind == own.kind:
             return  # also where the other rank has not come so far: it compares when it does
         raise CollectiveMismatchError(mismatch((self._rank, own), (rank, theirs), self._file_of))
@@ -199,16 +165,6 @@ def note_exchange(tensor: Tensor) -> None:
     """
     if _current is not None and dist.group.WORLD is not None:
         _current.record(dist.group.WORLD, "exchange of gradients", tensor)
-
-
-def read_collectives(path: Path) -> list[Collective]:
-    """Return the last collectives that a rank has called, in order; none where the file is absent or damaged."""
-    try:
-        content = read_bytes(path, limit=_SIZE)
-    except UnreadableError:
-        return []
-    found = map(partial(_read, content), range(_SLOTS)) if len(content) == _SIZE else ()
-    return sorted(filter(None, found), key=lambda one: one.number)
 
 
 def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -245,50 +201,3 @@ def _caller() -> tuple[str, str]:
 def _hash(text: str) -> int:
     data = text.encode()
     return zlib.crc32(data) << 32 | zlib.adler32(data)
-
-
-def _slot(group: int, sequence: int) -> int:
-    return (group + sequence) % _SLOTS
-
-
-def _write(memory: mmap.mmap, one: Collective) -> None:
-    text = one.text.encode()
-    text = text if len(text) <= _TEXT_BYTES else text[:60] + b"..." + text[63 - _TEXT_BYTES :]
-    body = _ENTRY.pack(one.number, one.group, one.sequence, one.kind, one.step, len(text), text)
-    start = _OFFSET + _slot(one.group, one.sequence) * _STRIDE
-    memory[start : start + _STRIDE] = body + _CHECKSUM.pack(zlib.crc32(body))
-
-
-def _read(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
-    start = _OFFSET + slot * _STRIDE
-    entry = bytes(memory[start : start + _STRIDE])
-    body, (checksum,) = entry[: _ENTRY.size], _CHECKSUM.unpack_from(entry, _ENTRY.size)
-    number, group, sequence, kind, step, length, text = _ENTRY.unpack(body)
-    if not number or zlib.crc32(body) != checksum:
-        return None
-    shown = text[:length].decode(errors="replace")
-    return Collective(number=number, group=group, sequence=sequence, kind=kind, step=step, text=shown)
-
-
-def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
-    """Return what there is to say of two ranks that call different collectives in one place.
-
-    Args:
-        one: a rank, and the collective that it calls.
-        other: the same of another rank.
-        file_of: the file of a rank.
-    """
-    calls = "; ".join(f"{_name(rank, file_of(rank))} calls {collective}" for rank, collective in (one, other))
-    rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
-    lines = [f"the ranks call different collectives: {calls}. {rule}"]
-    for rank in sorted((one[0], other[0])):
-        last = read_collectives(file_of(rank))[-_SHOWN:]
-        lines += [f"The last collectives of rank {rank}:", *(f"  {collective}" for collective in last)]
-    return "\n".join(lines)
-
-
-def _name(rank: int, file: Path) -> str:
-    try:
-        return f"rank {rank} (pid {_HEAD.unpack_from(read_bytes(file, limit=_SIZE))[1]} on {socket.gethostname()})"
-    except (UnreadableError, struct.error):
-        return f"rank {rank}"
