@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 import trainkit
+from tests.support.settings import latest
 from trainkit.engine.checkpoint import load
 
 CONF = Path(__file__).resolve().parents[1] / "support" / "conf"
@@ -16,7 +17,7 @@ QUIET = ("recipe=null", "callbacks=[]", "logger=[]", "seed=3", "precision=fp64")
 
 def run(folder: Path, *overrides: str) -> dict[str, Any]:
     """Train in a folder; what result.json holds."""
-    composition = trainkit.compose([*QUIET, *overrides], config_dirs=[CONF], packages=["tests"])
+    composition = trainkit.compose(latest(*QUIET, *overrides), config_dirs=[CONF], packages=["tests"])
     return trainkit.train(composition, run_dir=folder)
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines.test_engines import needs
 from tests.launchers.one_node_slurm import program, slurm
+from tests.support.settings import latest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -59,7 +60,7 @@ def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher, cwd):
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
 def test_jobs_end_with_a_sweep_that_is_killed(launcher, cwd):
     needs(PACKAGES[launcher])
-    command = ["-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}"]
+    command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}")
     sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
     while not Path("sweep/0/metrics.jsonl").exists():
         assert sweep.poll() is None
@@ -89,7 +90,7 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd, one_node):
     options = ("cluster=slurm", "hydra.sweep.dir=sweep", "epochs=40", "checkpoint.background=false")
     environ = {"TRAINKIT_FAIL": f"phase=data,while={cwd / 'slow'},action=slow"}
     Path("slow").touch()  # until it has been preempted
-    command = [sys.executable, "-m", "trainkit", *JOB, *options]
+    command = [sys.executable, "-m", "trainkit", *latest(*JOB, *options)]
     sweep = subprocess.Popen(command, env={**os.environ, **environ}, stdout=subprocess.PIPE, text=True)
     while not Path("sweep/0/metrics.jsonl").exists():
         assert sweep.poll() is None

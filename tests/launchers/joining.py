@@ -8,6 +8,7 @@ from dataclasses import replace
 from unittest import mock
 
 from tests.support.pool import Place
+from tests.support.settings import latest
 
 RUN = (
     "recipe=null", "steps=12", "batch.micro_size=16", "numerics.reproducible=true", "callbacks=[]",
@@ -37,7 +38,7 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
     told = io.StringIO()
     with mock.patch.dict(os.environ, known), contextlib.chdir(folder), contextlib.redirect_stderr(told):
         try:
-            return api.train(api.compose([*RUN, *overrides])), None, told.getvalue()
+            return api.train(api.compose(latest(*RUN, *overrides))), None, told.getvalue()
         except TrainkitError as error:
             return None, (type(error).__name__, error.exit_code, str(error)), told.getvalue()
 

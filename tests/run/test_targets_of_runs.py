@@ -15,6 +15,7 @@ import yaml
 
 import trainkit
 from tests.support.attempts import ATTEMPTS, filled, set_up
+from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError, TrainkitError
@@ -185,7 +186,7 @@ def test_a_class_of_ones_own_is_trained_resumed_and_evaluated_in_every_process(c
     monkeypatch.setenv("PYTHONPATH", str(cwd))
     own, two = ["--allow-package", "test_own_mlp"], ["strategy=mirrored", "strategy.replicas=2"]
     model = ["model._target_=test_own_mlp.Own", "checkpoint.keep_last=1"]
-    assert main([*own, *RUN, *model, *two, "steps=2", "stop_at_step=1", "hydra.run.dir=run"]) == 0
+    assert main([*own, *latest(*RUN, *model, *two, "steps=2", "stop_at_step=1", "hydra.run.dir=run")]) == 0
     assert main([*own, "resume", "run"]) == 0
     assert evaluator.main(["run", "--allow-package", "test_own_mlp"]) == 0
     assert (main(["resume", "run"]), evaluator.main(["run"])) == (2, 2)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config import watched
+from trainkit.config.own_folders import with_config_dirs
 from trainkit.config.watched import Watched
 from trainkit.sweeps import jobs, leaderboard
 from trainkit.sweeps.leaderboard import Leaderboard, collect, read_entry, swept, write
@@ -187,6 +188,14 @@ def test_the_commands_for_the_best_allow_the_packages_of_this_process(tmp_path: 
         ("the best once more", "trainkit --allow-package tests seed=3"),
         ("the best on all devices", "trainkit top --allow-package tests rates --k 1 --then strategy=mirrored"),
     ]
+
+
+def test_the_command_that_composes_the_best_anew_names_the_folders_of_the_user(tmp_path: Path) -> None:
+    best = row(tmp_path, "0", 0.5) | {"overrides": ["seed=3"]}
+    with with_config_dirs([Path("/srv/my conf")]):
+        (_, again), (_, then) = swept_folder(tmp_path, [best]).commands(Path("rates"))
+    assert again == "trainkit --config-dir '/srv/my conf' --allow-package tests seed=3"
+    assert "--config-dir" not in then, "the folder of the run holds every value"
 
 
 def test_without_a_figure_there_is_nothing_to_run_again(tmp_path):

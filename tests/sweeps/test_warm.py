@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.settings import latest
 from tests.sweeps.support import run, sweep_in
 from trainkit.sweeps.jobs import Job
 from trainkit.sweeps.processes import Start
@@ -24,7 +25,7 @@ TRAIN = ("recipe=null", "model.dropout=0.2", "steps=12", "callbacks=[]", "logger
 
 
 def training(folder, name, *overrides):
-    arguments = (*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
+    arguments = latest(*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
     command = (sys.executable, "-m", "trainkit", *arguments)
     return Job(name=name, folder=folder / name, overrides=overrides, command=command)
 
