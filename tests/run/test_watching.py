@@ -19,7 +19,15 @@ from trainkit.run.watching import Watch
 class Scene:
     """Ranks that beat when they are told, and a watch whose clock is moved by hand."""
 
-    def __init__(self, path: Path, ranks: int = 2, assistants: tuple[int, ...] = (), **limits: float) -> None:
+    def __init__(
+        self,
+        path: Path,
+        ranks: int = 2,
+        assistants: tuple[int, ...] = (),
+        *,
+        sees_all: bool = True,
+        **limits: float,
+    ) -> None:
         self.now, self.ranks, self.folder = 0.0, range(ranks), RunFolder(path)
         self.hearts: dict[int, Heartbeat] = {}
         self.threads: dict[int, ThreadTimes] = {}
@@ -27,6 +35,7 @@ class Scene:
             TimeLimits(**{"hang_timeout_s": 10.0, **limits}),
             self.folder,
             assistants=assistants,
+            sees_all=sees_all,
             clock=lambda: self.now,
             pid_of=lambda _: 1,
             threads=lambda _pid, _phase: dict(self.threads),
@@ -101,6 +110,12 @@ def test_an_assistant_is_judged_by_itself_however_far_the_others_are(tmp_path: P
             break
     assert found is not None
     assert found.startswith("rank 1 has made no progress for 10 s in step 20 (forward).")
+
+
+def test_a_rank_that_may_wait_for_one_of_another_host_has_the_longest_limit(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, 1, sees_all=False, load_timeout_s=2000.0)
+    assert scene.beat((3, "reduce")).look(600) is None
+    assert scene.beat((4, "data")).look(12) is not None  # it reads samples alone
 
 
 def test_the_first_step_has_a_limit_of_its_own(tmp_path: Path) -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -16,8 +14,6 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.secrets import VARIABLE as SECRETS
-from trainkit.errors import UnreadableError
-from trainkit.reading import read_tail
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence, MemoryEvents
 from trainkit.run.failure import Failure, culprit, hanging, is_clean
@@ -29,7 +25,7 @@ from trainkit.run.owner_saving import let_owner_save
 from trainkit.run.rendezvous import Rendezvous
 from trainkit.run.replacing import Replacing
 from trainkit.run.roster import Roster
-from trainkit.run.scheduling import children_of
+from trainkit.run.stacks import stacks_of
 from trainkit.run.stopping import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.watching import Watch
 from trainkit.storage import Presence
@@ -183,7 +179,9 @@ class Attempts:
             if overdue is None:
                 self._make_room(group, continues_at)
                 return None
-            failure = self._with_stacks(group, hanging(self._folder, overdue, group.running, self._evidence))
+            failure = hanging(self._folder, overdue, group.running, self._evidence)
+            stacks = stacks_of(group, self._folder, failure.rank, self._evidence.pid(failure.rank))
+            failure = replace(failure, detail=stacks)
         if not self._replacing.concerns(failure):
             return failure
         self._end(group, failure.rank)
@@ -303,23 +301,3 @@ class Attempts:
         if any(self._evidence.report(one.rank) is None for one in exits):
             return _GRACE_S
         return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S
-
-    def _with_stacks(self, group: WorkerGroup, failure: Failure) -> Failure:
-        """Ask all ranks, and the processes that read samples for the hanging one, what their threads are doing.
-
-        A process that is stopped cannot tell. One of the user's own that knows no SIGUSR2 ends by it, a moment before
-        it would be ended with its rank.
-        """
-        if not hasattr(signal, "SIGUSR2"):
-            return failure
-        group.signal(signal.SIGUSR2)
-        for child in children_of(self._evidence.pid(failure.rank)):
-            with contextlib.suppress(OSError):
-                os.kill(child, signal.SIGUSR2)
-        time.sleep(0.3)
-        try:
-            stacks = read_tail(self._folder.stacks_of(failure.rank), 1 << 16)[0].decode(errors="replace").strip()
-        except UnreadableError:
-            stacks = ""
-        detail = f"What its threads were doing:\n{stacks}" if stacks else ""
-        return replace(failure, detail=detail)

@@ -39,6 +39,7 @@ from trainkit.run.folder import RunFolder
 from trainkit.run.last_words import Reporter
 from trainkit.run.latecomers import join_late, late_ranks, let_in, shared_token
 from trainkit.run.launched import ENDED, forget_folder, note_restart_of, remember_folder, start_of_launch
+from trainkit.run.limits import TimeLimits
 from trainkit.run.local_ranks import LocalRanks
 from trainkit.run.meeting import Meeting
 from trainkit.run.memory import abstract_model
@@ -206,4 +207,5 @@ def _host(meeting: Meeting, plan: RunPlan, share: int, fence: Fence, secrets: Ma
         prefix=f"{meeting.prefix}/group",
         token=fence.token,
         secrets=secrets,
+        limits=TimeLimits.of(plan.cfg.supervisor),
     )

@@ -88,6 +88,12 @@ class TimeLimits:
         values = (getattr(self, one.name) for one in fields(self))
         return min(FLOOR_S if value == "auto" else float(value) for value in values)
 
+    @property
+    def longest(self) -> Limit:
+        """The largest of the limits that are given."""
+        names = [one.name for one in fields(self) if getattr(self, one.name) != "auto"]
+        return self._given(max(names, key=lambda name: float(getattr(self, name))))
+
     def limit_of(self, pulse: Pulse | None) -> Limit | None:
         """Return the limit of what a rank is doing; None where it may wait for ever.
 

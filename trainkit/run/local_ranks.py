@@ -11,7 +11,7 @@ import os
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
@@ -22,11 +22,14 @@ from trainkit.errors import TrainkitError
 from trainkit.run import fence
 from trainkit.run.environment import num_cores, worker_environ
 from trainkit.run.evidence import Evidence
-from trainkit.run.failure import culprit, is_clean
+from trainkit.run.failure import Failure, culprit, hanging, is_clean
 from trainkit.run.folder import RunFolder
 from trainkit.run.group import Exited, WorkerGroup
+from trainkit.run.limits import TimeLimits
 from trainkit.run.ranks import ENTRY, rank_groups
+from trainkit.run.stacks import stacks_of
 from trainkit.run.stopping import Reason, StopFlag, signal_of, stop_error
+from trainkit.run.watching import Watch
 
 __all__ = ["VARIABLE", "LocalRanks", "launch_from"]
 
@@ -49,6 +52,8 @@ class LocalRanks:
     token: str
     """Of the fence."""
     secrets: Mapping[str, Any]
+    limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
+    """How long a rank may make no progress."""
 
     def run(self, folder: RunFolder) -> dict[str, Any] | None:
         """Start the workers and watch them to the end; Ctrl-C, SIGTERM and SIGHUP are passed on.
@@ -70,7 +75,9 @@ class LocalRanks:
             for task in self.tasks:
                 group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
             evidence = Evidence(folder, lambda: group.marks)
-            failed = self._watch(group, events, folder, stop)
+            failed = self._watch(group, events, folder, stop, evidence)
+            if isinstance(failed, Failure):
+                raise failed.error()
             if failed:
                 failure = culprit(folder, failed, group.running, evidence)
                 if stop.requested and not failure.final:
@@ -80,16 +87,26 @@ class LocalRanks:
         return folder.read_result()
 
     def _watch(
-        self, group: WorkerGroup, events: queue.SimpleQueue[Exited | Reason], folder: RunFolder, stop: StopFlag
-    ) -> list[Exited]:
-        """Wait for all to end; the failures, as soon as there is one and the others have had a moment."""
+        self,
+        group: WorkerGroup,
+        events: queue.SimpleQueue[Exited | Reason],
+        folder: RunFolder,
+        stop: StopFlag,
+        evidence: Evidence,
+    ) -> list[Exited] | Failure:
+        """Wait for all to end; the failures, as soon as there is one and the others have had a moment, or a hang."""
         failed: list[Exited] = []
         deadline = None
+        watch = Watch(self.limits, folder, sees_all=len(self.tasks) == self.num_ranks, pid_of=evidence.pid)
         while group.running and (deadline is None or time.monotonic() < deadline):
             try:
-                event = events.get(timeout=0.2)
+                event = events.get(timeout=min(0.2, watch.interval_s))
             except queue.Empty:
-                continue
+                overdue = None if failed else watch.look(group.running)
+                if overdue is None:
+                    continue
+                failure = hanging(folder, overdue, group.running, evidence)
+                return replace(failure, detail=stacks_of(group, folder, failure.rank, evidence.pid(failure.rank)))
             if not isinstance(event, Exited):
                 group.signal(signal_of(event))
             elif not is_clean(folder, event, stopping=stop.requested is not None):

@@ -24,6 +24,8 @@ from trainkit.run.scheduling import ThreadTimes, children_of, thread_times, wait
 __all__ = ["Overdue", "Watch"]
 
 _LOOK_S: Final = 0.5
+_ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "end"})
+"""Phases in which a rank waits for no other, or for one in the same phase."""
 _READ_BY_CHILDREN: Final = frozenset({"data", "evaluate"})
 """Phases in which a rank may wait for the processes that read its samples."""
 
@@ -62,6 +64,8 @@ class Watch:
     Args:
         limits: how long each may make no progress.
         folder: holds the pulses.
+        sees_all: whether all ranks that train together are looked at. Where some are of another host, a rank may wait
+            for one of them in most phases, and then has the longest of all limits.
         assistants: ranks that assist those that train, and wait for none of them but in `idle`.
         pid_of: returns the process of a rank of this host; None where it is not known.
         clock: seconds that only rise.
@@ -73,12 +77,14 @@ class Watch:
         limits: TimeLimits,
         folder: RunFolder,
         *,
+        sees_all: bool = True,
         assistants: Collection[int] = (),
         pid_of: Callable[[int], int | None] = lambda _rank: None,
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, Phase], Mapping[int, ThreadTimes]] = threads_of,
     ) -> None:
         self._limits, self._folder, self._assistants = limits, folder, frozenset(assistants)
+        self._sees_all = sees_all
         self._pid_of, self._clock, self._threads = pid_of, clock, threads
         self._silences: dict[int, _Silence] = {}
         self._looked = clock()
@@ -106,7 +112,7 @@ class Watch:
                 silence.unasked_s += counted
                 self._silences[rank] = silence
         overdue = [found for rank in judged if (found := self._judge(rank)) is not None]
-        return max(overdue, key=lambda one: one.silence_s, default=None)
+        return min(overdue, key=lambda one: (one.pulse.moment if one.pulse else 0.0, one.rank), default=None)
 
     def _judged(self, pulses: Mapping[int, Pulse | None]) -> list[int]:
         """Return the assistants, and of the ranks that train those that have come least far."""
@@ -117,7 +123,7 @@ class Watch:
 
     def _judge(self, rank: int) -> Overdue | None:
         silence = self._silences[rank]
-        limit = self._limits.limit_of(silence.pulse)
+        limit = self._limit_of(rank, silence.pulse)
         if limit is None:
             return None
         if silence.unasked_s >= min(2.0, limit.seconds / 4):
@@ -129,6 +135,13 @@ class Watch:
         if silence.seconds <= limit.seconds:
             return None
         return Overdue(rank=rank, pulse=silence.pulse, silence_s=silence.seconds, limit=limit)
+
+    def _limit_of(self, rank: int, pulse: Pulse | None) -> Limit | None:
+        limit = self._limits.limit_of(pulse)
+        if self._sees_all or rank in self._assistants or limit is None:
+            return limit
+        alone = pulse is None or pulse.phase in _ALONE
+        return limit if alone else max(limit, self._limits.longest, key=lambda one: one.seconds)
 
 
 def _progress(pulse: Pulse | None) -> tuple[int, int]:

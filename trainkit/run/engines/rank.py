@@ -24,6 +24,7 @@ from trainkit.run.group import Exited, WorkerGroup
 from trainkit.run.last_words import read_last_words, write_last_words
 from trainkit.run.limits import TimeLimits
 from trainkit.run.network import socket_environ
+from trainkit.run.stacks import stacks_of
 from trainkit.run.stopping import EXIT_CODES, Reason, signal_of
 from trainkit.run.watching import Watch
 
@@ -146,7 +147,7 @@ def _watch(
     evidence: Evidence,
 ) -> int:
     """Wait for the end; pass a request to stop on, once."""
-    watch, told = Watch(limits, folder, pid_of=evidence.pid), False
+    watch, told = Watch(limits, folder, sees_all=place.is_alone, pid_of=evidence.pid), False
     seen = range(place.num_ranks) if place.is_alone else [place.rank]  # a host does not see the beats of another
     while True:
         try:
@@ -159,6 +160,8 @@ def _watch(
         overdue = watch.look(seen)
         if overdue is not None and overdue.rank == place.rank:  # another rank is ended by its own watch
             failure = hanging(folder, overdue, [place.rank], evidence)
+            with folder.log_of(place.rank).open("a", encoding="utf-8") as log:
+                log.write(f"{stacks_of(group, folder, place.rank, evidence.pid(place.rank))}\n")
             write_last_words(folder.error_of(place.rank), place.rank, RankError(failure.headline))
             group.kill()
 
