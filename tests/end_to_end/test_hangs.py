@@ -14,8 +14,7 @@ from tests.support.verdicts import plain
 ROOT = str(Path(__file__).parents[2])
 FIXED = ["recipe=null", "--allow-package=tests", "model._target_=tests.end_to_end.hanging.Stuck", "model.in_features=5",
          "model.out_features=2", "batch.global_size=8", "batch.micro_size=2", "steps=400", "logger=[]", "callbacks=[]",
-         "eval.every_epochs=null", "strategy=mirrored", "supervisor.max_restarts=0", "supervisor.hang_timeout_s=4",
-         "hydra.run.dir=run"]  # fmt: skip
+         "eval.every_epochs=null", "supervisor.hang_timeout_s=4", "hydra.run.dir=run"]  # fmt: skip
 
 
 @pytest.fixture
@@ -29,7 +28,8 @@ def conf(cwd: Path) -> Path:
 def hang(conf: Path, kind: str, ranks: int, *more: str) -> subprocess.CompletedProcess[str]:
     count = "60" if kind == "loader" else "9"
     data = ["data=stuck", "loader.num_workers=1"] if kind == "loader" else ["data=stuck"]
-    command = quick.command("--config-dir", str(conf), *FIXED, *data, f"strategy.replicas={ranks}", *more)
+    many = ["strategy=mirrored", f"strategy.replicas={ranks}", "supervisor.max_restarts=0"] if ranks > 1 else []
+    command = quick.command("--config-dir", str(conf), *FIXED, *data, *many, *more)
     environ = {**os.environ, "PYTHONPATH": ROOT, HANG: f"{ranks - 1}:{count}:{kind}"}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
@@ -67,3 +67,14 @@ def test_a_hang_in_the_first_step_is_found_by_the_limit_of_first_steps(
         "rank 1 has made no progress for 3 s in step 0 (forward). The limit is supervisor.first_step_timeout_s=3:"
         in plain(ended.stderr)
     )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["sleep", "loop", "loader"])
+def test_one_process_ends_by_itself_and_names_the_place(conf: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINKIT_RANK", "0")
+    ended = hang(conf, kind, 1)
+    assert ended.returncode == 5
+    assert "rank 0 has made no progress for 4 s in step " in ended.stderr
+    assert "The limit is supervisor.hang_timeout_s=4: raise it if the rank was healthy." in ended.stderr
+    assert json.loads(Path("run/result.json").read_text())["status"] == "failed"

@@ -71,6 +71,6 @@ def test_what_cannot_be_read_is_refused(text):
         parse(text)
     assert str(caught.value).splitlines()[1] == (
         f"  TRAINKIT_FAIL={text}: write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION "
-        "with one of the phases start, join, load, evaluate, save, data, compile, forward, backward, reduce, update, "
-        "end, idle and one of the actions kill, stop, hang, raise, full, exit, slow. (environment)"
+        "with one of the phases start, join, load, callback, evaluate, save, data, compile, forward, backward, reduce, "
+        "update, end, idle and one of the actions kill, stop, hang, raise, full, exit, slow. (environment)"
     )

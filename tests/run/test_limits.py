@@ -124,6 +124,7 @@ KEYS = {
     "start": "start_timeout_s=600",
     "join": "start_timeout_s=600",
     "load": "load_timeout_s=1800",
+    "callback": "eval_timeout_s=600",
     "evaluate": "eval_timeout_s=600",
     "save": "checkpoint_timeout_s=1800",
     "end": "checkpoint_timeout_s=1800",

@@ -49,7 +49,7 @@ def without_effect_here(composition: Composition) -> list[Problem]:
     for key, rule in _ineffective_here(composition.values):
         if composition.origin(key).level is Level.command_line or key == "precision":
             problems.append(composition.problem(key, rule, value=_value(composition, key)))
-    told = [f"supervisor.{name}" for name in composition.values.get("supervisor", {})]
+    told = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
     told += ["numerics.check_replicas_every", "elastic.min_replicas"]
     given = [key for key in told if composition.origin(key).level is Level.command_line]
     if given and _processes(composition.values) == 1 and not _started_elsewhere(composition.values):
@@ -73,12 +73,8 @@ def without_effect_in(composition: Composition, launcher: str | None) -> list[Pr
     """
     rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
     if launcher is not None:
-        rule = f"has no effect: {launcher} started the processes, and is to watch over them."
-        rules = {
-            key: rule
-            for key in (f"supervisor.{name}" for name in composition.values["supervisor"])
-            if key != "supervisor.join_timeout_s"
-        }
+        rule = f"has no effect: {launcher} started the processes, and is to start them again."
+        rules = {"supervisor.max_restarts": rule}
     given = [key for key in rules if composition.origin(key).level is Level.command_line]
     return [composition.problem(key, rules[key], value=_value(composition, key)) for key in given]
 

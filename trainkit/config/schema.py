@@ -211,7 +211,7 @@ class Supervisor:
     checkpoint_timeout_s: Annotated[float, placement, above(0)] = 1800.0
     """The same for writing a checkpoint."""
     eval_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """The same for a batch of an evaluation."""
+    """The same for a batch of an evaluation, and for callbacks that are shown figures or a checkpoint."""
     load_timeout_s: Annotated[float, placement, above(0)] = 1800.0
     """The same for restoring a checkpoint."""
     join_timeout_s: Annotated[float, placement, above(0)] = 600.0

@@ -24,13 +24,14 @@ from trainkit.errors import ConfigError, Problem
 __all__ = ["ACTIONS", "PHASES", "Failpoint", "Phase", "arm", "armed", "parse", "reached"]
 
 Phase = Literal[
-    "start", "join", "load", "evaluate", "save", "data", "compile", "forward", "backward", "reduce", "update", "end",
-    "idle",
+    "start", "join", "load", "callback", "evaluate", "save", "data", "compile", "forward", "backward", "reduce",
+    "update", "end", "idle",
 ]  # fmt: skip
 """What a rank is doing, in the order in which it comes at one number of completed updates.
 
-`join`: it meets the other ranks and places the model. `load`: it restores a checkpoint. `compile`: torch.compile works.
-`end`: the training is over. `idle`: it waits to be asked for something.
+`join`: it meets the other ranks and places the model. `load`: it restores a checkpoint. `callback`: it shows figures or
+a checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training is over. `idle`: it waits to be asked
+for something.
 """
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)

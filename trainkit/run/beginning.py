@@ -37,6 +37,9 @@ class Restorable(Protocol):
     run: Run
     placed: Placed
 
+    def enter(self, phase: str) -> None:
+        """Tell that something else begins."""
+
     def warn(self, message: str) -> None:
         """Tell the user."""
 
@@ -109,8 +112,7 @@ def begin_where_it_stood(session: Restorable, checkpoints: Path) -> None:
     Also where a training rolls back: it then continues a checkpoint of its own, or the one that it was resumed from.
     """
     cfg = session.cfg
-    if session.placed.on_phase is not None:
-        session.placed.on_phase("load", session.run.state.step)
+    session.enter("load")
     own = newest_valid(checkpoints, report=session.warn, check=lambda found: _refuse_strange(found, session.run.folder))
     if own is not None:
         session.restore(own)

@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainkit.run.heartbeat import Beats
+from trainkit.run.own_watch import CountedBeats
 
 __all__ = ["compiling_told"]
 
 
 @contextlib.contextmanager
-def compiling_told(beats: Beats | None) -> Iterator[None]:
+def compiling_told(beats: Beats | CountedBeats | None) -> Iterator[None]:
     """Enter the phase `compile` whenever torch.compile works, as long as the block runs.
 
     Does nothing where torch.compile was not imported: creating any optimizer of torch's imports it.

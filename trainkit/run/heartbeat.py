@@ -113,6 +113,9 @@ class Beats:
         heartbeat: takes the beats.
     """
 
+    within_steps: Final = True
+    """Whether the parts of a step are to be told as well."""
+
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self.phase: Phase = "start"

@@ -44,6 +44,7 @@ class Keeper:
         callbacks: have something to keep, and are told what was kept.
         fingerprint: the hash of the maths keys.
         confirm: raises where the folder is another group's by now.
+        enter: is told when callbacks are shown a checkpoint.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class Keeper:
         callbacks: Sequence[Callback],
         fingerprint: str,
         confirm: Callable[[], None] | None,
+        enter: Callable[[str], None],
     ) -> None:
         self._plan, self._run, self._placed = plan, run, placed
-        self._callbacks, self._fingerprint = callbacks, fingerprint
+        self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
         self._strategy = plan.parts.strategy
         self._settings = plan.cfg.checkpoint
         root, background = run.folder / "checkpoints", self._settings.background
@@ -224,6 +226,7 @@ class Keeper:
         if self._together is not None:
             self._together.proceed()
         for checkpoint in self._writer.finished():
+            self._enter("callback")
             for callback in self._callbacks:
                 callback.checkpoint_saved(self._run, checkpoint.folder)
 

@@ -20,6 +20,7 @@ _KEYS: Final[Mapping[Phase, str]] = {
     "start": "start_timeout_s",
     "join": "start_timeout_s",
     "load": "load_timeout_s",
+    "callback": "eval_timeout_s",
     "evaluate": "eval_timeout_s",
     "save": "checkpoint_timeout_s",
     "end": "checkpoint_timeout_s",

@@ -35,6 +35,7 @@ from trainkit.run.memory import abstract_model, checkpoint_bytes
 from trainkit.run.model_facts import model_notes
 from trainkit.run.out_of_memory import telling_of_memory
 from trainkit.run.outcome import Report, best_and_last, failure_of, reported, unless_exit
+from trainkit.run.own_watch import CountedBeats, OwnWatch
 from trainkit.run.plan import RunPlan, make_plan
 from trainkit.run.proof_records import last_proof
 from trainkit.run.recording import recorded_run
@@ -105,8 +106,12 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
                 return run_on(plan.engine, plan, folder)
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
-                with StopFlag() as stop:
-                    return run_task(resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow)
+                beats = CountedBeats(beats_of(identity, folder))
+                limits = TimeLimits.of(cfg.supervisor)
+                with StopFlag() as stop, OwnWatch(limits, folder, read=lambda _rank: beats.count()):
+                    return run_task(
+                        resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow, beats=beats
+                    )
             from trainkit.run.supervisor import supervise  # noqa: PLC0415 - one device needs none
 
             return supervise(
@@ -184,6 +189,7 @@ def run_task(
     confirm: Callable[[], None] | None = None,
     report: Report | None = None,
     follow: Callable[[Callable[[], int]], None] | None = None,
+    beats: CountedBeats | None = None,
 ) -> dict[str, Any] | None:
     """Do one task of a run in this process.
 
@@ -197,6 +203,7 @@ def run_task(
         report: reports an error to the parent and the other ranks, before this rank leaves or closes anything; None:
             there are no others.
         follow: takes what tells the step, once the training can begin.
+        beats: takes the beats of a run of one process; by default they go into the run folder, for other processes.
 
     Returns:
         What result.json holds, on the owner; None on other ranks.
@@ -214,15 +221,15 @@ def run_task(
     recorder = FlightRecorder(folder.collectives_of, identity.task.rank, step) if identity.store else nullcontext()
     with reproducible_process(enabled=cfg.numerics.reproducible), recorder:
         try:
-            beats = beats_of(identity, folder)
+            told = beats or beats_of(identity, folder)
             plan = plan or make_plan(cfg)
             if identity.task.rank in plan.assistants:
                 work = evaluate_all if identity.task.is_evaluator else assist
-                with compiling_told(beats):
-                    work(plan, identity, folder, requested=lambda: stop.requested, on_phase=beats or _unheard)
+                with compiling_told(told):
+                    work(plan, identity, folder, requested=lambda: stop.requested, on_phase=told or _unheard)
                 return None
             with reporting(folder.path), telling_of_memory(plan, identity.task, lambda: None):
-                session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=beats)
+                session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=told)
         except BaseException as error:
             lost = reported(error, report)
             ending = unless_exit(error, report, None)
@@ -233,12 +240,13 @@ def run_task(
                 raise ending from error
             raise
         try:
-            if follow is not None:
-                follow(lambda: session.run.state.step)
+            for one in (follow, None if beats is None else beats.follow):
+                if one is not None:
+                    one(lambda: session.run.state.step)
             with (
                 reporting(folder.path),
                 telling_of_memory(plan, identity.task, lambda: session.run.state.step),
-                compiling_told(beats),
+                compiling_told(told),
             ):
                 trained = session.train()
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
@@ -293,7 +301,7 @@ def _open(
     *,
     confirm: Callable[[], None] | None,
     report: Report | None,
-    beats: Beats | None,
+    beats: Beats | CountedBeats | None,
 ) -> Session:
     session = Session(
         plan,
@@ -305,6 +313,7 @@ def _open(
         notes=(*_notes(folder), *_missing(plan, identity)),
         confirm=confirm,
         on_phase=beats,
+        within_steps=beats is not None and beats.within_steps,
     )
     try:
         begin_where_it_stood(session, folder.checkpoints)

@@ -77,7 +77,7 @@ def waited(before: Mapping[int, ThreadTimes], after: Mapping[int, ThreadTimes], 
     for thread in before.keys() & after.keys():
         first, last = before[thread], after[thread]
         booked = last.waited_s - first.waited_s
-        pending = seconds - (last.ran_s - first.ran_s) if first.ready and last.ready else 0.0
+        pending = seconds if first.ready and last.ready and first.ran_s == last.ran_s else 0.0
         longest = max(longest, booked, pending)
     return min(longest, seconds)
 

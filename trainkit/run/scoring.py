@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from trainkit.config.watched import Watched
@@ -24,10 +24,20 @@ class Scorer:
         run: what callbacks see of the run.
         placed: the replica of this rank.
         callbacks: are shown the figures.
+        enter: is told of each batch.
     """
 
-    def __init__(self, plan: RunPlan, run: Run, placed: Placed, *, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: Run,
+        placed: Placed,
+        *,
+        callbacks: Sequence[Callback],
+        enter: Callable[[str], None],
+    ) -> None:
         self._plan, self._run, self._placed, self._callbacks = plan, run, placed, callbacks
+        self._enter = enter
         self._watched = Watched.of(plan.cfg.eval)
         self._validated_at: int | None = None
         self.figures: dict[str, float] = {}
@@ -73,8 +83,7 @@ class Scorer:
         """Beat once a batch: `supervisor.eval_timeout_s` is the limit of a batch."""
         for batch in batches:
             yield batch
-            if self._placed.on_phase is not None:
-                self._placed.on_phase("evaluate", self._run.state.step)
+            self._enter("evaluate")
 
     def judge(self) -> bool:
         """Whether the model is the best so far, which is remembered."""

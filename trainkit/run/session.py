@@ -52,6 +52,7 @@ class Session:
         notes: what the summary shall say besides the effective values.
         confirm: raises where the folder is another group's by now; asked before anything is kept in it.
         on_phase: is told (phase, step) whenever this rank begins something else.
+        within_steps: whether it is told of the parts of a step as well.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Session:
         notes: tuple[str, ...] = (),
         confirm: Callable[[], None] | None = None,
         on_phase: Callable[[str, int], None] | None = None,
+        within_steps: bool = True,
     ) -> None:
         self._presence, self._confirm = Presence(folder), confirm
         self.plan = plan.decided(lambda: abstract_model(plan))
@@ -94,12 +96,18 @@ class Session:
         self._cleanup.callback(self._leave)
         self.placed.open_data = self._open_data
         self.placed.folder = folder
-        self.placed.on_phase = on_phase
+        self.placed.on_phase = on_phase if within_steps else None
         self.run = run_of(self.plan, self.placed, folder, notes)
         self._training = training_of(self.plan)
-        self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks)
+        self._scorer = Scorer(self.plan, self.run, self.placed, callbacks=callbacks, enter=self.enter)
         self._keeper = Keeper(
-            self.plan, self.run, self.placed, callbacks=callbacks, fingerprint=fingerprint, confirm=self.confirm
+            self.plan,
+            self.run,
+            self.placed,
+            callbacks=callbacks,
+            fingerprint=fingerprint,
+            confirm=self.confirm,
+            enter=self.enter,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
         self._agreement = Agreement(self.placed.everyone, requested, lambda: self._keeper.is_due)
@@ -125,7 +133,8 @@ class Session:
         self._opened.callback(loader.close)
         return loader
 
-    def _enter(self, phase: str) -> None:
+    def enter(self, phase: str) -> None:
+        """Tell that this rank begins something else."""
         if self._on_phase is not None:
             self._on_phase(phase, self.run.state.step)
 
@@ -144,7 +153,7 @@ class Session:
 
     def train(self) -> dict[str, Any]:
         """Run to the end, or until asked to stop; returns what result.json holds."""
-        self._enter("data")
+        self.enter("data")
         self._cleanup.callback(self._close_loader)
         self._open_loader()
         for line in self.parts.strategy.prepare(self.placed):
@@ -163,7 +172,7 @@ class Session:
                 self._roll_back(suspect)
             return self._finish()
         except NonFiniteError:
-            self._enter("save")
+            self.enter("save")
             self._keeper.wait()  # all ranks raise it at the same step, and the last good checkpoint is to be complete
             raise
 
@@ -204,7 +213,7 @@ class Session:
 
     def _roll_back(self, step: int) -> None:
         """Restore the last checkpoint, to train up to a step that was not finite once more; collective."""
-        self._enter("save")
+        self.enter("save")
         self._keeper.wait()
         begin_where_it_stood(self, self.run.folder / "checkpoints")
         suspect = Suspect(step=step, checkpoint=self.run.state.step)
@@ -213,7 +222,7 @@ class Session:
             note_rollback(self.run.folder, suspect)
         self.run.state.left_out.train_again(suspect)
         self._scorer.forget()
-        self._enter("data")
+        self.enter("data")
         self._close_loader()
         self._open_loader()
         for callback in self.callbacks:
@@ -256,7 +265,8 @@ class Session:
     def flush(self) -> None:
         """Make a row of the steps since the last one and show it to the callbacks; collective."""
         row = self._journal.flush()
-        if row is not None:
+        if row is not None and self._log_hooks:
+            self.enter("callback")
             for hook in self._log_hooks:
                 hook(self.run, row)
         self._keeper.announce()
@@ -272,7 +282,7 @@ class Session:
             self.save()
 
     def _score(self, split: str) -> None:
-        self._enter("evaluate")
+        self.enter("evaluate")
         self._journal.pause()
         self.parts.strategy.catch_up(self.placed)
         self._scorer.score(split)
@@ -283,7 +293,7 @@ class Session:
         if self._keeper.has_saved:
             return
         self.flush()
-        self._enter("save")
+        self.enter("save")
         self._journal.pause()
         self._refuse_absent_folder()
         kept = self._keeper.collect()
@@ -294,7 +304,7 @@ class Session:
         self._journal.proceed()
 
     def _check_replicas(self) -> None:
-        self._enter("evaluate")
+        self.enter("evaluate")
         drifted = self.parts.strategy.check_replicas(self.placed)
         if drifted is not None:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
@@ -322,9 +332,9 @@ class Session:
             if "test" in self.parts.datasets:
                 self._score("test")
         self.save()
-        self._enter("save")
+        self.enter("save")
         self._keeper.close()
-        self._enter("end")
+        self.enter("end")
         self._journal.pause()
         # The owner writes to disk while the others have nothing left to do; all leave the group together.
         self.placed.everyone.sum(torch.zeros(1))

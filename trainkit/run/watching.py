@@ -21,7 +21,7 @@ from trainkit.run.heartbeat import Pulse, read_pulse
 from trainkit.run.limits import Limit, TimeLimits
 from trainkit.run.scheduling import ThreadTimes, children_of, thread_times, waited
 
-__all__ = ["Overdue", "Watch"]
+__all__ = ["Overdue", "Watch", "threads_of"]
 
 _LOOK_S: Final = 0.5
 _ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "end"})
@@ -67,6 +67,7 @@ class Watch:
         sees_all: whether all ranks that train together are looked at. Where some are of another host, a rank may wait
             for one of them in most phases, and then has the longest of all limits.
         assistants: ranks that assist those that train, and wait for none of them but in `idle`.
+        read: returns the last beat of a rank; by default what the folder holds.
         pid_of: returns the process of a rank of this host; None where it is not known.
         clock: seconds that only rise.
         threads: returns what the scheduler says of the threads of a process in a phase.
@@ -79,11 +80,13 @@ class Watch:
         *,
         sees_all: bool = True,
         assistants: Collection[int] = (),
+        read: Callable[[int], Pulse | None] | None = None,
         pid_of: Callable[[int], int | None] = lambda _rank: None,
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, Phase], Mapping[int, ThreadTimes]] = threads_of,
     ) -> None:
-        self._limits, self._folder, self._assistants = limits, folder, frozenset(assistants)
+        self._limits, self._assistants = limits, frozenset(assistants)
+        self._read = read or (lambda rank: read_pulse(folder.heartbeat_of(rank)))
         self._sees_all = sees_all
         self._pid_of, self._clock, self._threads = pid_of, clock, threads
         self._silences: dict[int, _Silence] = {}
@@ -100,7 +103,7 @@ class Watch:
         now = self._clock()
         passed, self._looked = now - self._looked, now
         counted = min(passed, 2 * self.interval_s)  # what is more, this process did not run
-        pulses = {rank: read_pulse(self._folder.heartbeat_of(rank)) for rank in ranks}
+        pulses = {rank: self._read(rank) for rank in ranks}
         judged, before = self._judged(pulses), self._silences
         self._silences = {}
         for rank in judged:
