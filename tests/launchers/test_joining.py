@@ -67,7 +67,7 @@ def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, t
 
 def test_settings_that_concern_nobody_are_refused(start, cwd):
     told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
-    rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to start them again. (command line)"
+    rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to watch over them. (command line)"
     assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
     from trainkit import api
 

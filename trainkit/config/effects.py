@@ -73,8 +73,9 @@ def without_effect_in(composition: Composition, launcher: str | None) -> list[Pr
     """
     rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
     if launcher is not None:
-        rule = f"has no effect: {launcher} started the processes, and is to start them again."
-        rules = {"supervisor.max_restarts": rule}
+        rule = f"has no effect: {launcher} started the processes, and is to watch over them."
+        keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
+        rules = {key: rule for key in keys if key != "supervisor.join_timeout_s"}
     given = [key for key in rules if composition.origin(key).level is Level.command_line]
     return [composition.problem(key, rules[key], value=_value(composition, key)) for key in given]
 

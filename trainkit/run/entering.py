@@ -12,10 +12,7 @@ from trainkit.cluster.address import Address, is_loopback
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch
 from trainkit.reading import open_regular
-from trainkit.run.folder import RunFolder
-from trainkit.run.limits import TimeLimits
 from trainkit.run.network import own_address, socket_environ
-from trainkit.run.own_watch import OwnWatch
 from trainkit.run.plan import RunPlan
 
 __all__ = ["identity_in", "into_log", "prepare_process"]
@@ -49,25 +46,6 @@ def identity_in(
         life=life,
         token=token,
         host=_host(launch),
-    )
-
-
-def watch_in(launch: Launch, plan: RunPlan, folder: RunFolder) -> OwnWatch:
-    """Return what watches this process in a launch, whose launcher sees the ends of processes alone.
-
-    Args:
-        launch: the launch.
-        plan: the run, with a task a process.
-        folder: the run folder, where the processes of this host see each other's beats.
-    """
-    others = [rank for rank in range(len(plan.tasks)) if rank != launch.rank] if launch.num_hosts == 1 else []
-    return OwnWatch(
-        TimeLimits.of(plan.cfg.supervisor),
-        folder,
-        rank=launch.rank,
-        others=others,
-        sees_all=launch.num_hosts == 1,
-        assistants=plan.assistants,
     )
 
 

@@ -32,7 +32,7 @@ from trainkit.engine import failpoints
 from trainkit.errors import ConfigError
 from trainkit.run.alikeness import refuse_other_configs, refuse_other_plans
 from trainkit.run.cut_facts import coupling_of, cut_notes
-from trainkit.run.entering import identity_in, into_log, prepare_process, watch_in
+from trainkit.run.entering import identity_in, into_log, prepare_process
 from trainkit.run.environment import own_cores, threads_of
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
@@ -101,7 +101,7 @@ def train_launched(
                 return _host(meeting, plan, share, fence, redacted(resolved.to_dict())[1]).run(folder)
             identity = identity_in(launch, plan, store=meeting.address, prefix=meeting.prefix, token=token)
             failpoints.arm({**os.environ, **identity.to_environ()})
-            with StopFlag() as stop, watch_in(launch, plan, folder):
+            with StopFlag() as stop:
                 return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
 
         if launch.rank > 0:

@@ -27,7 +27,7 @@ from trainkit.engine import failpoints
 from trainkit.errors import ConfigError, HangError, HangupError, StoppedError, TerminatedError
 from trainkit.run.alikeness import differences, likeness
 from trainkit.run.board import Board
-from trainkit.run.entering import identity_in, into_log, watch_in
+from trainkit.run.entering import identity_in, into_log
 from trainkit.run.evaluating import training_has_ended
 from trainkit.run.fence import Fence
 from trainkit.run.folder import RunFolder
@@ -130,11 +130,7 @@ def join_late(cfg: RunConfig, launch: Launch) -> dict[str, Any]:
         )
         failpoints.arm({**os.environ, **identity.to_environ()})
         report = Reporter(folder.error_of(launch.rank), launch.rank)
-        with (
-            into_log(folder.log_of(launch.rank)),
-            StopFlag(None if identity.task.is_evaluator else _leave) as stop,
-            watch_in(launch, plan, folder),
-        ):
+        with into_log(folder.log_of(launch.rank)), StopFlag(None if identity.task.is_evaluator else _leave) as stop:
             try:
                 run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
             except (StoppedError, TerminatedError, HangupError, KeyboardInterrupt):
