@@ -230,11 +230,11 @@ class Session:
 
     def rest(self) -> None:
         """Say that this rank only waits from now on; it does not count as hanging."""
-        self._enter("idle")
+        self.enter("idle")
 
     def save_last(self, error: BaseException) -> None:
         """Save after an error, if that is certain to be right and needs no other rank."""
-        self._last.save(error, self._enter)
+        self._last.save(error, self.enter)
 
     def close(self, *, failed: bool = False) -> None:
         """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
