@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from trainkit.engine.failpoints import Phase
 from trainkit.errors import HangError
@@ -69,7 +69,7 @@ class CountedBeats:
         """Updates completed then."""
         return self.pulse.step
 
-    def __call__(self, phase: Phase, step: int) -> None:
+    def __call__(self, phase: Any, step: int) -> None:
         """Take a beat.
 
         Args:
