@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import quick
+from tests.support.settings import latest
 from trainkit.cli import main
 
 CANARY = "canary7Qx9-z2W4"
@@ -67,7 +68,7 @@ def test_what_a_verb_prints_holds_no_secret(clean: Callable[..., str], arguments
 
 
 def test_an_error_holds_no_secret(clean: Callable[..., str]) -> None:
-    printed = clean(*ALL, "logger.w.mark=5", f"logger.w.size={CANARY}", code=2)
+    printed = clean(*latest(*ALL, "+logger.w.mark=5"), f"logger.w.size={CANARY}", code=2)
     assert printed == (
         "2 problems in the config\n"
         "  logger.w.mark=(redacted): must be text. (command line)\n"
