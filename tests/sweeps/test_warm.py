@@ -46,8 +46,8 @@ def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
         start.keep({"_target_": "trainkit.data.digits.Digits", "scaling": "unit"})
         sweep = sweep_in(tmp_path, slots=slots, start=start)
         assert run(sweep, before, training(tmp_path, "fork", "seed=3")) == {"before": 0, "fork": 0}
-    run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path, "fresh", "seed=3"))
-    fork, fresh = result_of(tmp_path, "fork"), result_of(tmp_path, "fresh")
+    run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path / "other", "fresh", "seed=3"))
+    fork, fresh = result_of(tmp_path, "fork"), result_of(tmp_path / "other", "fresh")
     assert fork["weights_sha256"] == fresh["weights_sha256"] != result_of(tmp_path, "before")["weights_sha256"]
     assert fork["metrics"] == fresh["metrics"]
 
