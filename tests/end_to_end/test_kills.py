@@ -13,6 +13,7 @@ import pytest
 
 from tests.end_to_end.recording import LOG, samples_by_step
 from tests.support import quick
+from tests.support.settings import latest
 from tests.support.verdicts import plain
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def conf(cwd: Path) -> Path:
 
 
 def arguments(conf: Path, *more: str) -> list[str]:
-    return ["--config-dir", str(conf), *OVERRIDES, *more]
+    return ["--config-dir", str(conf), *latest(*OVERRIDES, *more)]
 
 
 def command(conf: Path, *more: str) -> list[str]:
