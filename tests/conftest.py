@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -80,6 +81,13 @@ def pool() -> Iterator[Pool]:
     """Processes shared by the whole session; a task names a function and gets one rank in each."""
     with Pool() as shared:
         yield shared
+
+
+def pytest_configure() -> None:
+    """Let signals reach the tests also where pytest runs in the background or under nohup, which ignores two of them."""
+    for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def pytest_sessionfinish() -> None:
