@@ -103,9 +103,7 @@ def _is_below(pid: int, ancestor: int) -> bool:
 @pytest.mark.long
 def test_a_server_of_parameters_that_is_stopped_is_named(cwd: Path) -> None:
     servers = ("model=net", "strategy=parameter_server", "strategy.servers=1", "strategy.workers=2")
-    process = _start(
-        cwd, *servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", "supervisor.max_restarts=0", steps=100_000
-    )
+    process = _start(cwd, *servers, "strategy.timeout_s=8", "checkpoint.every_steps=20", steps=100_000)
     _wait_for(cwd / "run/checkpoints/step_00000020", process)
     server = _pid_of("ps:0", process.pid)
     os.kill(server, signal.SIGSTOP)
