@@ -19,11 +19,11 @@ from typing import Any, Final
 from trainkit import __version__
 from trainkit.config.grammar import is_override
 from trainkit.config.secrets import given_arguments
-from trainkit.config.values import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.process_list import hide_from_process_list
 from trainkit.redaction import knows_secrets, masked_output
 from trainkit.verbs.call import VERBS, Call, Flag
+from trainkit.verbs.flags import repeated_flags, unusable_paths
 
 __all__ = ["main", "parse"]
 
@@ -36,8 +36,6 @@ _GLOBAL: Final[Mapping[str, Flag]] = {
     "cfg": Flag(help="print the composed config and stop: job, hydra or all", value="WHICH"),
     "shell-completion": Flag(help='install it: eval "$(trainkit -sc install=bash)"', value="install=SHELL"),
 }
-_REPEATABLE: Final = ("config-dir", "allow-package")
-"""Flags whose values add up."""
 _SHORT: Final = {
     "-h": "--help", "-m": "--multirun", "-c": "--cfg", "-cd": "--config-dir", "-sc": "--shell-completion",
     "-V": "--version",
@@ -135,9 +133,7 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
             overrides.append(word)
         else:
             bare.append(word)
-    problems += _repeated_flags(found, known)
-    paths = [*bare, *found.get("config-dir", ())]
-    problems += [Problem(key=path, rule=rule, origin="command line") for path in paths if (rule := path_rule(path))]
+    problems += [*repeated_flags(found, known), *unusable_paths([*bare, *found.get("config-dir", ())])]
     if verb not in VERBS and not problems:
         problems.append(Problem(key=verb, rule=_no_verb(verb), origin="command line"))
     if "multirun" in found and verb != "train":
@@ -156,17 +152,6 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
         multirun="multirun" in found,
     )
     return call, {name: values[-1] for name, values in found.items() if name in _GLOBAL}
-
-
-def _repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]) -> list[Problem]:
-    """Refuse flags that have one value and are given several."""
-    return [
-        Problem(
-            key=f"--{name}", rule=f"is given twice: {values[0]} and {values[1]}. Give it once.", origin="command line"
-        )
-        for name, values in found.items()
-        if len(values) > 1 and known[name].value is not None and name not in _REPEATABLE
-    ]
 
 
 def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:

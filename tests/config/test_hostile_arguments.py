@@ -166,6 +166,12 @@ def test_jobs_without_number_are_refused_before_they_are_counted_out(refused, ar
     assert refused("prove", "strategy=mirrored", *arguments) == [f"{told} {DRAW} (command line)"]
 
 
+@pytest.mark.parametrize("sweeper", ["random", "halving"])
+def test_trials_without_number_are_refused_before_they_are_drawn(refused, sweeper):
+    told = refused("-m", f"hydra/sweeper={sweeper}", "sweep.trials=1000000000", "seed=interval(0,10)")
+    assert told == ["sweep.trials=1000000000: must be 10,000 or less. (command line)"]
+
+
 def test_a_range_without_finite_ends_is_refused(refused):
     assert refused("-m", "seed=range(0,inf)") == ["seed=range(0,inf): a range needs finite numbers. (command line)"]
 

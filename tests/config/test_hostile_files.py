@@ -131,6 +131,12 @@ def test_an_item_of_a_defaults_list_names_a_choice(tmp_path, refused, item, told
     assert found == [f"{told} ({tmp_path}/conf/recipe/x.yaml:2)"]
 
 
+def test_a_list_of_choices_for_a_group_of_one_is_refused(tmp_path, refused):
+    write(tmp_path, {"recipe/x.yaml": "defaults:\n - override /model: [mlp, gpt]\n"})
+    told = refused("explain", "name", "--config-dir", "conf", "recipe=x")
+    assert told == ["model=['mlp', 'gpt']: takes one choice, not a list. (conf/recipe/x.yaml:2)"]
+
+
 WIDE = "a0: xxxxxxxxxx\n" + "".join(f"a{level}: {f'${{a{level - 1}}}' * 10}\n" for level in range(1, 10))
 CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(300))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from trainkit.cluster.tasks import Task
-from trainkit.config.values import whole_number
+from trainkit.config.texts import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
 __all__ = ["VARIABLES", "Identity"]

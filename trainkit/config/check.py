@@ -15,11 +15,12 @@ from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, build
 from trainkit.config.composition import ChoiceFile, Composition
 from trainkit.config.effects import without_effect, without_effect_here
 from trainkit.config.neighbours import Neighbours
-from trainkit.config.origins import KeyPath, dotted, is_path_key, leaves, lookup
+from trainkit.config.origins import KeyPath, dotted, leaves, lookup
+from trainkit.config.ranges import beyond_64_bits, paths_too_long
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets import missing_secrets
 from trainkit.config.targets import target_problems, unchecked_keys
-from trainkit.config.values import closest, limits_in, misfit, path_rule, plain
+from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["check", "check_names", "check_values"]
@@ -58,8 +59,8 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     for group in GROUPS:
         problems += _group(composition, group, neighbours)
     problems += _missing_values(composition)
-    problems += _beyond_64_bits(composition)
-    problems += _paths_too_long(composition)
+    problems += beyond_64_bits(composition)
+    problems += paths_too_long(composition)
     problems += _about_hydra(composition)
     problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
     if not problems:
@@ -205,36 +206,6 @@ def _missing_values(composition: Composition) -> Iterator[Problem]:
     for path, value in leaves(composition.values):
         if value == "???":
             yield composition.problem(path, f"needs a value: {dotted(path)}=VALUE.", show_value=False)
-
-
-def _beyond_64_bits(composition: Composition) -> Iterator[Problem]:
-    """Whole numbers that no tensor, no counter and no file of trainkit's holds."""
-    for path, value in leaves(composition.values):
-        large = [one for one in _numbers_in(value) if not -(2**63) <= one < 2**63]
-        if large:
-            yield composition.problem(path, "must fit into 64 bits: less than 2**63.", value=value)
-
-
-def _paths_too_long(composition: Composition) -> Iterator[Problem]:
-    """Paths that no file system takes, the folder of the run among them."""
-    for path, value in leaves(composition.values):
-        rule = path_rule(value) if isinstance(value, str) and is_path_key(path[-1]) else None
-        if rule is not None:
-            yield composition.problem(path, rule, value=value)
-    rule = None if composition.run_dir is None else path_rule(str(composition.run_dir))
-    if rule is not None and composition.run_dir_given:
-        yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
-
-
-def _numbers_in(value: Any) -> Iterator[int]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _numbers_in(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _numbers_in(item)
-    elif isinstance(value, int):
-        yield value
 
 
 def _about_hydra(composition: Composition) -> list[Problem]:

@@ -18,7 +18,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
 from trainkit.config.schema import Sweep as Settings
 from trainkit.config.secrets import missing_secrets
-from trainkit.config.values import path_rule
+from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 from trainkit.run.environment import num_cores

@@ -13,7 +13,8 @@ from trainkit.cluster.emit.job import seconds_of
 from trainkit.config.allowed import package_arguments
 from trainkit.config.own_folders import config_dir_arguments
 from trainkit.config.references import reference
-from trainkit.config.values import closest, whole_number
+from trainkit.config.texts import whole_number
+from trainkit.config.values import closest
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import mask, redacted_argument, variable_of
 from trainkit.verbs.call import Call, Flag

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
-from trainkit.config.values import MOST_PROCESSES, whole_number
+from trainkit.config.texts import whole_number
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.report.numbers import num_bytes
 from trainkit.report.tables import print_rows, print_summary

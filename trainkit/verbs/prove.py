@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.config.allowed import package_arguments
 from trainkit.config.own_folders import config_dir_arguments
-from trainkit.config.values import whole_number
+from trainkit.config.texts import whole_number
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import redacted_argument
 from trainkit.verbs.call import Call, Flag

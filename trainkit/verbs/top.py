@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.grammar import refusal
 from trainkit.config.schema import Eval
-from trainkit.config.values import whole_number
+from trainkit.config.texts import whole_number
 from trainkit.config.watched import Watched
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument

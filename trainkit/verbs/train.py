@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.detect import VARIABLE, detect
-from trainkit.config.values import MOST_PROCESSES, whole_number
+from trainkit.config.texts import whole_number
+from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.call import Call, Flag
 

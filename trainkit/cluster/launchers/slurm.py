@@ -9,7 +9,7 @@ from trainkit.cluster.address import derived_port
 from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
 from trainkit.cluster.variables import Variables
-from trainkit.config.values import whole_number
+from trainkit.config.texts import whole_number
 
 __all__ = ["slurm", "step_place"]
 

@@ -20,7 +20,7 @@ from trainkit.config.documents import Document
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.origins import Layered, Level, Origin, lookup
 from trainkit.config.places import shipped_conf, shipped_recipes
-from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.schema import GROUPS, LIST_GROUPS
 from trainkit.config.secrets import redacted
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
@@ -52,6 +52,7 @@ class Composing:
         task = [item for item in task if not self._refused(item)]
         defaults = self._defaults(task)
         files = self._files(defaults)
+        self.problems += self._several()
         choices = self._choices(defaults, files)
         swapped = self._swapped(task, files, choices)
         layers = self.layers
@@ -171,6 +172,16 @@ class Composing:
                     where = f"{shown(document.file)}:{line}"
                     return Problem(key=group, value=name, rule=self._no_choice(group, name), origin=where)
         return Problem(key=group or config_path, value=name, rule=self._no_choice(group, name))
+
+    def _several(self) -> Iterator[Problem]:
+        """Lists of choices that files name for a group of one choice, which would be put over one another."""
+        for document in self.repository.documents.values():
+            for item, line in zip(document.defaults, document.defaults_lines, strict=False):
+                for key, value in item.items() if isinstance(item, Mapping) else ():
+                    group = group_in(str(key))
+                    if isinstance(value, list) and group in GROUPS and group not in LIST_GROUPS:
+                        where = f"{shown(document.file)}:{line}"
+                        yield Problem(key=group, value=value, rule="takes one choice, not a list.", origin=where)
 
     def _files(self, defaults: DefaultsList) -> list[ChoiceFile]:
         """The files in ascending precedence: config.yaml, choices, recipes."""

@@ -11,6 +11,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.compose.space import Choices, Space
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.schema import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.drawing import drawn
@@ -56,6 +57,10 @@ class Asked:
 
     def problems(self) -> Iterator[Problem]:
         """What is wrong with it, beside its points."""
+        trials = self._setting("trials")
+        if trials is not None and trials > MOST_JOBS:  # before they are drawn
+            yield self.common.problem("sweep.trials", f"must be {MOST_JOBS:,} or less.", value=trials)
+            return
         if self.sweeper in ("random", "optuna") and self.common.values["sweep"].get("trials") is None:
             rule = f"needs a value: how many points hydra/sweeper={self.sweeper} tries, sweep.trials=20."
             yield Problem(key="sweep.trials", rule=rule)
