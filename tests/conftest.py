@@ -84,7 +84,7 @@ def pool() -> Iterator[Pool]:
 
 
 def pytest_configure() -> None:
-    """Let signals reach the tests also where pytest runs in the background or under nohup, which ignores two of them."""
+    """Let signals reach the tests also where pytest runs in the background or under nohup."""
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

@@ -180,7 +180,6 @@ ALLOWED = {
     "report/curves.py": "a picture, set aside before the first run (run/taking.py)",
     "callbacks/metrics_file.py": "metrics.jsonl, set aside before the first run (run/taking.py)",
     "data/files.py": "a download in a temporary folder of its own; its target was absent",
-    "sweeps/leaderboard.py": "leaderboard.*, set aside before the first record (sweeps/record.py)",
     "sweeps/engines/starting.py": "the description of a job that this process wrote",
     "run/engines/attempt.py": ".attempts and .stop, set aside before the first run (run/taking.py)",
     "run/replacing.py": "an error report in the live folder of the run",

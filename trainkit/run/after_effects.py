@@ -40,10 +40,7 @@ def is_after_effect(error: BaseException) -> bool:
     """Return whether an error, or one that it was raised from, only says that another rank is gone.
 
     Example:
-        >>> try:
-        ...     raise RuntimeError("Connection reset by peer")
-        ... except RuntimeError as error:
-        ...     is_after_effect(error)
+        >>> is_after_effect(RuntimeError("Connection reset by peer"))
         False
     """
     place = _Place(modules=(), by_statement=True)

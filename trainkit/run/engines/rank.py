@@ -13,7 +13,7 @@ from typing import Any, Final
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import Launch, workers
 from trainkit.cluster.tasks import Task
-from trainkit.reading import open_appending
+from trainkit.reading import open_regular
 from trainkit.run.engines.attempt import RankError, stop_file, stop_reason
 from trainkit.run.environment import worker_environ
 from trainkit.run.evidence import Evidence
@@ -161,7 +161,7 @@ def _watch(
         overdue = watch.look(seen)
         if overdue is not None and overdue.rank == place.rank:  # another rank is ended by its own watch
             failure = hanging(folder, overdue, [place.rank], evidence)
-            with open_appending(folder.log_of(place.rank)) as log:
+            with open_regular(folder.log_of(place.rank), "ab") as log:
                 log.write(f"{stacks_of(group, folder, place.rank, evidence.pid(place.rank))}\n".encode())
             write_last_words(folder.error_of(place.rank), place.rank, RankError(failure.headline))
             group.kill()
