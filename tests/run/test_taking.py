@@ -173,7 +173,7 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
 
 ALLOWED = {
     "engine/ownership.py": "removes what carries the token, and renames what does not",
-    "engine/checkpoint/cleaning.py": "the same of checkpoints",
+    "engine/cleaning.py": "the same of checkpoints",
     "engine/checkpoint/judged.py": "index.json and evaluated.json, set aside before the first save (run/taking.py)",
     "engine/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",
     "report/hparams.py": "event files with the token of the run in their names",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from trainkit.engine.checkpoint.cleaning import owner_of
+from trainkit.engine.cleaning import owner_of
 from trainkit.engine.manifest import scan
 from trainkit.engine.ownership import FOLDERS, MARK, Owner, free_name, set_aside, tell
 from trainkit.errors import CheckpointError, UnreadableError

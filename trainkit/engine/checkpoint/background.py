@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from trainkit.engine.checkpoint.cleaning import owner_of
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import save, untied
 from trainkit.engine.checkpoint.snapshot import Snapshot
 from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room
+from trainkit.engine.cleaning import owner_of
 from trainkit.engine.manifest import Checkpoint
 from trainkit.engine.ownership import Owner
 

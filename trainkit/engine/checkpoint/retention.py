@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainkit.engine.checkpoint.cleaning import delete, owner_of, pass_over
 from trainkit.engine.checkpoint.judged import Judged, exclusive, swap_in
+from trainkit.engine.cleaning import delete, owner_of, pass_over
 from trainkit.engine.manifest import Checkpoint, scan
 from trainkit.engine.ownership import Owner
 

@@ -13,11 +13,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from trainkit.engine.checkpoint.cleaning import clear_drafts, delete_draft, draft_of, make_room, owner_of, unmark
 from trainkit.engine.checkpoint.dtypes import NAMES, refuse_unwritable
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room, unwritten
 from trainkit.engine.checkpoint.tensor_file import write_bytes, write_tensors
+from trainkit.engine.cleaning import clear_drafts, delete_draft, draft_of, make_room, owner_of, unmark
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
 from trainkit.engine.ownership import Owner

@@ -16,11 +16,11 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-from trainkit.engine.checkpoint.cleaning import delete_draft, owner_of
 from trainkit.engine.checkpoint.retention import Retention
 from trainkit.engine.checkpoint.saving import Part, begin, commit, file_key, prune, write_part
 from trainkit.engine.checkpoint.snapshot import Snapshot
 from trainkit.engine.checkpoint.space import bytes_needed, refuse_lack_of_room, unwritten
+from trainkit.engine.cleaning import delete_draft, owner_of
 from trainkit.engine.failpoints import reached
 from trainkit.engine.manifest import Checkpoint
 from trainkit.engine.ownership import Owner
