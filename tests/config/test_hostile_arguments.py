@@ -185,6 +185,18 @@ def test_the_folder_of_a_job_lies_in_that_of_its_sweep(tmp_path, monkeypatch, ca
     assert not (tmp_path.parent / "x").exists()
 
 
+def test_a_model_that_no_memory_holds_is_refused(refused):
+    (told,) = refused("plan", "model.hidden=[4000000000000,4000000000000]")
+    assert told.startswith(
+        "model: has a parameter that no memory holds: Storage size calculation overflowed with sizes"
+    )
+
+
+def test_blocks_without_number_are_refused_before_they_are_built(refused):
+    told = refused("plan", "recipe=shakespeare", "model.num_layers=1000000000", "data.path=x", "data.download=false")
+    assert "model.num_layers=1000000000: must be 1,000 or less. (command line)" in told
+
+
 def test_a_value_that_fills_the_screen_is_cut_and_a_control_character_is_written_out():
     problem = Problem(key="k", value="a\x1b" + "x" * 1000, rule="is long.")
     assert str(problem) == f"k=a\\x1b{'x' * 198}...(1,002 characters)...{'x' * 100}: is long."

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainkit.config.values import at_least, below
+from trainkit.config.values import at_least, at_most, below
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Gpt"]
@@ -33,7 +33,7 @@ class Gpt(nn.Module):
         *,
         vocab_size: Annotated[int, at_least(1)],
         context: Annotated[int, at_least(1)],
-        num_layers: Annotated[int, at_least(1)],
+        num_layers: Annotated[int, at_least(1), at_most(1_000)],
         num_heads: Annotated[int, at_least(1)],
         width: Annotated[int, at_least(1)],
         dropout: Annotated[float, below(0, 1)] = 0.0,

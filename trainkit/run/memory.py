@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.engine.checkpoint import bytes_needed
-from trainkit.errors import TrainkitError
+from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.run.building import build_model, make_optimizer
 from trainkit.run.plan import RunPlan
 
@@ -43,13 +43,20 @@ class Memory:
 
 
 def abstract_model(plan: RunPlan) -> nn.Module:
-    """The model without its numbers (on torch's `meta` device); with them where it cannot be built so."""
+    """The model without its numbers (on torch's `meta` device); with them where it cannot be built so.
+
+    Raises:
+        ConfigError: it has a parameter whose bytes no 64 bits count.
+    """
     try:
         with torch.device("meta"):
             return build_model(plan.cfg)
     except TrainkitError:
         raise
-    except Exception:  # noqa: BLE001 - a constructor that looks at its numbers may fail in any way
+    except Exception as error:  # noqa: BLE001 - a constructor that looks at its numbers may fail in any way
+        if "Storage size calculation overflowed" in str(error):
+            rule = f"has a parameter that no memory holds: {str(error).splitlines()[0]}. Use smaller sizes."
+            raise ConfigError([Problem(key="model", rule=rule)]) from None
         return build_model(plan.cfg)
 
 
