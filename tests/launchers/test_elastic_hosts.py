@@ -12,12 +12,13 @@ import pytest
 
 from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
 from tests.launchers.two_hosts import two_hosts
+from tests.support.settings import latest
 from tests.support.verdicts import plain
 
 pytestmark = pytest.mark.engine
 
 STEPS = 3000
-RUN = (*FIXED, f"steps={STEPS}", "checkpoint.every_steps=100", "eval.every_epochs=null")
+RUN = latest(*FIXED, f"steps={STEPS}", "checkpoint.every_steps=100", "eval.every_epochs=null")
 # Agents that share the store of their rendezvous never let a host back in: torch's own limit (2.13).
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 

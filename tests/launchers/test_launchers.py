@@ -14,6 +14,7 @@ import pytest
 from tests.launchers.joining import free_port
 from tests.launchers.one_node_slurm import slurm
 from tests.launchers.two_hosts import two_hosts
+from tests.support.settings import latest
 from tests.support.verdicts import plain
 
 pytestmark = pytest.mark.engine
@@ -166,7 +167,7 @@ def test_torchrun_on_two_hosts(one_run):
 
 def test_a_signal_to_one_process_saves_and_stops_them_all(cwd):
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    long = (*PYTHON, "steps=100000", "checkpoint.every_steps=20")
+    long = latest(*PYTHON, "steps=100000", "checkpoint.every_steps=20")
     processes = [start(*long, RANK=str(rank), **hand) for rank in range(2)]
     wait_until((cwd / "run/checkpoints/step_00000020").exists)
     processes[1].send_signal(signal.SIGINT)
@@ -189,7 +190,9 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd, lost):
 
 
 def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd):
-    long = (*PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=4")
+    long = latest(
+        *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=4"
+    )
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
         processes = [
