@@ -145,13 +145,13 @@ def unanswering(folder: RunFolder, ranks: Iterable[int], evidence: Evidence | No
     """Return the failure of the rank that the others waited for, out of those that reported nothing."""
     evidence = evidence or Evidence(folder)
     rank, pulse = _waited_for(folder, ranks, evidence)
-    held = evidence.held(rank)
+    held, ended = evidence.held(rank), evidence.has_ended(rank)
     headline = f"{evidence.name(rank)} stopped answering{_when(pulse)}."
     if held is not None:
         headline = f"{evidence.name(rank)} is {held}{_when(pulse)}.{_remedy(rank, evidence)}"
-    elif evidence.has_ended(rank):
+    elif ended:
         headline = f"{evidence.name(rank)} has ended{_when(pulse)} without an error report."
-    return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
+    return Failure(rank=rank, headline=headline, hang=not ended, step=None if pulse is None else pulse.step)
 
 
 def _told(words: LastWords, evidence: Evidence) -> Failure:
