@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
@@ -28,6 +28,8 @@ from trainkit.run.skipped import skipped_in
 
 __all__ = ["end_together"]
 
+_Processes = Mapping[int, Mapping[str, Any]]
+"""By rank, what `_own_process` gave there."""
 _GRACE_S: Final = 0.2
 """How long others have to say their last words once this rank has failed by itself."""
 _GRACE_AFTER_LOSS_S: Final = 3.0
@@ -60,12 +62,19 @@ def end_together(
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
-    meeting.tell(f"process/{meeting.launch.rank}", _own_process())
+    # Learned before a rank can be lost: the store may be lost with it.
+    processes = dict(zip(meeting.ranks, meeting.gather(_own_process()), strict=True))
     report = _reporter(meeting, folder, hosts_ranks=hosts_ranks)
     try:
         result = run(report)
     except (Exception, SystemExit) as error:
-        raise _explained(meeting, folder, error, report, confirm, hosts_ranks=hosts_ranks) from error
+        words = report(error)
+        if meeting.launch.rank > 0:
+            sys.stderr.write("".join(traceback.format_exception(error)))  # its log
+            raise _echo(meeting, None if hosts_ranks else folder, words, processes) from error
+        failure = _first_failure(meeting, None if hosts_ranks else folder, words, processes)
+        _record(meeting, folder, failure, confirm)
+        raise failure from error
     if meeting.launch.rank > 0:
         return _dismissed(meeting)
     result = result or {}
@@ -93,42 +102,29 @@ def _dismissed(meeting: Meeting) -> dict[str, Any]:
     return result
 
 
-def _explained(
-    meeting: Meeting,
-    folder: RunFolder,
-    error: BaseException,
-    report: Reporter,
-    confirm: Callable[[], None],
-    *,
-    hosts_ranks: bool,
-) -> TrainkitError:
-    """The error to end with, once the others have had time to say theirs."""
-    words = report(error)
-    rank = meeting.launch.rank
-    if rank > 0:
-        sys.stderr.write("".join(traceback.format_exception(error)))  # its log
-        return _echo(meeting, None if hosts_ranks else folder, words)
-    told = _first_failure(meeting, None if hosts_ranks else folder, words)
+def _record(meeting: Meeting, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
+    """Write the failure to result.json, if the run folder is still this group's, and report it to the other ranks."""
     with contextlib.suppress(TrainkitError):  # fenced off: the folder is not ours to write to
         confirm()
         kept = folder.read_result() or skipped_in(folder.checkpoints)
         with contextlib.suppress(OSError):  # the error itself is on the screen
-            folder.write_result({**kept, "status": "failed", "reason": str(told)})
+            folder.write_result({**kept, "status": "failed", "reason": str(failure)})
     with contextlib.suppress(RuntimeError):
-        meeting.tell("reported", str(told).splitlines()[0])
-    return told
+        meeting.tell("reported", str(failure).splitlines()[0])
 
 
-def _echo(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
+def _echo(meeting: Meeting, folder: RunFolder | None, words: LastWords, processes: _Processes) -> TrainkitError:
     """What a rank above 0 says: a line, where rank 0 tells the story; the story, where rank 0 cannot."""
     reported = meeting.ask(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
     if reported:
         code = words.exit_code if words.final else 1
         return PeerError(f"rank {words.rank} ends: {reported['reported']}", exit_code=code)
-    return _first_failure(meeting, folder, words)
+    return _first_failure(meeting, folder, words, processes)
 
 
-def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords) -> TrainkitError:
+def _first_failure(
+    meeting: Meeting, folder: RunFolder | None, words: LastWords, processes: _Processes
+) -> TrainkitError:
     """The failure that caused the others, by what every rank reported; those that reported nothing are gone or hang."""
     others = {rank: f"failed/{rank}" for rank in meeting.ranks if rank != words.rank}
     said, arrivals = {words.rank: words}, {words.rank: len(meeting.ranks)}
@@ -150,7 +146,7 @@ def _first_failure(meeting: Meeting, folder: RunFolder | None, words: LastWords)
         }
         return said[min(said, key=lambda rank: order[rank])].error()
     silent = [rank for rank in others if rank not in said]
-    evidence = _evidence(meeting, folder, silent)
+    evidence = _evidence(folder, {rank: processes[rank] for rank in silent})
     if silent and all(one.aftermath for one in said.values()):  # also where they left words in the folder: who reads
         return unanswering(
             folder, silent, evidence
@@ -163,13 +159,12 @@ def _own_process() -> dict[str, Any]:
     return {**asdict(ProcessMark.own()), "at": host_mark(), "host": socket.gethostname()}
 
 
-def _evidence(meeting: Meeting, folder: RunFolder, ranks: Sequence[int]) -> Evidence:
+def _evidence(folder: RunFolder, processes: _Processes) -> Evidence:
     """Return what this process can see of ranks that report nothing: of those on its own host, their state."""
-    told = {rank: meeting.ask([f"process/{rank}"], within_s=0.0).get(f"process/{rank}") for rank in ranks}
     here = {
         rank: ProcessMark(found["pid"], found["started"])
-        for rank, found in told.items()
-        if found and found["at"] == host_mark()
+        for rank, found in processes.items()
+        if found["at"] == host_mark()
     }
-    away = {rank: f"pid {found['pid']} on {found['host']}" for rank, found in told.items() if found}
+    away = {rank: f"pid {found['pid']} on {found['host']}" for rank, found in processes.items()}
     return Evidence(folder, lambda: here, away=away)
