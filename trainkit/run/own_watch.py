@@ -169,8 +169,11 @@ class OwnWatch:
 
     def _run(self) -> None:
         while not self._over.wait(self._watch.interval_s):
+            if _is_held(self._frame()):  # the others wait for it meanwhile
+                self._watch.restart()
+                continue
             overdue = self._watch.look(self._ranks)
-            if overdue is not None and self._is_to_end(overdue) and not _is_held(self._frame()):
+            if overdue is not None and self._is_to_end(overdue):
                 self._end(overdue)
                 return
 

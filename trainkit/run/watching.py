@@ -117,6 +117,10 @@ class Watch:
         overdue = [found for rank in judged if (found := self._judge(rank)) is not None]
         return min(overdue, key=lambda one: (one.pulse.moment if one.pulse else 0.0, one.rank), default=None)
 
+    def restart(self) -> None:
+        """Count the time of every rank from now on."""
+        self._silences.clear()
+
     def _judged(self, pulses: Mapping[int, Pulse | None]) -> list[int]:
         """Return the assistants, and of the ranks that train those that have come least far."""
         busy = [rank for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"]
