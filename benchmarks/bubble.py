@@ -98,7 +98,7 @@ def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
         batches = [rank._batch(rank._indices(ticket.step, shard)) for shard in ticket.shards]  # noqa: SLF001
         rank.strategy.step(placed, ticket, batches, rank.training)
         rank.at.step += 1
-        found.append((placed.figures["pipeline/bubble"], placed.figures["pipeline/bubble_ideal"]))
+        found.append((placed.step_metrics["pipeline/bubble"], placed.step_metrics["pipeline/bubble_ideal"]))
     rank.strategy.leave(placed)
     return found[2:]
 

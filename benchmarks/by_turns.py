@@ -33,10 +33,10 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
-from trainkit.strategies.base import Outcome, Ticket, Training
-from trainkit.strategies.mirrored import Mirrored
+from trainkit.strategies.base import StepContext, StepOutcome, Ticket
+from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.reducers import LocalReducer, Reducer
-from trainkit.strategies.replica import Held, Replica
 
 REDUCERS = ("shared_memory", "backend")
 _SETTLING = 3
@@ -73,12 +73,12 @@ class ByTurns(Mirrored):
     times: Annotated[str, placement] = "times"
     """Where each rank writes the seconds a step of its windows: this path, a dot and its rank."""
 
-    def make_replica(self, held: Held, **rest: Any) -> TurningReplica:
+    def make_replica(self, held: PlacedModel, **rest: Any) -> TurningReplica:
         """As mirrored's, with a reducer that leaves sums where they are."""
         kept = {"model": held.model, "params": held.params, "masters": held.masters, "averaging": rest["reducer"]}
         return TurningReplica(**kept, **rest)
 
-    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
         """As mirrored's, with the reducer of the window that the step is in."""
         turn, place = divmod(ticket.step, self.window)
         if place == 0:

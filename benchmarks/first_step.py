@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-from trainkit.engine.events import Callback, Run
-from trainkit.strategies.base import Outcome
+from trainkit.strategies.base import StepOutcome
+from trainkit.trainer.events import Callback, Run
 
 
 class FirstStep(Callback):
     """Ends the process after the first step."""
 
-    def step_end(self, run: Run, outcome: Outcome) -> None:
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
         os._exit(0)

@@ -20,9 +20,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import read_pulse
-from trainkit.run.limits import TimeLimits
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.process.heartbeat import read_heartbeat
 
 _BUSY = "while True: pass"
 
@@ -84,7 +84,7 @@ def _look_on(run: subprocess.Popen[bytes], folder: RunFolder, asked: argparse.Na
             time.sleep(asked.pause_supervisor)
             run.send_signal(signal.SIGCONT)
         for path in folder.live.glob("rank_?"):
-            pulse = read_pulse(path)
+            pulse = read_heartbeat(path)
             limit = limits.limit_of(pulse)
             if pulse is not None and limit is not None and limit.longest_s is not None:
                 longest_s = max(longest_s, pulse.longest_s)

@@ -41,11 +41,11 @@ from torch import Tensor, nn
 from benchmarks import report
 from tests.support.serving import serving
 from trainkit.errors import LinkError
-from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.greeting import Listener
-from trainkit.strategies.parameter_server.server import serve
-from trainkit.strategies.parameter_server.shares import Shares
-from trainkit.strategies.parameter_server.variables import variables_of
+from trainkit.strategies.parameter_server.server.main import serve
+from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
+from trainkit.strategies.parameter_server.wire.variables import variables_of
 
 SIZES_MB = (0.4, 10, 100)
 TENSORS = 16
@@ -88,18 +88,18 @@ def running(target: Callable[..., None], *args: Any) -> Iterator[Any]:
 
 def serve_trainkit(told: Any, size_mb: float) -> None:
     torch.set_num_threads(1)
-    listener = Listener("ps:0", token=TOKEN)
+    listener = AuthenticatedListener("ps:0", token=TOKEN)
     told.send(listener.address)
     with suppress(LinkError):  # the end of the benchmark
-        serve(listener, Shares(variables_of(Model(size_mb), torch.float32), 1), 0, make_optimizer=sgd)
+        serve(listener, VariableShards(variables_of(Model(size_mb), torch.float32), 1), 0, make_optimizer=sgd)
 
 
 @contextmanager
 def trainkit(size_mb: float) -> Iterator[Move]:
     model = Model(size_mb)
     with running(serve_trainkit, size_mb) as address:
-        shares = Shares(variables_of(model, torch.float32), 1)
-        servers = Servers.connect([address], shares, token=TOKEN, name="chief", timeout_s=60)
+        shares = VariableShards(variables_of(model, torch.float32), 1)
+        servers = ParameterServerClient.connect([address], shares, token=TOKEN, name="chief", timeout_s=60)
         servers.load_state({f"param/{name}": param.detach() for name, param in model.named_parameters()}, version=0)
 
         def move(grads: list[Tensor], into: list[Tensor]) -> None:

@@ -30,12 +30,12 @@ import torch.multiprocessing as mp
 from benchmarks import report
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.run.rendezvous import HostedStore
+from trainkit.run.rendezvous.store import HostedStore
 from trainkit.strategies.base import Numerics
-from trainkit.strategies.mirrored import Mirrored
-from trainkit.strategies.packing import Packing
+from trainkit.strategies.data_parallel import Mirrored
+from trainkit.strategies.data_parallel.options import Reduce
 from trainkit.strategies.reducers import Closing
-from trainkit.strategies.reducing import Reduce
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchical"}]  # of several hosts
 SIZES_MB = (0.04, 0.4, 3.2, 25.0, 100.0)
@@ -47,7 +47,7 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
     identity = Identity(task=task, num_ranks=num_ranks, store=("127.0.0.1", port), prefix="bench")
     collective = Mirrored(timeout_s=60).connect(identity)
     for size in SIZES_MB:
-        packing = Packing([torch.Size([int(size * 2**18) // 8])] * 8, torch.float32, torch.device("cpu"))
+        packing = FlatBuffer([torch.Size([int(size * 2**18) // 8])] * 8, torch.float32, torch.device("cpu"))
         grads = [torch.ones(shape) for shape in packing.shapes]
         for name in REDUCERS:
             reducer: Any = Mirrored(reduce=name, timeout_s=60).make_reducer(collective, Numerics())

@@ -22,7 +22,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
-from trainkit.config.allowed import allow_packages
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
 
 

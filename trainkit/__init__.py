@@ -2,12 +2,16 @@
 
 from typing import TYPE_CHECKING, Any
 
+from trainkit.moved import install
+
 if TYPE_CHECKING:
     from trainkit.api import compose, load, train
 
 __all__ = ["__version__", "compose", "load", "train"]
 
 __version__ = "0.1.0"
+
+install()
 
 
 def __getattr__(name: str) -> Any:

@@ -12,10 +12,10 @@ def main() -> None:
     from trainkit.cli import main as run  # noqa: PLC0415 - a spawned child imports this module and needs none of it
 
     code = run()
-    if "trainkit.run.joining" in sys.modules:  # it was one of several ranks
-        from trainkit.run.ending import end_process  # noqa: PLC0415 - for those
+    if "trainkit.run.rendezvous.join" in sys.modules:  # it was one of several ranks
+        from trainkit.run.process.exit import exit_without_teardown  # noqa: PLC0415 - for those
 
-        end_process(code)
+        exit_without_teardown(code)
     sys.exit(code)
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import Local
-from trainkit.config.allowed import allow_packages
 from trainkit.config.composition import Composition
 from trainkit.config.schema import RunConfig
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -75,19 +75,19 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
     with allow_packages(composition.packages):
-        return _train_checked(composition.noting(check(composition)), run_dir)
+        return _train_checked(composition.with_notes(check(composition)), run_dir)
 
 
 def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict[str, Any]:
-    from trainkit.config.effects import without_effect_in  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.config.check.unused_keys import unused_keys_with_classes  # noqa: PLC0415 - imports the targets, and torch with them
     from trainkit.run import runner  # noqa: PLC0415
 
     if run_dir is None and composition.run_dir_given:
         run_dir = composition.run_dir
     folder = None if run_dir is None else Path(run_dir)
     try:
-        launch = launch_of(composition.cfg)
-        if problems := without_effect_in(composition, None if launch is None else launch.kind):
+        launch = launch_environment_of(composition.cfg)
+        if problems := unused_keys_with_classes(composition, None if launch is None else launch.kind):
             raise ConfigError(problems)
         return runner.train(
             composition.cfg,
@@ -97,7 +97,7 @@ def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict
             launch=launch,
         )
     except ConfigError as error:
-        raise composition.located(error) from error
+        raise composition.with_origins(error) from error
 
 
 def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", packages: Sequence[str] = ()) -> nn.Module:
@@ -116,7 +116,7 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
         model = load("outputs/sweeps/rates/ensemble")
         model(images).argmax(dim=-1)
     """
-    from trainkit.run.model_file import load_model  # noqa: PLC0415 - imports torch
+    from trainkit.run.folder.model_file import load_model  # noqa: PLC0415 - imports torch
 
     return load_model(Path(path).expanduser(), checkpoint=checkpoint, packages=packages)
 
@@ -131,7 +131,7 @@ def _several(composition: Composition) -> Problem:
     return Problem(key="cluster", value=composition.choices.get("cluster"), rule=rule)
 
 
-def launch_of(cfg: RunConfig) -> Launch | None:
+def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
     """The launch that this process belongs to, by the config's cluster and the environment.
 
     Returns:
@@ -140,7 +140,7 @@ def launch_of(cfg: RunConfig) -> Launch | None:
     Raises:
         ConfigError: what is wrong with the cluster, or with the launcher's variables.
     """
-    from trainkit.config.build import build  # noqa: PLC0415 - imports the target
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
 
     cluster: Cluster = build(cfg.cluster, "cluster") if cfg.cluster else Local()
     return cluster.launch(os.environ)

@@ -11,19 +11,17 @@ import os
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Final
 
 from trainkit import __version__
 from trainkit.config.grammar import is_override
-from trainkit.config.secrets import given_arguments
+from trainkit.config.secrets.secrets import given_arguments
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.process_list import hide_from_process_list
 from trainkit.redaction import knows_secrets, masked_output
-from trainkit.verbs.call import VERBS, Call, Flag
-from trainkit.verbs.flags import repeated_flags, unusable_paths
+from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module
+from trainkit.verbs.support.flags import repeated_flags, unusable_paths
 
 __all__ = ["main", "parse"]
 
@@ -122,7 +120,7 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
         ('train', True, ('optimizer.lr=1,2',))
     """
     verb, rest = _verb_of(arguments)
-    known = {**_GLOBAL, **(_module(verb).FLAGS if verb in VERBS else {})}
+    known = {**_GLOBAL, **(verb_module(verb).FLAGS if verb in VERBS else {})}
     found: dict[str, list[str]] = {}
     bare, overrides, problems = [], [], []
     words = iter(rest)
@@ -203,10 +201,6 @@ def _no_verb(word: str) -> str:
     return "no such verb." + (f" Did you mean {near}?" if near else f" There are: {', '.join(VERBS)}.")
 
 
-def _module(verb: str) -> ModuleType:
-    return import_module(f"trainkit.verbs.{verb}")
-
-
 def _dispatch(arguments: Sequence[str]) -> int:
     # Help and version are answered before anything else is judged.
     early = [_SHORT.get(word, word) for word in arguments]
@@ -220,16 +214,16 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return 0
     call, flags = parse(arguments)
     if "shell-completion" in flags:
-        from trainkit.verbs.completion import answer  # noqa: PLC0415 - for a shell only
+        from trainkit.verbs.starting.completion import answer  # noqa: PLC0415 - for a shell only
 
         return answer(flags["shell-completion"], call)
     if "cfg" in flags:
         return _show(call, flags["cfg"])
-    from trainkit.config.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
-    from trainkit.config.own_folders import with_config_dirs  # noqa: PLC0415 - the same
+    from trainkit.config.config_folders import with_config_dirs  # noqa: PLC0415 - the same
+    from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
 
     with allow_packages(call.packages), with_config_dirs(call.config_dirs):
-        code: int = _module(call.verb).run(call)
+        code: int = verb_module(call.verb).run(call)
     return code
 
 
@@ -282,7 +276,7 @@ def _help() -> str:
 
 
 def _verb_help(verb: str) -> str:
-    module = _module(verb)
+    module = verb_module(verb)
     flags = _flag_lines(module.FLAGS)
     parts = [f"usage: trainkit {verb} {module.USAGE}", "", VERBS[verb]]
     return "\n".join([*parts, *(["", "flags:", *flags] if flags else []), ""])

@@ -1,7 +1,7 @@
 """Which texts are secrets, by the name of their key, and how a text is printed without them.
 
-This module decides; it knows names and texts only. `trainkit.config.secrets` applies it to the values of a config,
-where the class behind a `_target_` can mark further fields with `trainkit.fields.secret`.
+This module decides; it knows names and texts only. `trainkit.config.secrets.secrets` applies it to the values of a
+config, where the class behind a `_target_` can mark further fields with `trainkit.fields.secret`.
 """
 
 from __future__ import annotations

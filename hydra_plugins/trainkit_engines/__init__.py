@@ -20,12 +20,12 @@ class EngineLauncher(Launcher):
     def __init__(self, launcher: str, **keys: Any) -> None:
         self._launcher, self._keys = launcher, keys
         self.launching: Any = None
-        """`trainkit.sweeps.engines.launching.EngineLaunching`, for sweepers that choose jobs as they end."""
+        """`trainkit.sweeps.backends.launching.EngineLaunching`, for sweepers that choose jobs as they end."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Take what the jobs need; a job is a command, so the task function is not among it."""
         del task_function
-        from trainkit.sweeps.engines.launching import EngineLaunching  # noqa: PLC0415 - Hydra loads every plugin
+        from trainkit.sweeps.backends.launching import EngineLaunching  # noqa: PLC0415 - Hydra loads every plugin
 
         self.launching = EngineLaunching(
             hydra_context=hydra_context, config=config, launcher=self._launcher, keys=self._keys

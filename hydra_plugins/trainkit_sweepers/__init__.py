@@ -31,7 +31,7 @@ class TrainkitSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> Any:
         """Run the sweep that the arguments ask for."""
-        from trainkit.sweeps.spaces.sweeping import sweep  # noqa: PLC0415 - the same
+        from trainkit.sweeps.spaces.run_search import sweep  # noqa: PLC0415 - the same
 
         assert self._context is not None
         composer: Any = self._context.config_loader

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from trainkit.config.schema import RunConfig
-from trainkit.engine.events import Run
-from trainkit.engine.state import State
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.learning_rate import LearningRate
 from trainkit.numerics.schedules import Constant
+from trainkit.trainer.events import Run
+from trainkit.trainer.state import State
 
 
 class Alone:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainkit.config.build import build, resolve_target
-from trainkit.engine.events import Callback
+from trainkit.config.targets.build import build, resolve_target
+from trainkit.trainer.events import Callback
 
 CONF = Path(__file__).parents[2] / "conf"
 CHOICES = sorted([*CONF.glob("callbacks/*.yaml"), *CONF.glob("logger/*.yaml")])

@@ -6,7 +6,7 @@ import pytest
 
 from tests.callbacks.run_double import run_double
 from trainkit.callbacks.sample import Sample
-from trainkit.data.text import PythonSource
+from trainkit.data.sets.text import PythonSource
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
 

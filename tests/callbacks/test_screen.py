@@ -3,14 +3,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.callbacks.run_double import run_double
-from trainkit.callbacks.screen import Closing, Opening
+from trainkit.callbacks.screen import FinalSummary, StartupSummary
 
 
 def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(cwd, capsys):
     run = run_double(Path("outputs/digits/1"), step=20)
     run.summary, run.notes = {"replicas": "2 on cpu"}, ("The model draws random numbers.",)
-    Opening().run_start(run)
-    Closing().run_end(run, {"status": "finished", "metrics": {"val/loss": 0.25}})
+    StartupSummary().run_start(run)
+    FinalSummary().run_end(run, {"status": "finished", "metrics": {"val/loss": 0.25}})
     assert capsys.readouterr().out == (
         "digits  outputs/digits/1\n"
         "  replicas      2 on cpu\n"
@@ -24,12 +24,12 @@ def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(cwd, c
 
 def test_a_folder_elsewhere_is_named_in_full(cwd, capsys, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    Opening().run_start(run_double(elsewhere))
+    StartupSummary().run_start(run_double(elsewhere))
     assert capsys.readouterr().out == f"digits  {elsewhere}\n"
 
 
 def test_other_ranks_say_nothing(cwd, capsys):
     run = run_double(cwd, is_owner=False)
-    Opening().run_start(run)
-    Closing().run_end(run, {"status": "finished"})
+    StartupSummary().run_start(run)
+    FinalSummary().run_end(run, {"status": "finished"})
     assert capsys.readouterr().out == ""

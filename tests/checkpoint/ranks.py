@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.support.pool import Place
-from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import Retention, SaverOfPieces, sha256_of_pieces, space
-from trainkit.engine.checkpoint import together as module
 from trainkit.errors import CheckpointError
-from trainkit.strategies.collective import GroupCollective
-from trainkit.strategies.pieces import Piece, Pieces, assembled
-from trainkit.strategies.telling import tell_all as _tell_all
+from trainkit.strategies.groups.collective import GroupCollective
+from trainkit.strategies.groups.gather_objects import all_gather_object as _tell_all
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
+from trainkit.trainer import failpoints
+from trainkit.trainer.checkpoint import Retention, ShardedSaver, sha256_of_pieces
+from trainkit.trainer.checkpoint import disk_space as space
+from trainkit.trainer.checkpoint import sharded_saver as module
 
 
 def state() -> dict[str, Tensor]:
@@ -32,20 +33,23 @@ def state() -> dict[str, Tensor]:
     }
 
 
-def held(place: Place, scale: float = 1.0) -> Pieces:
+def held(place: Place, scale: float = 1.0) -> ShardedState:
     """What a rank has of it: the last holds nothing, and the second has two pieces of the weight."""
     whole = {name: (tensor * scale).to(tensor.dtype) for name, tensor in state().items()}
     if place.rank == 0:
         kept = ("param/b", "buffer/count", "buffer/nothing")
-        return {**{name: [Piece.whole(whole[name])] for name in kept}, "param/w": [_rows(whole["param/w"], 1, 3)]}
+        return {**{name: [TensorShard.whole(whole[name])] for name in kept}, "param/w": [_rows(whole["param/w"], 1, 3)]}
     if place.rank == 1:
         weight, momentum = whole["param/w"], whole["optimizer/momentum/w"]
-        return {"param/w": [_rows(weight, 0, 1), _rows(weight, 3, 5)], "optimizer/momentum/w": [Piece.whole(momentum)]}
+        return {
+            "param/w": [_rows(weight, 0, 1), _rows(weight, 3, 5)],
+            "optimizer/momentum/w": [TensorShard.whole(momentum)],
+        }
     return {"param/w": ()}
 
 
-def _rows(whole: Tensor, start: int, stop: int) -> Piece:
-    return Piece(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
+def _rows(whole: Tensor, start: int, stop: int) -> TensorShard:
+    return TensorShard(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
 
 
 def together(place: Place) -> GroupCollective:
@@ -56,12 +60,12 @@ def together(place: Place) -> GroupCollective:
 def assemble(place: Place) -> tuple[dict[str, Tensor], str]:
     """The whole state, and the hash of its weights."""
     pieces = held(place)
-    return assembled(pieces, together(place)), sha256_of_pieces(pieces, together(place))
+    return gather_full(pieces, together(place)), sha256_of_pieces(pieces, together(place))
 
 
 def save_twice(place: Place, root: Path, background: bool) -> list[int]:
     """Two checkpoints, of which the first goes; what changes after the call is not saved."""
-    saver = SaverOfPieces(root, together(place), retention=Retention(keep_last=1, keep_best=0), background=background)
+    saver = ShardedSaver(root, together(place), retention=Retention(keep_last=1, keep_best=0), background=background)
     for step in (1, 2):
         pieces = held(place, scale=float(step))
         saver.save(step=step, pieces=pieces, meta={"position": step, "rank": place.rank}, metric=0.5)
@@ -73,7 +77,7 @@ def save_twice(place: Place, root: Path, background: bool) -> list[int]:
 
 def proceed_until_it_stands(place: Place, root: Path) -> int:
     """Save beside the training, and say how often one had to look until the checkpoint stood."""
-    saver = SaverOfPieces(root, together(place))
+    saver = ShardedSaver(root, together(place))
     saver.save(step=3, pieces=held(place), meta={})
     looks = 0
     while not _any(saver.finished(), place):
@@ -89,7 +93,7 @@ def _any(found: list[Any], place: Place) -> bool:
 
 def fail(place: Place, root: Path, rank: int, failure: str) -> str:
     """A save that fails on one rank; what each is told."""
-    saver = SaverOfPieces(root, together(place))
+    saver = ShardedSaver(root, together(place))
     saver.save(step=1, pieces=held(place), meta={})
     saver.wait()
     if place.rank == rank:
@@ -108,8 +112,8 @@ def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
     """No file of rank 1 may grow beyond 64 KiB: half of its part is written, unless it asks before."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     large = torch.zeros(1 << 16)
-    pieces = {f"param/{place.rank}": [Piece.whole(large)]}
-    saver, asked = SaverOfPieces(root, together(place)), space.file_limit
+    pieces = {f"param/{place.rank}": [TensorShard.whole(large)]}
+    saver, asked = ShardedSaver(root, together(place)), space.file_limit
     try:
         if not asks_before:
             space.file_limit = lambda: None
@@ -130,14 +134,14 @@ def save_apart(place: Place, root: Path) -> str:
     """Each rank has a folder of its own, as on hosts that share none."""
     module._PATIENCE_S = 0.1  # type: ignore[misc]
     if place.rank == 1:
-        module.tell_all = lambda content, everyone: [  # type: ignore[assignment]
+        module.all_gather_object = lambda content, everyone: [  # type: ignore[assignment]
             text.replace(str(root), f"{root}/elsewhere") if isinstance(text, str) and text.startswith("/") else text
             for text in _tell_all(content, everyone)
         ]
     try:
-        SaverOfPieces(root, together(place)).save(step=2, pieces=held(place), meta={})
+        ShardedSaver(root, together(place)).save(step=2, pieces=held(place), meta={})
     except CheckpointError as error:
         return str(error)
     finally:
-        module._PATIENCE_S, module.tell_all = 10.0, _tell_all  # type: ignore[misc]
+        module._PATIENCE_S, module.all_gather_object = 10.0, _tell_all  # type: ignore[misc]
     return "saved"

@@ -3,9 +3,9 @@ import threading
 import pytest
 import torch
 
-from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import BackgroundSaver, Retention, background, load, scan
 from trainkit.errors import CheckpointError
+from trainkit.trainer import failpoints
+from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path, monkeypatch, 
 def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path):
     saver = BackgroundSaver(tmp_path, background=False)
     saver.save(step=1, tensors={"param/w": torch.ones(3)}, meta={}, metric=0.5)
-    assert [entry.metric for entry in scan(tmp_path)] == [0.5]
+    assert [entry.metric for entry in list_complete(tmp_path)] == [0.5]
     assert [entry.step for entry in saver.finished()] == [1]
 
 
@@ -69,7 +69,7 @@ def test_older_checkpoints_are_pruned(tmp_path):
     for step in (1, 2, 3):
         saver.save(step=step, tensors={}, meta={})
     saver.close()
-    assert [entry.step for entry in scan(tmp_path)] == [3]
+    assert [entry.step for entry in list_complete(tmp_path)] == [3]
 
 
 @pytest.mark.gpu

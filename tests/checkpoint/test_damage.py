@@ -5,8 +5,8 @@ import os
 import pytest
 import torch
 
-from trainkit.engine.checkpoint import load, newest_valid, read_manifest, save, scan
 from trainkit.errors import CheckpointError
+from trainkit.trainer.checkpoint import list_complete, load, newest_valid, read_manifest, save
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_every_single_flipped_bit_of_a_manifest_is_noticed(two):
 
 def test_a_folder_without_manifest_is_no_checkpoint(two):
     (two / "step_00000002" / "manifest.json").unlink()
-    assert [entry.step for entry in scan(two)] == [1]
+    assert [entry.step for entry in list_complete(two)] == [1]
     with pytest.raises(CheckpointError, match=r"is no complete checkpoint: it has no manifest\.json"):
         load(two / "step_00000002")
 
@@ -105,9 +105,9 @@ def test_without_checkpoints_there_is_nothing_to_load(tmp_path):
 
 
 def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two, monkeypatch):
-    monkeypatch.setattr("trainkit.engine.manifest.FORMAT", 2)
+    monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 2)
     save(two, step=3, tensors={}, meta={})
-    monkeypatch.setattr("trainkit.engine.manifest.FORMAT", 1)
+    monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 1)
     for read in (lambda: load(two / "step_00000003"), lambda: newest_valid(two, pytest.fail)):
         with pytest.raises(CheckpointError, match="has format 2; this version of trainkit reads format 1"):
             read()

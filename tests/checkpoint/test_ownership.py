@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.engine.checkpoint import Retention, begin, commit, load, newest_valid, save, scan, write_part
-from trainkit.engine.checkpoint.loading import note_foreign
-from trainkit.engine.ownership import MARK, Owner
 from trainkit.errors import UnreadableError
+from trainkit.trainer.checkpoint import Retention, begin, commit, list_complete, load, newest_valid, save, write_part
+from trainkit.trainer.checkpoint.loading import note_foreign
+from trainkit.trainer.ownership import MARK, OwnershipToken
 
 
 @pytest.fixture
@@ -21,12 +21,12 @@ def root(tmp_path: Path) -> Path:
     """The `checkpoints` folder of a run with a token."""
     run = tmp_path / "run"
     run.mkdir()
-    Owner.new().mark(run)
+    OwnershipToken.new().mark(run)
     (run / "checkpoints").mkdir()
     return run / "checkpoints"
 
 
-def put(root: Path, step: int, *, keep: int | None = None, owner: Owner | None = None) -> None:
+def put(root: Path, step: int, *, keep: int | None = None, owner: OwnershipToken | None = None) -> None:
     tensors = {"param/w": torch.full((4,), float(step))}
     save(root, step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=keep), owner=owner)
 
@@ -44,8 +44,8 @@ def plant(root: Path) -> dict[str, bytes]:
     (root / "step_00000096").symlink_to(users)
     (root / ".tmp_link").symlink_to(users)
     for step in (99, 999):
-        put(root, step, owner=Owner.new())
-    Owner.new().make(root / ".tmp_step_00000005")
+        put(root, step, owner=OwnershipToken.new())
+    OwnershipToken.new().make(root / ".tmp_step_00000005")
     (root / "index.json").unlink()
     return held(root)
 
@@ -68,7 +68,7 @@ def test_saves_resumes_and_retention_leave_alone_what_the_run_did_not_write(
         assert loaded.checkpoint.step == step
     found = {name.replace(".aside", ""): content for name, content in held(root).items()}
     assert planted == {name: found[name] for name in planted}
-    assert [entry.step for entry in scan(root)] == [200, 199]
+    assert [entry.step for entry in list_complete(root)] == [200, 199]
     taken = [f"step_000000{number}.aside" for number in (96, 97, 98, 99)]
     assert sorted(path.name for path in root.glob("*.aside")) == taken
     (root / "step_00000096.aside" / "deep").rename(root / "still_a_link")
@@ -141,7 +141,7 @@ def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_v
     put_without_token(tmp_path / "checkpoints", 1)
     put_without_token(tmp_path / "checkpoints", 2)
     (tmp_path / "checkpoints" / "step_00000002" / "meta.json").write_text("{}")
-    Owner.new(adopts=True).mark(tmp_path)
+    OwnershipToken.new(adopts=True).mark(tmp_path)
     put(tmp_path / "checkpoints", 3, keep=1)
     assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000003"]
 
@@ -149,7 +149,7 @@ def test_the_checkpoints_of_an_old_run_without_tokens_count_as_its_own_if_they_v
 def test_a_checkpoint_without_a_token_is_not_of_a_run_that_has_one(root: Path) -> None:
     put_without_token(root, 1)
     put(root, 2, keep=1)
-    assert [entry.step for entry in scan(root)] == [2]
+    assert [entry.step for entry in list_complete(root)] == [2]
     assert load(root / "step_00000001").checkpoint.owner is None
 
 
@@ -161,7 +161,7 @@ def put_without_token(root: Path, step: int) -> None:
 
 def test_what_a_kill_leaves_of_this_run_is_deleted_by_the_next_save(root: Path) -> None:
     for draft in (".tmp_step_00000001", ".tmp_old_step_00000002"):
-        owner = Owner.found(root.parent)
+        owner = OwnershipToken.found(root.parent)
         assert owner is not None
         owner.make(root / draft)
         (root / draft / "rank_00000.safetensors").write_text("half")
@@ -181,7 +181,7 @@ def test_a_run_that_has_saved_nothing_starts_beside_a_folder_of_the_users(root: 
 
 def test_a_newer_checkpoint_of_another_run_is_named_and_not_used(root: Path) -> None:
     put(root, 1)
-    put(root, 99, owner=Owner.new())
+    put(root, 99, owner=OwnershipToken.new())
     said: list[str] = []
     loaded = newest_valid(root, said.append)
     assert loaded is not None
@@ -206,7 +206,7 @@ def test_a_checkpoint_that_is_copied_elsewhere_loads(root: Path, tmp_path: Path)
 
 
 def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Path) -> None:
-    owner = Owner.found(root.parent)
+    owner = OwnershipToken.found(root.parent)
     assert owner is not None
     owner.make(tmp_path / "moved")
     (root / ".tmp_step_00000009").symlink_to(tmp_path / "moved")
@@ -217,11 +217,11 @@ def test_a_link_to_a_folder_of_this_run_is_not_followed(root: Path, tmp_path: Pa
 def test_a_token_that_a_file_cannot_hold_is_refused(tmp_path: Path) -> None:
     (tmp_path / MARK).write_text('{"token": "x", "adopts": false, "folders": {}}')
     with pytest.raises(UnreadableError) as caught:
-        Owner.read(tmp_path)
+        OwnershipToken.read(tmp_path)
     assert str(caught.value) == f"{tmp_path}/.owner cannot be read: it holds no token of a run."
 
 
 def test_a_name_in_a_token_file_does_not_lead_out_of_the_run_folder(tmp_path: Path) -> None:
     text = '{"token": "%s", "adopts": false, "folders": {"live": "../../home"}}' % ("0" * 32)
     (tmp_path / MARK).write_text(text)
-    assert Owner.found(tmp_path) is None
+    assert OwnershipToken.found(tmp_path) is None

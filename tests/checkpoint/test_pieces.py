@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.checkpoint.ranks import state
-from trainkit.engine.checkpoint import load, scan, weights_sha256
+from trainkit.trainer.checkpoint import list_complete, load, weights_sha256
 
 HERE = "tests.checkpoint.ranks"
 
@@ -35,7 +35,7 @@ def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool, tmp_path, b
 def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(pool, tmp_path):
     looks = pool.run(f"{HERE}.proceed_until_it_stands", tmp_path, num_ranks=2, group=True)
     assert looks[0] == looks[1] >= 1
-    assert [one.step for one in scan(tmp_path)] == [3]
+    assert [one.step for one in list_complete(tmp_path)] == [3]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -67,7 +67,7 @@ def test_half_a_part_is_no_checkpoint(pool, tmp_path, asks_before):
 def test_an_error_of_one_rank_is_told_to_the_others(pool, tmp_path):
     told = pool.run(f"{HERE}.fail", tmp_path, 1, "raise", num_ranks=2, group=True)
     assert told == ["CheckpointError: failpoint in save of step 2", "RuntimeError: failpoint in save of step 2"]
-    assert [one.step for one in scan(tmp_path)] == [1]
+    assert [one.step for one in list_complete(tmp_path)] == [1]
 
 
 def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool, tmp_path):

@@ -4,14 +4,14 @@ import math
 import pytest
 import torch
 
-from trainkit.engine.checkpoint import Retention, newest_valid, save, scan
+from trainkit.trainer.checkpoint import Retention, list_complete, newest_valid, save
 
 
 def save_all(root, metrics, retention):
     for step, metric in enumerate(metrics, start=1):
         save(root, step=step, tensors={}, meta={}, metric=metric, retention=retention)
     names = json.loads((root / "index.json").read_text())
-    return [entry.step for entry in scan(root)], names
+    return [entry.step for entry in list_complete(root)], names
 
 
 def test_the_last_and_the_best_stay(tmp_path):

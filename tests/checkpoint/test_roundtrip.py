@@ -6,11 +6,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from trainkit.engine.checkpoint import begin, commit, load, save, scan, weights_sha256, write_part
-from trainkit.engine.checkpoint.dtypes import DTYPES
 from trainkit.errors import CheckpointError
-from trainkit.strategies.pieces import Piece
-from trainkit.strategies.stored import region_of, shape_of
+from trainkit.strategies.tensors.lazy_state import read_slice, shape_of
+from trainkit.strategies.tensors.sharded import TensorShard
+from trainkit.trainer.checkpoint import begin, commit, list_complete, load, save, weights_sha256, write_part
+from trainkit.trainer.checkpoint.dtypes import DTYPES
 
 
 def content():
@@ -75,7 +75,7 @@ def test_the_index_names_shape_dtype_and_pieces(tmp_path):
 
 
 def rows(whole, start, stop):
-    return Piece(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
+    return TensorShard(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
 
 
 def test_pieces_of_several_ranks_make_one_tensor(tmp_path):
@@ -116,7 +116,7 @@ def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path):
 def test_a_tensor_is_read_when_it_is_asked_for(tmp_path):
     whole, draft = torch.arange(20.0).reshape(5, 4), begin(tmp_path, 8)
     cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
-    pieces = [Piece(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
+    pieces = [TensorShard(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
     parts = [write_part(draft, {"param/w": [piece]}, rank=rank) for rank, piece in enumerate(pieces)]
     commit(draft, step=8, parts=parts, meta={}, aliases={})
     tensors = load(tmp_path / "step_00000008").tensors
@@ -124,7 +124,7 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path):
         os.truncate(tmp_path / "step_00000008" / f"rank_0000{number}.safetensors", 0)
     assert shape_of(tensors, "param/w") == (5, 4)
     region = (slice(3, 5), slice(0, 1))
-    assert torch.equal(region_of(tensors, "param/w", region), whole[region])
+    assert torch.equal(read_slice(tensors, "param/w", region), whole[region])
     with pytest.raises(CheckpointError, match="was cut short"):
         tensors["param/w"]
 
@@ -150,7 +150,7 @@ def test_nothing_is_pickled(tmp_path):
 def test_a_sparse_tensor_is_refused_by_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"^param/s cannot be saved: it is no dense tensor with data\.$"):
         save(tmp_path, step=0, tensors={"param/s": torch.eye(2).to_sparse()}, meta={})
-    assert scan(tmp_path) == []
+    assert list_complete(tmp_path) == []
 
 
 def test_the_same_step_can_be_saved_again(tmp_path):

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from trainkit import storage
-from trainkit.engine import failpoints
-from trainkit.engine.checkpoint import load, newest_valid, save, scan, space
-from trainkit.engine.manifest import FileRecord
 from trainkit.errors import CheckpointError, StorageError
+from trainkit.trainer import failpoints
+from trainkit.trainer.checkpoint import disk_space as space
+from trainkit.trainer.checkpoint import list_complete, load, newest_valid, save
+from trainkit.trainer.manifest import FileRecord
 
 
 @pytest.fixture
@@ -69,7 +70,7 @@ def test_an_error_before_the_manifest_leaves_nothing(tmp_path, monkeypatch):
 SAVE_FOR_EVER = """
 import sys, itertools, torch
 from pathlib import Path
-from trainkit.engine.checkpoint import Retention, save
+from trainkit.trainer.checkpoint import Retention, save
 for step in itertools.count():
     tensors = {f"param/{i}": torch.full((1 << 16,), float(step)) for i in range(8)}
     save(Path(sys.argv[1]), step=step, tensors=tensors, meta={"position": step}, retention=Retention(keep_last=2))
@@ -101,7 +102,7 @@ def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path):
 def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path):
     meta = {"position": {"epoch": 2}, "fingerprint": "abc", "other": 1}
     checkpoint = save(tmp_path, step=4, tensors={}, meta=meta, metric=0.5)
-    assert scan(tmp_path) == [checkpoint]
+    assert list_complete(tmp_path) == [checkpoint]
     content = json.loads((checkpoint.folder / "manifest.json").read_text())
     wanted = {"format": 1, "step": 4, "position": {"epoch": 2}, "fingerprint": "abc", "metric": 0.5}
     assert {key: content[key] for key in wanted} == wanted

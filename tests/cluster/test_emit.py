@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from trainkit.cli import main
-from trainkit.cluster.emit import ENGINES, Job
+from trainkit.cluster.manifests import ENGINES, ManifestJob
 
 TWO_HOSTS = ("--hosts", "2", "--gpus-per-host", "4", "strategy=multi_worker_mirrored")
 CONTAINER = ("--image", "ghcr.io/me/trainkit:1", "--shared", "10.0.0.2:/runs")
@@ -182,7 +182,10 @@ def test_own_folders_and_packages_come_along(emit, cwd, capsys):
 
 
 def test_names_that_kubernetes_refuses_are_respelt():
-    labels = [Job(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label for name in ("A_b.C", "1x", "x" * 70)]
+    labels = [
+        ManifestJob(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label
+        for name in ("A_b.C", "1x", "x" * 70)
+    ]
     assert labels == ["a-b-c", "run-1x", "x" * 63]
 
 

@@ -14,11 +14,11 @@ from torch import nn
 
 from tests.support.attempts import ATTEMPTS, filled, set_up
 from trainkit.cli import main
-from trainkit.config.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
-from trainkit.config.build import build, resolve_target
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.config.kinds import PLACES
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
+from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.kinds import PLACES
 from trainkit.errors import ConfigError
 
 OWN = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
@@ -72,13 +72,17 @@ def test_there_are_thirty_attempts_and_more():
             f"of torch, targets may come from torch.nn, torch.optim and torch.utils.data only. {OWN}",
         ),
         (
-            "trainkit.run.environment.subprocess.getoutput",
+            "trainkit.run.folder.metadata.subprocess.getoutput",
             None,
-            "subprocess is the module subprocess, which trainkit.run.environment imports for itself.",
+            "subprocess is the module subprocess, which trainkit.run.folder.metadata imports for itself.",
         ),
         ("trainkit.cli.main", None, f"is a function; of trainkit a config may name classes only. {OWN}"),
         ("trainkit.run.runner._evaluate", None, f"_evaluate is private to trainkit. {OWN}"),
-        ("trainkit.engine.journal.Journal", None, f"is of no kind that a config may name. {OWN}"),
+        (
+            "trainkit.trainer.metrics_accumulator.MetricsAccumulator",
+            None,
+            f"is of no kind that a config may name. {OWN}",
+        ),
         ("trainkit.models.mlp.Tensor", None, "is defined in torch, not in trainkit. Name it where it is defined."),
         ("torch.optim.SGD", "model", "is no torch.nn.Module, which model needs."),
         (

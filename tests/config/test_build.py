@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.allowed import allow_packages
-from trainkit.config.build import build, resolve_target, signature_keys, signature_of
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.config.targets.build import build, resolve_target, signature_keys, signature_of
 from trainkit.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from trainkit.cli import main, parse
 from trainkit.errors import ConfigError
-from trainkit.verbs.call import VERBS
-from trainkit.verbs.completion import candidates
+from trainkit.verbs.starting.completion import candidates
+from trainkit.verbs.support.call import VERBS
 
 
 def test_no_verb_is_train():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.config.documents import read_document
+from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError
 
 TEXT = """\

@@ -2,7 +2,7 @@
 
 import pytest
 
-from trainkit.config.places import shipped_conf
+from trainkit.config.paths import shipped_conf
 
 REPLICAS = ", ".join(
     sorted(file.stem for file in (shipped_conf() / "strategy").glob("*.yaml") if "\nreplicas:" in file.read_text())

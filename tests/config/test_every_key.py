@@ -10,8 +10,8 @@ import pytest
 
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import compose
+from trainkit.config.identity import difference, fingerprint, tag_of
 from trainkit.config.schema import GROUPS, RunConfig, hints_of
-from trainkit.config.semantics import difference, fingerprint, tag_of
 from trainkit.config.values import misfit, plain
 
 CANDIDATES = (
@@ -79,7 +79,7 @@ def test_the_schema_and_the_shipped_defaults_agree():
 
 
 def test_every_run_level_key_says_what_it_means():
-    from trainkit.config.doclines import doc_line
+    from trainkit.config.field_docs import doc_line
 
     for path in KEYS:
         kind: typing.Any = RunConfig

@@ -4,12 +4,12 @@ import pytest
 
 import trainkit
 from trainkit.errors import ConfigError
-from trainkit.verbs.call import Call
-from trainkit.verbs.folding import refuse_open_folds, with_folds
+from trainkit.verbs.support.call import Call
+from trainkit.verbs.support.cv import expand_folds, refuse_open_folds
 
 
 def overrides(*given):
-    return with_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
+    return expand_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
 
 
 def refused(call, *arguments):

@@ -13,7 +13,7 @@ from omegaconf.basecontainer import BaseContainer
 
 from trainkit.config.compose import compose
 from trainkit.config.compose.jobs import hydra_config, run_job
-from trainkit.config.places import shipped_conf
+from trainkit.config.paths import shipped_conf
 
 
 def state():

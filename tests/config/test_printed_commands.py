@@ -4,15 +4,15 @@ from pathlib import Path
 
 from trainkit.cli import parse
 from trainkit.config.compose import compose
-from trainkit.config.own_folders import config_dir_arguments, with_config_dirs
-from trainkit.config.resuming import compose_resumed
-from trainkit.verbs.folding import with_folds
-from trainkit.verbs.prove import _command
+from trainkit.config.config_folders import config_dir_arguments, with_config_dirs
+from trainkit.config.resume import compose_resumed
+from trainkit.verbs.running.prove import _command
+from trainkit.verbs.support.cv import expand_folds
 
 
 def test_the_fold_of_each_run_replaces_what_the_person_gave():
     call, _ = parse(["cv.folds=3", "cv.fold=null"])
-    assert with_folds(call).overrides == ("cv.folds=3", "cv.fold=range(3)")
+    assert expand_folds(call).overrides == ("cv.folds=3", "cv.fold=range(3)")
 
 
 def test_resume_replaces_the_recipe_and_says_so(tmp_path):

@@ -4,8 +4,8 @@ import pytest
 
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.config.documents import read_document
-from trainkit.config.places import shipped_recipes
+from trainkit.config.paths import shipped_recipes
+from trainkit.config.yaml_documents import read_document
 
 NAMES = sorted(file.parent.name for file in shipped_recipes().glob("*/recipe.yaml"))
 

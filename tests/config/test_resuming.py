@@ -5,9 +5,9 @@ import yaml
 
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.config.resuming import compose_resumed
+from trainkit.config.identity import other_training
+from trainkit.config.resume import compose_resumed
 from trainkit.config.schema import load_resolved
-from trainkit.config.semantics import other_training
 from trainkit.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_another_placement_is_taken(earlier):
 def test_another_training_is_refused_by_name(earlier):
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
     problems = other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier)
-    assert [str(problem) for problem in composed.located(ConfigError(problems)).problems] == [
+    assert [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems] == [
         f"seed=1: the run to resume, {earlier}, has 0. Give it the same value. (command line)",
         f"optimizer.lr=0.1: the run to resume, {earlier}, has 0.3. Give it the same value. (command line)",
     ]

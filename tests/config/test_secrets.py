@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.vault import Vault
-from trainkit.config.build import build
 from trainkit.config.compose import compose
-from trainkit.config.documents import read_document, shown_text
+from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.secrets import (
+from trainkit.config.secrets.secrets import (
     given_arguments,
     hidden_arguments,
     redacted,
@@ -18,13 +17,14 @@ from trainkit.config.secrets import (
     restored,
     with_own_secrets,
 )
-from trainkit.config.semantics import fingerprint, other_training
+from trainkit.config.targets.build import build
+from trainkit.config.yaml_documents import read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import masked_output, remember
-from trainkit.run.alikeness import likeness
-from trainkit.run.environment import git_state, packages, write_environment, write_resolved
-from trainkit.run.folder import RunFolder
-from trainkit.run.last_words import last_words
+from trainkit.run.folder.metadata import git_state, packages, write_environment, write_resolved
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import error_report
+from trainkit.run.rendezvous.consistency import config_digest
 from trainkit.sweeps.resuming import identity
 
 ANYWHERE = """
@@ -149,7 +149,7 @@ def test_a_secret_is_no_part_of_a_fingerprint_or_of_what_makes_another_training(
     one, other = (RunConfig(data={"token": text}) for text in (secret, "another"))
     assert fingerprint(one) == fingerprint(other)
     assert identity(one) == identity(other)
-    assert likeness(RunConfig(data={"token": "k7"})) == likeness(other)
+    assert config_digest(RunConfig(data={"token": "k7"})) == config_digest(other)
     assert other_training(one, other, run=Path("a")) == []
 
 
@@ -199,7 +199,7 @@ def test_only_distinct_secrets_are_masked_in_other_texts(capsys: pytest.CaptureF
 def test_a_traceback_and_its_record_hold_no_secret() -> None:
     with masked_output():
         remember("canary-words")
-        words = last_words(1, ConfigError([Problem(key="data.token", value="k7", rule="canary-words is wrong.")]))
+        words = error_report(1, ConfigError([Problem(key="data.token", value="k7", rule="canary-words is wrong.")]))
     assert words.problems == (
         {"key": "data.token", "rule": "(redacted) is wrong.", "origin": "", "value": "(redacted)"},
     )

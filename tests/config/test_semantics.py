@@ -5,8 +5,8 @@ from typing import Annotated, ClassVar
 import pytest
 
 from trainkit.config.compose import compose
+from trainkit.config.identity import difference, fingerprint, maths_keys, tag_of
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.semantics import difference, fingerprint, maths_keys, tag_of
 from trainkit.errors import ConfigError
 from trainkit.fields import maths, placement
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from trainkit.config.build import GROUP_KEYS, INJECTED, TARGET, resolve_target, signature_of
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.config.documents import read_document
-from trainkit.config.places import shipped_conf
+from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import GROUPS
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, TARGET, resolve_target, signature_of
+from trainkit.config.yaml_documents import read_document
 
 FILES = sorted(shipped_conf().glob("*/*.yaml"))
 NODES = [file for file in FILES if TARGET in read_document(file).values]

@@ -8,8 +8,8 @@ from typing import Any
 
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
-from trainkit.engine.checkpoint import SaverOfPieces, load, save, sha256_of_pieces, weights_sha256
-from trainkit.strategies.base import Facts
+from trainkit.strategies.base import PlanContext
+from trainkit.trainer.checkpoint import ShardedSaver, load, save, sha256_of_pieces, weights_sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +24,7 @@ class Crossed:
 
 def cross(pool: Pool, case: Case, *, source: Path | None, target: Path, saves_at: int) -> list[Crossed]:
     """Take up a checkpoint, train on to `case.num_steps`, and save on the way; what each rank has seen."""
-    num_ranks = len(case.make_strategy().tasks(Facts()))
+    num_ranks = len(case.make_strategy().tasks(PlanContext()))
     if num_ranks == 1:
         return [cross_rank(None, case, source, target, saves_at)]
     crossed: list[Crossed] = pool.run(
@@ -53,12 +53,12 @@ def cross_rank(place: Place | None, case: Case, source: Path | None, target: Pat
 
 def _save(strategy: Any, placed: Any, target: Path, step: int) -> str | None:
     """As the engine does: by all ranks where they hold pieces, else by the owner."""
-    if strategy.holds_pieces and placed.everyone.num_ranks > 1:
-        saver, pieces = SaverOfPieces(target, placed.everyone), strategy.pieces(placed)
+    if strategy.holds_pieces and placed.all_ranks.num_ranks > 1:
+        saver, pieces = ShardedSaver(target, placed.all_ranks), strategy.pieces(placed)
         saver.save(step=step, pieces=pieces, meta={})
         saver.close()
-        return sha256_of_pieces(pieces, placed.everyone)
-    if not placed.is_owner:
+        return sha256_of_pieces(pieces, placed.all_ranks)
+    if not placed.is_rank0:
         return None
     tensors = strategy.state(placed)
     save(target, step=step, tensors=tensors, meta={})

@@ -18,14 +18,23 @@ from torch import Tensor, nn
 from tests.support import drawing_models, reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
-from trainkit.config.build import build, resolve_target
+from trainkit.config.targets.build import build, resolve_target
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
-from trainkit.strategies.base import Bench, Facts, Numerics, Status, Strategy, Training, Update, Weighing
-from trainkit.strategies.shaping import Shaping, shape
+from trainkit.strategies.base import (
+    LossWeighting,
+    Numerics,
+    PlanContext,
+    Status,
+    StepContext,
+    Strategy,
+    TaskContext,
+    UpdateParams,
+)
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 
@@ -50,7 +59,7 @@ def changes_maths(strategy: str) -> bool:
 def runs_here(strategy: str) -> bool:
     """Whether this machine has what a strategy needs, as its YAML sets it."""
     made: Strategy = build(node_of(strategy))
-    return not made.problems(Facts())
+    return not made.problems(PlanContext())
 
 
 STRATEGIES = sorted(
@@ -126,7 +135,7 @@ class Case:
     seed: int = 3
     resume_at: int | None = None
     """Save after so many steps and continue from there in a new placement."""
-    shaping: Shaping = Shaping()  # noqa: RUF009 - frozen
+    shaping: ModelTransforms = ModelTransforms()  # noqa: RUF009 - frozen
     """What is recomputed and compiled."""
     start: dict[str, Tensor] | None = None
     """A checkpoint's tensors to start from, at step 0."""
@@ -196,7 +205,7 @@ class Trained:
 def train(pool: Pool, case: Case) -> list[Trained]:
     """What every rank of a case ended with; a single task is trained right here."""
     strategy = case.make_strategy()
-    tasks = strategy.tasks(Facts())
+    tasks = strategy.tasks(PlanContext())
     if len(tasks) == 1:
         return [run_rank(None, case)]
     trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks), timeout_s=120)
@@ -214,7 +223,7 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
         case: nothing in it is random: threads share a generator.
     """
     strategy = case.make_strategy()
-    tasks = strategy.tasks(Facts())
+    tasks = strategy.tasks(PlanContext())
     prefix = f"threads/{uuid4()}"
     places = [Place(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
     with ThreadPoolExecutor(len(tasks)) as threads:
@@ -267,15 +276,15 @@ class _Rank:
         plan = BatchPlan(num_samples=count, global_size=case.global_size, micro_size=case.micro_size)
         objective = TASKS[case.task].objective()
         per_sample = objective.weight_per_sample(self.data[0])
-        weighing = Weighing(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
-        self.training = Training(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
+        weighing = LossWeighting(per_sample=per_sample, planned=objective.planned_weight_per_sample(self.data[0]))
+        self.training = StepContext(plan=plan, objective=objective, weighing=weighing, rule=self._rule)
         self.precision = Precision(value=case.precision)  # type: ignore[arg-type]
         self.numerics = Numerics(seed=case.seed, reproducible=case.reproducible)
         self.seen: list[tuple[Any, Any]] = []
         self.samples: list[list[int]] = []
         self.computed: dict[int, list[int]] = {}
         self.norms: list[float] = []
-        self.task = self.strategy.tasks(Facts())[place.rank if place else 0]
+        self.task = self.strategy.tasks(PlanContext())[place.rank if place else 0]
         self.luck = Random(self.task.rank)
 
     def fetch(self, ticket: Ticket) -> list[Any]:
@@ -289,7 +298,7 @@ class _Rank:
     def assist(self) -> Trained:
         """All parts of the training, as a task that does not train."""
         for part in range(1 if self.case.resume_at is None else 2):
-            bench = Bench(
+            bench = TaskContext(
                 identity=self._identity(part),
                 model=self._model(),
                 make_optimizer=self._optimizer,
@@ -333,12 +342,12 @@ class _Rank:
             numerics=self.numerics,
             make_optimizer=self._optimizer,
         )
-        placed.open_data = lambda _device: self
+        placed.make_loader = lambda _device: self
         placed.folder = self.case.folder
         return placed
 
     def _model(self) -> nn.Module:
-        return shape(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles)
+        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles)
 
     def _identity(self, part: int) -> Identity:
         return Identity(
@@ -358,7 +367,7 @@ class _Rank:
             if outcome.status is Status.retry:
                 continue
             self.at.step += 1
-            first = placed.everyone.rank % (placed.everyone.num_ranks // placed.num_ranks) == 0
+            first = placed.all_ranks.rank % (placed.all_ranks.num_ranks // placed.num_ranks) == 0
             self.samples.append([index for shard in indices for index in shard if first])
             self.seen.append((outcome.loss_sum, outcome.weight))
             if outcome.grad_norm is not None:
@@ -373,13 +382,13 @@ class _Rank:
         inputs, targets = (part[indices] for part in self.data.tensors())
         return (inputs.to(self.precision.model_dtype) if inputs.is_floating_point() else inputs), targets
 
-    def _rule(self, version: int) -> Update:
-        return Update(lr_factor=self.case.rate(version) / BASE_LR, max_norm=self.case.max_norm)
+    def _rule(self, version: int) -> UpdateParams:
+        return UpdateParams(lr_factor=self.case.rate(version) / BASE_LR, max_norm=self.case.max_norm)
 
     def _optimizer(self, params: Any) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.case.optimizer](list(params.values()))
 
     def _losses(self, placed: Any) -> list[float]:
         rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.seen]
-        total = placed.collective.sum(torch.tensor(rows, dtype=torch.float64))
+        total = placed.data_ranks.sum(torch.tensor(rows, dtype=torch.float64))
         return [float(loss_sum / weight) for loss_sum, weight in total]

@@ -15,13 +15,14 @@ from tests.contract.running import run, weights
 from tests.contract.stepping import Case, Frozen, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.engine.checkpoint import load
 from trainkit.errors import ConfigError
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.central import CentralStorage, asynchronous, copies
-from trainkit.strategies.central.asynchronous import Flight
-from trainkit.strategies.central.copies import ThreadWork
-from trainkit.strategies.forward_backward import StepWork
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.central_storage import CentralStorage, asynchronous
+from trainkit.strategies.central_storage import variables as copies
+from trainkit.strategies.central_storage.asynchronous import InFlightSteps
+from trainkit.strategies.central_storage.variables import ThreadWork
+from trainkit.strategies.core.step import ShardStep
+from trainkit.trainer.checkpoint import load
 
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
@@ -125,7 +126,7 @@ def test_every_compute_device_has_a_thread(pool: Pool, monkeypatch: pytest.Monke
 
     def counted(work: ThreadWork, shard: int, batch: object) -> object:
         seen.add((current_thread().name, work.replica.model))
-        return StepWork._shard(work, shard, batch)
+        return ShardStep._shard(work, shard, batch)
 
     monkeypatch.setattr(ThreadWork, "_shard", counted)
     train(pool, central(replace(CLASSES, micro_size=4, num_steps=1), 3))
@@ -159,7 +160,7 @@ def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps whose gradients were applied, in that order."""
     steps, apply = [], asynchronous._apply
 
-    def noted(central: Any, flight: Flight, errand: Any, found: Any) -> Any:
+    def noted(central: Any, flight: InFlightSteps, errand: Any, found: Any) -> Any:
         steps.append(errand.ticket.step)
         return apply(central, flight, errand, found)
 
@@ -232,7 +233,7 @@ def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:
 
 def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
     def home(**settings: object) -> str:
-        return CentralStorage(**settings).tasks(Facts(num_gpus=2))[0].device  # type: ignore[arg-type]
+        return CentralStorage(**settings).tasks(PlanContext(num_gpus=2))[0].device  # type: ignore[arg-type]
 
     assert home() == "cpu"
     assert home(compute_devices=(1,)) == "cuda:1"
@@ -256,6 +257,6 @@ def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
     ],
 )
 def test_devices_that_cannot_be_are_refused(settings: dict[str, object], expected: str) -> None:
-    facts = Facts(num_gpus=2, numerics=Numerics(reproducible=True))
+    facts = PlanContext(num_gpus=2, numerics=Numerics(reproducible=True))
     (problem,) = CentralStorage(**settings).problems(facts)  # type: ignore[arg-type]
     assert str(problem) == expected

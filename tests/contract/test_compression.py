@@ -12,11 +12,11 @@ from torch import Tensor
 
 from tests.contract.stepping import Case, train
 from tests.support.pool import Place, Pool
+from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
-from trainkit.config.semantics import fingerprint
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.reducers.compression import Compressor
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
 # layers of 24 x 6 and 3 x 24, of which PowerSGD compresses the first; ten steps of ragged batches
@@ -64,7 +64,7 @@ def test_buckets_change_nothing(kind: str, pool: Pool) -> None:
 
 def sums_of(place: Place, kind: Any) -> list[list[float]]:
     """Two gradients of 1.0001, then what is no gradient."""
-    packing = Packing([torch.Size([1]), torch.Size([])] + [torch.Size([1])] * 2, torch.float32, CPU, num_grads=2)
+    packing = FlatBuffer([torch.Size([1]), torch.Size([])] + [torch.Size([1])] * 2, torch.float32, CPU, num_grads=2)
     reducer = BackendReducer(compressor=Compressor(kind, powersgd_after=2))
     own = [torch.full(shape, 1.0001) for shape in packing.shapes]
     for _ in range(3):
@@ -87,7 +87,7 @@ def wire_bytes(place: Place, kind: Any) -> list[int]:
         sizes.append(tensor.numel() * tensor.element_size())
         return whole(tensor, *args, **options)
 
-    packing = Packing([torch.Size([64, 64]), torch.Size([64])], torch.float32, CPU)
+    packing = FlatBuffer([torch.Size([64, 64]), torch.Size([64])], torch.float32, CPU)
     compressor = None if kind == "none" else Compressor(kind, powersgd_after=2)
     reducer = BackendReducer(compressor=compressor)
     dist.all_reduce = count
@@ -133,7 +133,7 @@ def test_a_resumed_run_sends_no_whole_gradients_again(pool: Pool) -> None:
 
 def test_compression_changes_the_fingerprint_and_a_reducer_does_not() -> None:
     def of(**settings: Any) -> str:
-        return fingerprint(RunConfig(strategy={"_target_": "trainkit.strategies.mirrored.Mirrored", **settings}))
+        return fingerprint(RunConfig(strategy={"_target_": "trainkit.strategies.data_parallel.Mirrored", **settings}))
 
     assert of(reduce="ring", compression="none", powersgd_rank=1, powersgd_after=1000, bucket_mb=1.0) == of()
     assert (

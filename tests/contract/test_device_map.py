@@ -21,10 +21,10 @@ from tests.support import reference
 from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
-from trainkit.strategies.base import Facts
-from trainkit.strategies.device_map import DeviceMap
-from trainkit.strategies.maps import placing
-from trainkit.strategies.maps.placing import Layout
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.device_map.strategy import DeviceMap
+from trainkit.strategies.partition import device_layout as placing
+from trainkit.strategies.partition.device_layout import DeviceLayout
 
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
@@ -94,7 +94,7 @@ def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: P
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first block of every device map is on a second device, and fused kernels run there too."""
 
-    def spread(self: DeviceMap, *given: Any) -> Layout:
+    def spread(self: DeviceMap, *given: Any) -> DeviceLayout:
         layout = whole(self, *given)
         return replace(layout, devices_by_unit=("meta", *layout.devices_by_unit[1:]))
 
@@ -174,6 +174,6 @@ def test_mixed_precision_spans_the_cpu_and_a_gpu(precision: str, tmp_path: Path)
 
 def test_the_memory_that_is_planned_is_that_of_the_fullest_device() -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
-    half = DeviceMap(map={"0": 0, "1": 1}).held(model, Facts(num_gpus=2))
+    half = DeviceMap(map={"0": 0, "1": 1}).held(model, PlanContext(num_gpus=2))
     assert half == {"0.weight": 42, "0.bias": 7}
-    assert sum(DeviceMap(map={"rest": 0}).held(model, Facts(num_gpus=2)).values()) == 49 + 24
+    assert sum(DeviceMap(map={"rest": 0}).held(model, PlanContext(num_gpus=2)).values()) == 49 + 24

@@ -10,9 +10,9 @@ from tests.contract.stepping import Case, train
 from tests.support.pool import Pool
 from trainkit.objectives.base import Loss, Model
 from trainkit.objectives.classification import Classification
-from trainkit.strategies.base import Facts
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.pipeline import Pipeline
-from trainkit.strategies.shaping import Shaping
 
 PLACES: Final[dict[str, dict[str, Any]]] = {
     "mirrored": {"replicas": 2},
@@ -70,7 +70,7 @@ def test_threads_that_share_a_generator_draw_what_one_device_draws(task: str, po
 
 @pytest.mark.parametrize("task", ["functional_dropout", "drop_path", "two_views"])
 def test_a_recomputed_block_draws_the_same_in_functions_too(task: str, pool: Pool) -> None:
-    check(replace(BASE, task=task, shaping=Shaping(recompute=["_Residual", "Linear"])), pool)
+    check(replace(BASE, task=task, shaping=ModelTransforms(recompute=["_Residual", "Linear"])), pool)
 
 
 HOST = replace(BASE, task="drop_path", model={"host": True})
@@ -82,11 +82,11 @@ def test_a_block_that_draws_from_pythons_random_is_keyed_by_the_shard(strategy: 
 
 
 def test_a_recomputed_block_takes_the_branch_that_pythons_random_took_first(pool: Pool) -> None:
-    check(replace(HOST, shaping=Shaping(recompute=["_Residual"])), pool)
+    check(replace(HOST, shaping=ModelTransforms(recompute=["_Residual"])), pool)
 
 
 def test_a_pipeline_refuses_a_model_that_draws_from_pythons_random() -> None:
-    problems = Pipeline().problems_with(HOST.make_model(), Facts(sample=HOST.make_data()[0]))
+    problems = Pipeline().problems_with(HOST.make_model(), PlanContext(sample=HOST.make_data()[0]))
     said = "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
     assert [str(problem) for problem in problems] == [f"model: cannot be cut into stages: {said}. Use strategy=fsdp."]
 
@@ -96,6 +96,6 @@ def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
         def loss(self, model: Model, batch: Any) -> Loss:
             return super().loss(model, batch)
 
-    (problem,) = Pipeline().problems(Facts(objective=Own()))
+    (problem,) = Pipeline().problems(PlanContext(objective=Own()))
     assert problem.key == "objective"
     assert "Use a Supervised objective without a loss of its own." in str(problem)

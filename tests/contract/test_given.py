@@ -14,9 +14,9 @@ from tests.contract.stepping import Case, train
 from tests.support import object_models, refused_models
 from tests.support.pool import Pool
 from trainkit.errors import TrainingError
-from trainkit.strategies.contents import Contents
-from trainkit.strategies.maps import placing
-from trainkit.strategies.shaping import Shaping
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.model_transforms import ModelTransforms
+from trainkit.strategies.partition import device_layout as placing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ def test_a_device_map_of_one_device_gives_blocks_the_objects_themselves(named: s
 
 def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -> None:
     model = refused_models.REFUSED["ListBetweenBlocks"]()
-    moved: list[Contents] = []
+    moved: list[ObjectSnapshot] = []
     model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
     model.second.register_forward_hook(placing._check_given("second", moved))
     said = (
@@ -66,7 +66,7 @@ def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -
 
 
 def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: Pool) -> None:
-    case = Untidy(named="DictBetweenBlocks", shaping=Shaping(recompute=["Noting"]))
+    case = Untidy(named="DictBetweenBlocks", shaping=ModelTransforms(recompute=["Noting"]))
     said = (
         "the block of the class Noting changes the dict that it is given, and activation_checkpointing computes the "
         "block twice. Return what it adds, or use strategy=mirrored."
@@ -76,7 +76,9 @@ def test_recomputation_refuses_a_block_that_writes_into_what_it_is_given(pool: P
     assert str(caught.value) == said
 
 
-@pytest.mark.parametrize("settings", [{"shaping": Shaping(recompute=["CountingBlock"])}, {"reproducible": True}])
+@pytest.mark.parametrize(
+    "settings", [{"shaping": ModelTransforms(recompute=["CountingBlock"])}, {"reproducible": True}]
+)
 def test_a_block_that_counts_its_calls_counts_each_shard_once(settings: dict[str, Any], pool: Pool) -> None:
     # a recomputation, and the first shard that is thrown away to see what is exchanged, count for nothing
     case = Untidy(named="BlockThatCounts", num_steps=4)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.contract.running import run
 from tests.support import failing
-from trainkit.engine import failpoints
-from trainkit.engine.manifest import scan
-from trainkit.strategies.optimizer import Stepper
+from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.trainer import failpoints
+from trainkit.trainer.manifest import list_complete
 
 FIXED = (
     "model=net", "model.norm=true", "model.dropout=0.3", "data=points", "batch.global_size=16", "batch.micro_size=5",
@@ -34,20 +34,20 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def _mended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     failing.planted.clear()
-    failpoints.arm({})
+    failpoints.reload({})
 
 
 def counts(folder: Path) -> list[int]:
-    meta = json.loads((scan(folder / "checkpoints")[0].folder / "meta.json").read_text())
+    meta = json.loads((list_complete(folder / "checkpoints")[0].folder / "meta.json").read_text())
     return next(state["counts"] for name, state in meta["callbacks"].items() if name.endswith("Failing"))
 
 
 def ends_alike(folder: Path, whole: dict[str, Any], saved_at: int, *overrides: str) -> None:
     """The last checkpoint is that of a step, and the run that goes on from it ends as one that was not disturbed."""
-    assert [one.step for one in scan(folder / "checkpoints")][:1] == [saved_at]
+    assert [one.step for one in list_complete(folder / "checkpoints")][:1] == [saved_at]
     assert json.loads((folder / "result.json").read_text())["steps"] == saved_at
     failing.planted.clear()
-    failpoints.arm({})
+    failpoints.reload({})
     done = run(folder, *FIXED, *overrides, "resume=auto")
     assert (done["status"], done["steps"]) == ("finished", 9)
     assert done["weights_sha256"] == whole[overrides]["weights_sha256"]
@@ -85,7 +85,7 @@ def test_an_error_within_a_step_saves_the_step_before_it(
     tmp_path: Path, whole: dict[str, Any], phase: str, strategy: tuple[str, ...]
 ) -> None:
     """By backward the first shard has moved the statistics of batch normalisation: they are put back."""
-    failpoints.arm({"TRAINKIT_FAIL": f"step=5,phase={phase},action=raise"})
+    failpoints.reload({"TRAINKIT_FAIL": f"step=5,phase={phase},action=raise"})
     with pytest.raises(RuntimeError, match=f"failpoint in {phase} of step 5"):
         run(tmp_path, *FIXED, *strategy)
     ends_alike(tmp_path, whole, 5, *strategy)
@@ -93,22 +93,22 @@ def test_an_error_within_a_step_saves_the_step_before_it(
 
 def test_an_error_within_an_update_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The earlier checkpoint stays the last one."""
-    plain, calls = Stepper.step, []
+    plain, calls = OptimizerStepper.step, []
 
-    def interrupted(self: Stepper, *arguments: Any) -> None:
+    def interrupted(self: OptimizerStepper, *arguments: Any) -> None:
         plain(self, *arguments)
         calls.append(1)
         if len(calls) == 5:
             raise RuntimeError("in the middle")
 
-    monkeypatch.setattr(Stepper, "step", interrupted)
+    monkeypatch.setattr(OptimizerStepper, "step", interrupted)
     with pytest.raises(RuntimeError, match="in the middle"):
         run(tmp_path, *FIXED)
-    assert [one.step for one in scan(tmp_path / "checkpoints")] == [3]
+    assert [one.step for one in list_complete(tmp_path / "checkpoints")] == [3]
 
 
 def test_an_error_in_the_first_step_saves_nothing(tmp_path: Path) -> None:
-    failpoints.arm({"TRAINKIT_FAIL": "step=0,phase=backward,action=raise"})
+    failpoints.reload({"TRAINKIT_FAIL": "step=0,phase=backward,action=raise"})
     with pytest.raises(RuntimeError, match="failpoint"):
         run(tmp_path, *FIXED)
     assert not (tmp_path / "checkpoints").exists()

@@ -13,12 +13,12 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.engine.checkpoint.weights import weights_sha256
 from trainkit.errors import ConfigError
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
+from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.replica import Replica, replica_state, restore_replica
+from trainkit.trainer.checkpoint.weights import weights_sha256
 
 # Gradients of the first are sums over 2 shards a replica, of the second over 1; the last batch of an epoch is short.
 CHANNELS_LAST = Case(task="channels_last", global_size=8, micro_size=2)

@@ -9,8 +9,8 @@ import pytest
 from tests.contract.running import run, weights
 from tests.support import reference, zoo
 from trainkit.callbacks.metrics_file import MetricsFile
-from trainkit.engine.checkpoint import load
 from trainkit.errors import ConfigError, NonFiniteError, TrainingError
+from trainkit.trainer.checkpoint import load
 
 ORDER = reference.order(37, seed=3, epoch=0)
 BAD = ORDER[20]

@@ -14,13 +14,13 @@ from tests.contract.stepping import Case, oracle, run_rank, train
 from tests.contract.test_sparse import Words
 from tests.support import apart, reference, zoo
 from tests.support.pool import Place, Pool
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.engine.manifest import scan
 from trainkit.errors import ConfigError
-from trainkit.strategies.averaging import Outer
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.local_sgd import LocalSgd
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.local_sgd.averaging import OuterOptimizer
+from trainkit.strategies.local_sgd.strategy import LocalSgd
+from trainkit.trainer.manifest import list_complete
 
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5, with unequal numbers of targets
 CLASSES = Case(task="classes", global_size=16, micro_size=4)
@@ -163,7 +163,7 @@ def test_a_run_is_evaluated_and_saved_at_averages_and_at_its_end(tmp_path: Path)
     run(tmp_path / "run", *ALONE, *every, "checkpoint.keep_best=0")
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     assert [row["step"] for row in rows if "val/loss" in row] == [8, 10]
-    assert sorted(one.step for one in scan(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
+    assert sorted(one.step for one in list_complete(tmp_path / "run" / "checkpoints")) == [4, 8, 10]
 
 
 def test_a_run_stopped_between_averages_goes_on_to_the_next_and_is_continued_exactly(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
 
 
 def said(strategy: LocalSgd, **facts: Any) -> list[str]:
-    return [str(problem) for problem in strategy.problems(Facts(**facts))]
+    return [str(problem) for problem in strategy.problems(PlanContext(**facts))]
 
 
 def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
@@ -202,13 +202,13 @@ def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
 
 def test_a_setting_of_an_outer_optimizer_that_is_not_there_is_refused() -> None:
     expected = "has no effect without strategy.outer.lr: the average itself is taken."
-    assert said(LocalSgd(outer=Outer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
-    assert said(LocalSgd(outer=Outer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
+    assert said(LocalSgd(outer=OuterOptimizer(momentum=0.5))) == [f"strategy.outer.momentum=0.5: {expected}"]
+    assert said(LocalSgd(outer=OuterOptimizer(nesterov=False))) == [f"strategy.outer.nesterov=false: {expected}"]
 
 
 def test_a_launch_of_another_number_of_processes_is_refused() -> None:
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(4))
-    launch = Launch(
+    launch = LaunchEnvironment(
         kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=2, store=("10.0.0.1", 29400)
     )
     assert said(LocalSgd(replicas=4), launch=launch) == []
@@ -218,7 +218,7 @@ def test_a_launch_of_another_number_of_processes_is_refused() -> None:
 
 
 def test_the_plan_says_that_it_is_another_training() -> None:
-    strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=Outer(lr=0.7))
+    strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=OuterOptimizer(lr=0.7))
     (line,) = strategy.notes()
     assert line == (
         "local_sgd: 4 replicas step alone and average every 50 steps, after 100 steps as in mirrored, then an outer "

@@ -23,10 +23,10 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
-from trainkit.strategies.central import copies
-from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.policies import BOUNDED, Policy, Staleness
-from trainkit.strategies.parameter_server.record import read_record
+from trainkit.strategies.central_storage import variables as copies
+from trainkit.strategies.parameter_server.coordinator.staleness import BOUNDED, Policy, Staleness
+from trainkit.strategies.parameter_server.coordinator.update_log import read_record
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 
 CLASSES = Case(task="classes", global_size=16, micro_size=3)
 TOKENS = Case(task="tokens", global_size=8, micro_size=2)
@@ -203,13 +203,13 @@ def test_only_the_rows_that_are_looked_up_are_pulled_and_the_numbers_are_those_o
 ) -> None:
     case = Words(optimizer=optimizer, micro_size=2, max_norm=0.05)
     pulled: list[list[bool]] = []
-    pull = Servers.pull
+    pull = ParameterServerClient.pull
 
-    def noted(servers: Servers, into: Sequence[Tensor | None]) -> int:
+    def noted(servers: ParameterServerClient, into: Sequence[Tensor | None]) -> int:
         pulled.append([one is None for one in into])
         return pull(servers, into)
 
-    monkeypatch.setattr(Servers, "pull", noted)
+    monkeypatch.setattr(ParameterServerClient, "pull", noted)
     expected = run_rank(None, case)
     (found,) = train_in_threads(store, served(case, workers, 2, mode=mode, devices_per_worker=devices))
     for name, tensor in expected.weights.items():

@@ -13,7 +13,7 @@ from tests.contract.stepping import Case, train
 from tests.support import zoo
 from tests.support.pool import Pool
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.strategies.base import Facts
+from trainkit.strategies.base import PlanContext
 from trainkit.strategies.pipeline import Pipeline
 
 SENTENCE = (torch.zeros(5, dtype=torch.long), torch.zeros(5, dtype=torch.long))
@@ -43,7 +43,7 @@ class Scores(nn.Module):
 
 
 def refusals(model: nn.Module) -> list[str]:
-    return [str(problem) for problem in Pipeline().problems_with(model.to("meta"), Facts(sample=SENTENCE))]
+    return [str(problem) for problem in Pipeline().problems_with(model.to("meta"), PlanContext(sample=SENTENCE))]
 
 
 def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() -> None:
@@ -67,7 +67,7 @@ class Transformers(Case):
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_it_trains_in_stages_of_auto_as_on_one_device(stages: int, pool: Pool) -> None:
-    model, facts = gpt2(use_cache=False).to("meta"), Facts(sample=SENTENCE, objective=LanguageModelling())
+    model, facts = gpt2(use_cache=False).to("meta"), PlanContext(sample=SENTENCE, objective=LanguageModelling())
     strategy = Pipeline(stages=stages)
     assert strategy.problems_with(model, facts) == []
     decided = strategy.decided(lambda: model, facts).map

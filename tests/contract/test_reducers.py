@@ -11,7 +11,7 @@ import torch
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.strategies.reducing import Reduce
+from trainkit.strategies.data_parallel.options import Reduce
 
 REDUCERS = get_args(Reduce)
 # 29 sequences in batches of 8 and 5, with unequal numbers of targets: the counted weight is exchanged too

@@ -20,11 +20,11 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
-from trainkit.strategies.shaping import Shaping, shape, shaping_notes, shaping_problems
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
 
 EAGERLY = {"compile_mode": "default", "backend": "aot_eager"}
-FULL = Shaping(recompute="full")
-COMPILED = Shaping(**EAGERLY)
+FULL = ModelTransforms(recompute="full")
+COMPILED = ModelTransforms(**EAGERLY)
 
 
 def gpt(**settings: Any) -> Gpt:
@@ -36,9 +36,9 @@ def gpt(**settings: Any) -> Gpt:
 TOKENS = torch.arange(16).reshape(2, 8) % 11
 
 
-def two_shards(shaping: Shaping, compiles: str = "blocks") -> tuple[list[torch.Tensor], list[str]]:
+def two_shards(shaping: ModelTransforms, compiles: str = "blocks") -> tuple[list[torch.Tensor], list[str]]:
     """Outputs and gradients of two shards whose forwards both ran before either's backward, as in a pipeline."""
-    model = shape(gpt(dropout=0.3), shaping, compiles=compiles)
+    model = apply_transforms(gpt(dropout=0.3), shaping, compiles=compiles)
     keys = BlockKeys(model, seed=1, devices=[])
     outputs = []
     for shard in (1, 2):
@@ -53,17 +53,17 @@ def two_shards(shaping: Shaping, compiles: str = "blocks") -> tuple[list[torch.T
     "shaping",
     [
         FULL,
-        Shaping(recompute=2),
-        Shaping(recompute=["_Attention"]),
+        ModelTransforms(recompute=2),
+        ModelTransforms(recompute=["_Attention"]),
         COMPILED,
-        Shaping(recompute="full", **EAGERLY),
-        Shaping(recompute=["_Attention"], **EAGERLY),
+        ModelTransforms(recompute="full", **EAGERLY),
+        ModelTransforms(recompute=["_Attention"], **EAGERLY),
     ],
     ids=["full", "every_second", "by_class", "compiled", "both", "both_by_class"],
 )
 @pytest.mark.parametrize("compiles", ["blocks", "model"])
-def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(shaping: Shaping, compiles: str) -> None:
-    (expected, names), (found, others) = two_shards(Shaping()), two_shards(shaping, compiles)
+def test_masks_gradients_and_names_are_those_of_the_model_as_it_is(shaping: ModelTransforms, compiles: str) -> None:
+    (expected, names), (found, others) = two_shards(ModelTransforms()), two_shards(shaping, compiles)
     assert names == others
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
@@ -82,10 +82,10 @@ class Nested(nn.Module):
 
 def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
     found = []
-    for shaping in (Shaping(), FULL):
+    for shaping in (ModelTransforms(), FULL):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = shape(nn.Sequential(Nested(), Nested()), shaping)
+            model = apply_transforms(nn.Sequential(Nested(), Nested()), shaping)
         keys = BlockKeys(model, seed=1, devices=[])
         inputs, outputs = torch.ones(50, 2), []
         for shard in (1, 2):
@@ -97,9 +97,9 @@ def test_blocks_inside_a_recomputed_one_draw_the_masks_of_their_shard() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def kept_bytes(shaping: Shaping) -> int:
+def kept_bytes(shaping: ModelTransforms) -> int:
     """What backward is kept for, parameters apart."""
-    model = shape(gpt(), shaping)
+    model = apply_transforms(gpt(), shaping)
     own, kept = {param.untyped_storage().data_ptr() for param in model.parameters()}, {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ def kept_bytes(shaping: Shaping) -> int:
 
 
 def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
-    whole, every, half = (kept_bytes(Shaping(recompute=asked)) for asked in ("none", "full", 2))
+    whole, every, half = (kept_bytes(ModelTransforms(recompute=asked)) for asked in ("none", "full", 2))
     block = 2 * 8 * 8 * 4  # samples x length x width of float32
     assert every < half < whole
     assert whole - every > 3 * 10 * block  # what each of three blocks makes is ten times its input and more
@@ -125,10 +125,10 @@ def test_recomputing_keeps_the_inputs_of_blocks_alone() -> None:
 def test_a_recomputation_leaves_batch_statistics_as_it_found_them() -> None:
     images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     found = []
-    for shaping in (Shaping(), FULL):
+    for shaping in (ModelTransforms(), FULL):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = shape(ResNet(depth=18, num_classes=3), shaping)
+            model = apply_transforms(ResNet(depth=18, num_classes=3), shaping)
         for _ in range(2):
             model(images).sum().backward()
         found.append({**dict(model.named_buffers()), **{name: p.grad for name, p in model.named_parameters()}})
@@ -150,7 +150,7 @@ class Counting(nn.Module):
 
 
 def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> None:
-    model = shape(nn.Sequential(Counting()), FULL)
+    model = apply_transforms(nn.Sequential(Counting()), FULL)
     with torch.no_grad():
         model[0].linear.weight.fill_(0.5)
         model[0].linear.bias.zero_()
@@ -163,7 +163,7 @@ def test_a_recomputation_begins_with_the_buffers_of_the_first_computation() -> N
     assert float(model[0].count) == 2.0
 
 
-RECOMPUTED = Shaping(recompute=["Linear"])
+RECOMPUTED = ModelTransforms(recompute=["Linear"])
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ RECOMPUTED = Shaping(recompute=["Linear"])
     ],
     ids=["recomputed", "compiled", "recomputed_on_two", "compiled_on_two"],
 )
-def test_ten_steps_are_those_of_the_reference(shaping: Shaping, settings: dict[str, Any], pool: Pool) -> None:
+def test_ten_steps_are_those_of_the_reference(shaping: ModelTransforms, settings: dict[str, Any], pool: Pool) -> None:
     """A ragged last batch and a step of unequal shards included."""
     strategy, keys = settings["strategy"], {key: value for key, value in settings.items() if key != "strategy"}
     case = replace(
@@ -190,7 +190,7 @@ def test_ten_steps_are_those_of_the_reference(shaping: Shaping, settings: dict[s
 
 
 def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
-    model = shape(gpt(), Shaping(recompute="full", **EAGERLY))
+    model = apply_transforms(gpt(), ModelTransforms(recompute="full", **EAGERLY))
     expected = gpt().eval()(TOKENS)
     with torch.no_grad():
         assert torch.equal(model.eval()(TOKENS), expected)
@@ -204,19 +204,19 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
     [
         (
             gpt,
-            Shaping(recompute=["_Atention"]),
+            ModelTransforms(recompute=["_Atention"]),
             "model",
             "activation_checkpointing=_Atention: the model has no module of this class. Did you mean _Attention?",
         ),
         (
             gpt,
-            Shaping(recompute=4),
+            ModelTransforms(recompute=4),
             "model",
             "activation_checkpointing=4: the model has 3 blocks. Use 3 or less.",
         ),
         (
             gpt,
-            Shaping(recompute=[]),
+            ModelTransforms(recompute=[]),
             "model",
             "activation_checkpointing=[]: names no class. Use none, full, a number, or names of classes.",
         ),
@@ -243,14 +243,14 @@ def test_evaluation_and_a_copy_of_a_shaped_model_compute_the_same() -> None:
         ),
         (
             gpt,
-            Shaping(compile_mode="max-autotune", backend="aot_eager"),
+            ModelTransforms(compile_mode="max-autotune", backend="aot_eager"),
             "model",
             "compile.mode=max-autotune: has no effect with compile.backend=aot_eager. Use default.",
         ),
     ],
 )
 def test_what_a_model_or_a_strategy_cannot_carry_is_said_before_it_starts(
-    make: Callable[[], nn.Module], shaping: Shaping, compiles: Any, text: str
+    make: Callable[[], nn.Module], shaping: ModelTransforms, compiles: Any, text: str
 ) -> None:
     found: list[Problem] = shaping_problems(make(), shaping, compiles=compiles, strategy="mine")
     assert [str(problem) for problem in found] == [text]
@@ -258,7 +258,7 @@ def test_what_a_model_or_a_strategy_cannot_carry_is_said_before_it_starts(
 
 def test_a_backend_that_is_none_is_named() -> None:
     (problem,) = shaping_problems(
-        gpt(), Shaping(compile_mode="default", backend="aot_eagr"), compiles="model", strategy="mine"
+        gpt(), ModelTransforms(compile_mode="default", backend="aot_eagr"), compiles="model", strategy="mine"
     )
     assert str(problem).startswith(
         "compile.backend=aot_eagr: no backend of torch.compile. Did you mean aot_eager? There are: "
@@ -267,14 +267,14 @@ def test_a_backend_that_is_none_is_named() -> None:
 
 def test_no_compiler_is_said_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    (problem,) = shaping_problems(gpt(), Shaping(compile_mode="default"), compiles="model", strategy="mine")
+    (problem,) = shaping_problems(gpt(), ModelTransforms(compile_mode="default"), compiles="model", strategy="mine")
     assert str(problem) == (
         "compile.mode=default: needs a C++ compiler, and there is none here. Install one, such as g++, or leave it out."
     )
 
 
 def test_a_model_that_draws_is_told_that_compiled_masks_are_others() -> None:
-    compiled = Shaping(compile_mode="default")
+    compiled = ModelTransforms(compile_mode="default")
     assert shaping_notes(gpt(dropout=0.1), compiled) == (
         "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind.",
     )

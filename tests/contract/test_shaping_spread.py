@@ -11,12 +11,12 @@ import torch
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.strategies.shaping import Shaping
+from trainkit.strategies.model_transforms import ModelTransforms
 
 GPT = Case(task="gpt", global_size=8, micro_size=2, max_norm=0.05, num_steps=3)
 RESNET = Case(task="resnet", global_size=8, micro_size=4, num_steps=3, rate_scale=0.1)
-FULL = Shaping(recompute="full")
-BOTH = Shaping(recompute="full", compile_mode="default", backend="aot_eager")
+FULL = ModelTransforms(recompute="full")
+BOTH = ModelTransforms(recompute="full", compile_mode="default", backend="aot_eager")
 SPREAD: dict[str, dict[str, Any]] = {
     "device_map": {"map": {"embed": "cpu", "rest": "/cpu:0"}},
     "fsdp": {"replicas": 2},

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tests.contract.stepping import OPTIMIZERS, Case, _Rank, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
-from trainkit.strategies.collective import LocalCollective
-from trainkit.strategies.sparse import gather_sparse, sparse_figures, with_values
+from trainkit.strategies.core.sparse import gather_sparse, sparse_figures, with_values
+from trainkit.strategies.groups.collective import LocalCollective
 
 PLACES = [("one_device", 1), ("mirrored", 1), ("mirrored", 2), ("mirrored", 3)]
 
@@ -130,7 +130,7 @@ def figures_of(place: Place, case: Case) -> dict[str, float]:
     placed = rank._place(0)
     rank._steps(placed, 1)
     rank.strategy.leave(placed)
-    return placed.figures
+    return placed.step_metrics
 
 
 def test_a_step_says_how_dense_its_sparse_gradients_are_and_what_that_spares(pool: Pool) -> None:

@@ -8,7 +8,7 @@ import torch
 from tests.contract.stepping import STRATEGIES, Case, oracle, takes_replicas, train
 from tests.support import reference
 from tests.support.pool import Pool
-from trainkit.strategies.base import Facts
+from trainkit.strategies.base import PlanContext
 
 
 def placed(case: Case, strategy: str, replicas: int) -> Case:
@@ -16,7 +16,7 @@ def placed(case: Case, strategy: str, replicas: int) -> Case:
 
 
 def num_ranks(strategy: str, replicas: int) -> int:
-    return len(placed(Case(), strategy, replicas).make_strategy().tasks(Facts()))
+    return len(placed(Case(), strategy, replicas).make_strategy().tasks(PlanContext()))
 
 
 PLACES = [

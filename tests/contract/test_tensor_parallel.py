@@ -16,7 +16,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
-from trainkit.strategies.shaping import Shaping
+from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.tensor_parallel import TensorParallel
 
 
@@ -101,7 +101,7 @@ def test_the_head_of_a_resnet_is_cut_as_the_reference(pool: Pool) -> None:
 
 
 def test_blocks_that_are_recomputed_exchange_the_same(pool: Pool) -> None:
-    check(replace(GPT, shaping=Shaping(recompute="full"), num_steps=4, micro_size=4), pool)
+    check(replace(GPT, shaping=ModelTransforms(recompute="full"), num_steps=4, micro_size=4), pool)
 
 
 GATHERED = {"0": "colwise_gathered"}

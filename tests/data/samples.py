@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from trainkit.config.schema import Loader as LoaderSettings
-from trainkit.data.loader import Loader
+from trainkit.data.reading.loader import Loader
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 
 CPU = torch.device("cpu")

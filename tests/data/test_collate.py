@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.collate import collate, narrow
+from trainkit.data.reading.collate import collate, narrow
 from trainkit.errors import DataError
 
 

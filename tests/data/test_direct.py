@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainkit.data.direct import Direct
-from trainkit.data.positions import Positions
-from trainkit.data.reading import Reader
+from trainkit.data.reading.in_process import InProcessReader
+from trainkit.data.reading.positions import Positions
+from trainkit.data.reading.reader import Reader
 from trainkit.errors import DataError
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.order import SampleOrder
@@ -36,11 +36,11 @@ class Numbers:
 
 
 @pytest.fixture
-def direct() -> Callable[[Any], Direct]:
-    def make(dataset: Any) -> Direct:
+def direct() -> Callable[[Any], InProcessReader]:
+    def make(dataset: Any) -> InProcessReader:
         plan = BatchPlan(num_samples=10, global_size=4, micro_size=4)  # batches of 4, 4 and 2
         positions = Positions(plan, SampleOrder(num_samples=10, seed=0, shuffle=False))
-        return Direct(
+        return InProcessReader(
             Reader(dataset, seed=0),
             positions,
             shards_at=lambda _: (0,),
@@ -51,7 +51,9 @@ def direct() -> Callable[[Any], Direct]:
     return make
 
 
-def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once(direct: Callable[[Any], Direct]) -> None:
+def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once(
+    direct: Callable[[Any], InProcessReader],
+) -> None:
     data = Numbers()
     source = direct(data)
     given = [source.read(Ticket(step, (0,)))[0].flatten().tolist() for step in range(NUM_STEPS)]
@@ -60,9 +62,11 @@ def test_small_batches_are_read_ahead_over_epochs_and_each_sample_once(direct: C
 
 
 def test_a_batch_is_read_before_its_step_but_none_past_the_end(
-    direct: Callable[[Any], Direct], monkeypatch: pytest.MonkeyPatch
+    direct: Callable[[Any], InProcessReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.data.direct._BURST_S", 60.0)  # a busy machine may pause for longer than a burst takes
+    monkeypatch.setattr(
+        "trainkit.data.reading.in_process._BURST_S", 60.0
+    )  # a busy machine may pause for longer than a burst takes
     data = Numbers()
     source = direct(data)
     source.read(Ticket(7, (0,)))
@@ -70,12 +74,12 @@ def test_a_batch_is_read_before_its_step_but_none_past_the_end(
 
 
 @pytest.mark.parametrize("data", [Numbers(delay_s=0.003), Numbers(size=1 << 18)], ids=["slow", "large"])
-def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers, direct: Callable[[Any], Direct]) -> None:
+def test_slow_and_large_batches_are_read_one_at_a_time(data: Numbers, direct: Callable[[Any], InProcessReader]) -> None:
     direct(data).read(Ticket(0, (0,)))
     assert data.read == [0, 1, 2, 3]
 
 
-def test_a_sample_that_fails_is_read_once_and_told_at_its_own_step(direct: Callable[[Any], Direct]) -> None:
+def test_a_sample_that_fails_is_read_once_and_told_at_its_own_step(direct: Callable[[Any], InProcessReader]) -> None:
     data = Numbers(broken=6)
     source = direct(data)
     source.read(Ticket(0, (0,)))
@@ -84,7 +88,7 @@ def test_a_sample_that_fails_is_read_once_and_told_at_its_own_step(direct: Calla
     assert data.read == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_a_ticket_out_of_turn_is_read_anew(direct: Callable[[Any], Direct]) -> None:
+def test_a_ticket_out_of_turn_is_read_anew(direct: Callable[[Any], InProcessReader]) -> None:
     source = direct(Numbers())
     source.read(Ticket(0, (0,)))
     assert source.read(Ticket(5, (0,)))[0].flatten().tolist() == [8, 9]

@@ -62,11 +62,11 @@ def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_ow
 
 
 def test_a_repeated_batch_is_run_and_not_counted():
-    from trainkit.engine.evaluate import evaluate
     from trainkit.numerics.precision import Precision
     from trainkit.objectives.regression import Regression
     from trainkit.strategies.base import Placed
-    from trainkit.strategies.collective import LocalCollective
+    from trainkit.strategies.groups.collective import LocalCollective
+    from trainkit.trainer.evaluate import evaluate
 
     ran = []
     model = torch.nn.Linear(1, 1)
@@ -74,7 +74,7 @@ def test_a_repeated_batch_is_run_and_not_counted():
     placed = Placed(
         model=model,
         device=CPU,
-        collective=LocalCollective(),
+        data_ranks=LocalCollective(),
         loss_scale=Precision().loss_scale(),
         precision=Precision(),
     )

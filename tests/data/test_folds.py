@@ -6,10 +6,10 @@ import torch
 
 from trainkit.config.schema import Cv
 from trainkit.data import folds
-from trainkit.data.digits import Digits
 from trainkit.data.folds import fold_of_each, folded, labels_of, part_of
-from trainkit.data.iterable import Stream
-from trainkit.data.synthetic import Synthetic, SyntheticTokens
+from trainkit.data.reading.iterable import Stream
+from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.errors import ConfigError
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.data.samples import make_loader
-from trainkit.data import fashion_mnist
-from trainkit.data.digits import Digits
-from trainkit.data.fashion_mnist import FashionMnist
-from trainkit.data.image_folder import ImageFolder
+from trainkit.data.sets import fashion_mnist
+from trainkit.data.sets.digits import Digits
+from trainkit.data.sets.fashion_mnist import FashionMnist
+from trainkit.data.sets.image_folder import ImageFolder
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
 

@@ -5,7 +5,7 @@ import pytest
 from tests.data.samples import CPU, make_loader
 from trainkit.config.schema import Loader as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.iterable import Stream
+from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
 

@@ -55,13 +55,15 @@ def test_an_empty_split_is_named():
 
 
 def test_an_iterable_dataset_is_shown_the_way():
-    with pytest.raises(DataError, match=r"^Endless has no length, .* read through trainkit.data.iterable.Stream"):
+    with pytest.raises(
+        DataError, match=r"^Endless has no length, .* read through trainkit.data.reading.iterable.Stream"
+    ):
         build_splits({"_target_": f"{HERE}.Endless"})
 
 
 def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypatch):
     monkeypatch.setattr(splits, "_KEPT", {})
-    digits = {"_target_": "trainkit.data.digits.Digits", "scaling": "unit"}
+    digits = {"_target_": "trainkit.data.sets.digits.Digits", "scaling": "unit"}
     assert keep_splits(digits)
     assert build_splits(digits)["val"].tensors()[0] is build_splits(dict(reversed(digits.items())))["val"].tensors()[0]
     other = {**digits, "scaling": "standard"}

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainkit.data.sources import collated
-from trainkit.data.synthetic import Synthetic, SyntheticTokens
+from trainkit.data.reading.sources import collated
+from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.errors import ConfigError
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.data.text import PythonSource, TextFile
-from trainkit.data.token_memmap import TokenMemmap
-from trainkit.data.windows import Windows, cover
+from trainkit.data.reading.windows import Windows, tile
+from trainkit.data.sets.text import PythonSource, TextFile
+from trainkit.data.sets.token_memmap import TokenMemmap
 from trainkit.errors import DataError
 
 
@@ -46,7 +46,7 @@ def test_validation_predicts_every_character_of_its_part_once(text):
 
 @pytest.mark.parametrize(("length", "context", "expected"), [(7, 3, 2), (8, 3, 3), (2, 3, 1), (1, 3, 0)])
 def test_a_cover_has_as_many_windows_as_its_targets_need(length, context, expected):
-    windows = cover(np.arange(length, dtype=np.uint8), context=context)
+    windows = tile(np.arange(length, dtype=np.uint8), context=context)
 
     assert len(windows) == expected
     assert sum(int((windows[index][1] >= 0).sum()) for index in range(expected)) == length - 1

@@ -13,7 +13,7 @@ import torch
 from tests.data.samples import CPU, Noisy, make_loader
 from trainkit.config.schema import Loader as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
-from trainkit.data.iterable import Stream
+from trainkit.data.reading.iterable import Stream
 from trainkit.errors import DataError
 from trainkit.numerics.batch import Ticket
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainkit.engine.events import Callback, Run
+from trainkit.trainer.events import Callback, Run
 
 
 @dataclass(frozen=True, kw_only=True)

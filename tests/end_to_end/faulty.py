@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainkit.engine.events import Callback, Run
+from trainkit.trainer.events import Callback, Run
 
 FAULT = "TRAINKIT_TEST_FAULT"
 PLACE = "TRAINKIT_TEST_FAULT_AT"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trainkit.engine.events import Callback, Run
+from trainkit.trainer.events import Callback, Run
 
 LOG = "TRAINKIT_TEST_READS"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.engine.ownership import MARK, Owner
+from trainkit.trainer.ownership import MARK, OwnershipToken
 
 COMMAND = [sys.executable, "-m", "trainkit"]
 TRAINING = ["recipe=digits", "stop_at_step=40", "checkpoint.every_steps=5", "checkpoint.background=false"]
@@ -28,12 +28,12 @@ def test_kills_in_the_middle_of_saves_leave_nothing_and_take_nothing_of_others(t
     for name in held:
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(name)
-    Owner.new().make(run / "checkpoints/.tmp_step_00000010")
+    OwnershipToken.new().make(run / "checkpoints/.tmp_step_00000010")
     before = (run / "checkpoints/.tmp_step_00000010" / MARK).read_bytes()
     for step in (10, 20, 30):
         fail = {"TRAINKIT_FAIL": f"step={step},phase=save,action=kill"}
         assert start(run, tmp_path, environ=fail) == -signal.SIGKILL
-        owner = Owner.found(run)  # the kill comes as the save begins: what a later one leaves is planted
+        owner = OwnershipToken.found(run)  # the kill comes as the save begins: what a later one leaves is planted
         assert owner is not None
         owner.make(run / f"checkpoints/.tmp_step_000000{step}-2")
         (run / f"checkpoints/.tmp_step_000000{step}-2/rank_00000.safetensors").write_text("half")

@@ -7,7 +7,7 @@ import torch
 
 from trainkit.cli import main
 from trainkit.run.diagnosis import Examiner
-from trainkit.run.proof import compare
+from trainkit.run.equivalence import compare
 
 MEANS = "_target_: tests.end_to_end.wrong.MeanOfMeans\ndevice: auto\n"
 SMALL = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.1", "--steps", "4"]

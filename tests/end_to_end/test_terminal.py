@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tests.run.faking import wait_for
-from trainkit.run.folder import RunFolder
-from trainkit.run.status import look_at
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
 
 RUN = ("epochs=100000", "schedule=constant", "callbacks=[progress]", "logger=[]", "log_every_steps=5")
 
 
 def runs(folder: RunFolder, after: int) -> bool:
-    found = look_at(folder)
+    found = read_status(folder)
     return found.state == "running" and (found.step or 0) > after
 
 
@@ -43,7 +43,7 @@ def test_a_closed_terminal_saves_nohup_goes_on_and_a_kill_is_seen(cwd: Path, str
     result = json.loads(folder.result.read_text())
     assert (result["status"], result["reason"]) == ("hangup", "the terminal was closed (SIGHUP)")
     assert Path(result["last"]).name == f"step_{result['steps']:08d}"
-    assert (look_at(folder).state, look_at(folder).step) == ("hangup", result["steps"])
+    assert (read_status(folder).state, read_status(folder).step) == ("hangup", result["steps"])
     told = folder.log.read_text()
     assert "\x1b" not in told
     assert f"hangup after {result['steps']:,} steps" in told
@@ -54,12 +54,12 @@ def test_a_closed_terminal_saves_nohup_goes_on_and_a_kill_is_seen(cwd: Path, str
         )
         wait_for(lambda: runs(folder, result["steps"]), timeout_s=120)
         process.send_signal(signal.SIGHUP)
-        step = look_at(folder).step or 0
+        step = read_status(folder).step or 0
         wait_for(lambda: runs(folder, step), timeout_s=60)
         process.kill()
         process.wait()
-    assert look_at(folder).state == "killed"
-    assert (look_at(folder).resumable, folder.read_result()) == (True, None)
+    assert read_status(folder).state == "killed"
+    assert (read_status(folder).resumable, folder.read_result()) == (True, None)
     before, after = folder.log.read_text().split("\n----- ")
     assert before + "\n" == told
     assert "continues at" in after

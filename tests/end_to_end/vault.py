@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from trainkit.engine.events import Callback, Run
 from trainkit.fields import cosmetic, secret
+from trainkit.trainer.events import Callback, Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from trainkit.models.mlp import Mlp
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.base import Outcome, Training
-from trainkit.strategies.forward_backward import Divisor, StepWork
+from trainkit.strategies.base import StepContext, StepOutcome
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.step import LossDivisor, ShardStep
+from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.one_device import OneDevice
-from trainkit.strategies.replica import Replica
-from trainkit.strategies.update import apply_update
 
 
-class _Means(StepWork):
+class _Means(ShardStep):
     def _shard(self, shard: int, batch: Any) -> Tensor | float:
         plan, step = self.training.plan, self.ticket.step
-        self.divisor = Divisor(float(plan.shard_size(step, shard) * plan.num_shards(step)), counted=False)
+        self.divisor = LossDivisor(float(plan.shard_size(step, shard) * plan.num_shards(step)), counted=False)
         return super()._shard(shard, batch)
 
 
@@ -29,12 +29,12 @@ class _Means(StepWork):
 class MeanOfMeans(OneDevice):
     """One device that divides each shard's loss by the shard."""
 
-    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
         work = _Means(placed, ticket, batches, training)
         status, norm = apply_update(
             placed, work.run(), work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum
         )
-        return Outcome(ticket.step, status, work.loss_sum, work.weight, norm)
+        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
 
 
 class Drifting(Mlp):

@@ -5,10 +5,10 @@ import sys
 from pathlib import Path
 
 from tests.run import fake_worker
-from trainkit.run.engines import rank
+from trainkit.run.backends import worker as rank
 
 if __name__ == "__main__":
     rank._WORKER = (sys.executable, str(Path(fake_worker.__file__)))
     rank._POLL_S = 0.02
     cargo, place, attempt = map(json.loads, sys.argv[1:])
-    rank.run_rank(cargo, rank.Place(**place), attempt)
+    rank.run_rank(cargo, rank.WorkerInfo(**place), attempt)

@@ -17,10 +17,10 @@ from tests.support.verdicts import plain
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
-from trainkit.run.engines.attempt import open_attempt, seen_attempt
-from trainkit.run.engines.base import Engine
-from trainkit.run.engines.driver import run_on
-from trainkit.run.folder import RunFolder
+from trainkit.run.backends.attempt import begin_attempt, wait_for_attempt
+from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.backends.driver import run_on
+from trainkit.run.folder.run_folder import RunFolder
 
 
 def started_rank(job, number, attempt):
@@ -30,7 +30,7 @@ def started_rank(job, number, attempt):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Simple(Engine):
+class Simple(ProcessBackend):
     name: ClassVar[str] = "Simple"
     packages: ClassVar[tuple[str, ...]] = ("trainkit",)
     extra: ClassVar[str] = "simple"
@@ -45,8 +45,8 @@ class Simple(Engine):
         if self.broken:
             raise RuntimeError("no room for 2 workers\n\tat org.apache")
         for _ in range(job.max_restarts + 1):
-            attempt = open_attempt(job.cargo, "key")
-            assert seen_attempt(job.cargo, "key") == attempt
+            attempt = begin_attempt(job.cargo, "key")
+            assert wait_for_attempt(job.cargo, "key") == attempt
             started = [started_rank(job, number, attempt) for number in range(job.num_ranks)]
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 time.sleep(0.02)
@@ -135,7 +135,7 @@ def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
             requested.append(self)
             return self
 
-    monkeypatch.setattr("trainkit.run.engines.driver.StopFlag", Flag)
+    monkeypatch.setattr("trainkit.run.backends.driver.StopFlag", Flag)
 
     def ask():
         wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)

@@ -46,7 +46,7 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
 def train_with_a_bad_plan(place: Place, folder: str, port: int):
     """The same, where rank 1 cannot read the data."""
     from trainkit.errors import DataError
-    from trainkit.run import joining
+    from trainkit.run.rendezvous import join as joining
 
     def plan(*_, **__):
         raise DataError("/data/x is absent.")
@@ -78,7 +78,7 @@ def train_alone(place: Place, folder: str, port: int, *overrides: str):
 
 def train_impatiently(place: Place, folder: str, port: int, *overrides: str):
     """The same, where a locked folder is refused at once."""
-    from trainkit.run import joining
+    from trainkit.run.rendezvous import join as joining
 
     with mock.patch.object(joining, "_LOCK_PATIENCE_S", 0.0):
         return train(place, folder, port, *overrides)

@@ -1,6 +1,6 @@
 """Launches made by hand."""
 
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 
 
@@ -11,4 +11,4 @@ def launch_of(num_ranks=2, **settings):
         "kind": "torchrun", "tasks": tasks, "rank": 0, "local_rank": 0, "num_local": num_ranks, "num_hosts": 1,
         "store": ("127.0.0.1", 29400),
     }  # fmt: skip
-    return Launch(**{**known, **settings})
+    return LaunchEnvironment(**{**known, **settings})

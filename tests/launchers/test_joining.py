@@ -7,7 +7,7 @@ import pytest
 from tests.launchers.joining import free_port
 from tests.support.verdicts import plain
 from trainkit.errors import ConfigError
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 HERE = "tests.launchers.joining"
 STARTED_AGAIN = {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1"}

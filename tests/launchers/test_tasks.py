@@ -7,38 +7,37 @@ from trainkit.cli import main
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.mirrored import Mirrored
-from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.one_device import OneDevice
 
 
 def problems(strategy, launch, **facts):
-    return [str(problem) for problem in strategy.problems(Facts(launch=launch, **facts))]
+    return [str(problem) for problem in strategy.problems(PlanContext(launch=launch, **facts))]
 
 
 @pytest.mark.parametrize("kind", [Mirrored, MultiWorkerMirrored])
 def test_the_processes_of_a_launch_are_the_workers(kind):
-    facts = Facts(launch=launch_of(3, rank=2, local_rank=2))
+    facts = PlanContext(launch=launch_of(3, rank=2, local_rank=2))
     assert problems(kind(), facts.launch) == []
     assert kind().num_replicas(facts) == 3
     assert kind().tasks(facts)[2] == Task(role="worker", index=2, rank=2, device="cpu")
 
 
 def test_a_rank_takes_the_gpu_of_its_place_on_the_host():
-    facts = Facts(launch=launch_of(4, rank=3, local_rank=1, num_local=2, num_hosts=2), num_gpus=2)
+    facts = PlanContext(launch=launch_of(4, rank=3, local_rank=1, num_local=2, num_hosts=2), num_gpus=2)
     assert MultiWorkerMirrored().tasks(facts)[3].device == "cuda:1"
     assert MultiWorkerMirrored(devices=("/gpu:1", 0)).tasks(facts)[3].device == "cuda:0"
 
 
 def test_without_a_launch_it_takes_the_devices_of_this_host():
-    facts = Facts(num_gpus=2)
+    facts = PlanContext(num_gpus=2)
     assert MultiWorkerMirrored().tasks(facts) == Mirrored().tasks(facts)
 
 
 def test_a_process_that_stands_for_a_host_has_a_rank_a_device():
     launch = launch_of(2, rank=1, num_local=1, num_hosts=2, takes_devices=True)
-    facts = Facts(launch=launch, num_gpus=2)
+    facts = PlanContext(launch=launch, num_gpus=2)
     assert MultiWorkerMirrored().num_replicas(facts) == 4
     assert MultiWorkerMirrored().tasks(facts)[2:] == (
         Task(role="worker", index=2, rank=2, device="cuda:0"),

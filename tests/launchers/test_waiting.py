@@ -4,11 +4,11 @@ import pytest
 
 from tests.launchers.launches import launch_of
 from trainkit.errors import ConfigError, HangError, TrainingError
-from trainkit.run.fence import Fence
-from trainkit.run.folder import RunFolder
-from trainkit.run.network import interface_of, own_address, socket_environ
-from trainkit.run.rendezvous import store_of_launch
-from trainkit.run.waiting import Patience
+from trainkit.run.folder.fencing_token import FencingToken
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.rendezvous.network import interface_of, own_address, socket_environ
+from trainkit.run.rendezvous.store import store_of_launch
+from trainkit.run.rendezvous.wait import WaitReporter
 
 
 class Clock:
@@ -32,7 +32,7 @@ def wait_for_ever(patience):
 def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
     said, clock = [], Clock()
     who = "worker:1 (10.0.0.2:2222)"
-    patience = Patience(lambda: who, timeout_s=60.0, say=said.append, clock=clock, sleep=clock.sleep)
+    patience = WaitReporter(lambda: who, timeout_s=60.0, say=said.append, clock=clock, sleep=clock.sleep)
     with pytest.raises(HangError) as caught:
         wait_for_ever(patience)
     assert said == [
@@ -47,7 +47,7 @@ def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
 def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ConfigError) as caught:
-        Fence.seen(folder, "token", patience_s=0.0)
+        FencingToken.verify(folder, "token", patience_s=0.0)
     assert str(caught.value).splitlines()[1] == (
         f"  run folder={folder.path}: rank 0 made it, and {socket.gethostname()} does not see it. All processes write "
         "into one run folder: start them in a folder of a file system that the hosts share, or name one with "
@@ -57,9 +57,9 @@ def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
 
 def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path):
     folder = RunFolder(tmp_path)
-    first = Fence.put_up(folder)
-    assert Fence.seen(folder, first.token) == first
-    second = Fence.put_up(folder)
+    first = FencingToken.acquire(folder)
+    assert FencingToken.verify(folder, first.token) == first
+    second = FencingToken.acquire(folder)
     second.check()
     with pytest.raises(TrainingError, match=rf"^{tmp_path} was taken over by process \d+ on .+\. This group ends and"):
         first.check()
@@ -68,15 +68,15 @@ def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path):
 def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path):
     import torch
 
-    from trainkit.engine.checkpoint import save, scan
+    from trainkit.trainer.checkpoint import list_complete, save
 
     folder = RunFolder(tmp_path)
-    fence = Fence.put_up(folder)
+    fence = FencingToken.acquire(folder)
     save(folder.checkpoints, step=1, tensors={"param/a": torch.zeros(2)}, meta={}, confirm=fence.check)
-    Fence.put_up(folder)
+    FencingToken.acquire(folder)
     with pytest.raises(TrainingError, match="was taken over by"):
         save(folder.checkpoints, step=2, tensors={"param/a": torch.zeros(2)}, meta={}, confirm=fence.check)
-    assert [checkpoint.step for checkpoint in scan(folder.checkpoints)] == [1]
+    assert [checkpoint.step for checkpoint in list_complete(folder.checkpoints)] == [1]
 
 
 def test_on_one_host_gloo_stays_on_the_loopback_interface():

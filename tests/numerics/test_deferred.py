@@ -13,7 +13,7 @@ from trainkit.models.convnet import ConvNet
 from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
-from trainkit.numerics.deferred import CannotDeferError, build_deferred, initial_values
+from trainkit.numerics.deferred import CannotDeferError, build_deferred, lazy_init_values
 
 
 class Odd(nn.Module):
@@ -68,10 +68,10 @@ def test_each_tensor_made_alone_has_the_bits_of_the_model_built_whole(name):
         torch.manual_seed(3)
         model = build_deferred(MODELS[name])
         assert torch.equal(torch.default_generator.get_state(), after)
-        found = bits(model, initial_values(model))
+        found = bits(model, lazy_init_values(model))
         assert torch.equal(torch.default_generator.get_state(), after)  # making them draws nothing either
     assert all(tensor.is_meta for tensor in bits(model).values())
-    assert list(found) == list(bits(whole)) == list(initial_values(model))
+    assert list(found) == list(bits(whole)) == list(lazy_init_values(model))
     for key, tensor in bits(whole).items():
         assert torch.equal(found[key], tensor), key
         assert (found[key].dtype, found[key].stride()) == (tensor.dtype, tensor.stride()), key
@@ -92,12 +92,12 @@ def test_building_and_making_take_the_memory_of_one_tensor_at_a_time():
     def build():
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 
-    list(initial_values(build_deferred(lambda: nn.Linear(8, 8))).values())  # what torch imports for it
+    list(lazy_init_values(build_deferred(lambda: nn.Linear(8, 8))).values())  # what torch imports for it
     torch.ones(8).sum()
     Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     model = build_deferred(build)
-    sums = [float(tensor.sum()) for tensor in initial_values(model).values()]
+    sums = [float(tensor.sum()) for tensor in lazy_init_values(model).values()]
     assert len(set(sums)) == 24
     assert peak() - before < 5 * 4 * 2**20  # 24 x 4 MiB are the model's
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from trainkit.errors import DataError, TrainingError
-from trainkit.objectives.own_loss import OwnLoss
+from trainkit.objectives.own_loss import ModelComputesLoss
 
 SCORES = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[0, 1, 2, -100], [3, 4, -100, -100]])
@@ -20,7 +20,7 @@ def causal(scores, labels):
 
 
 def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets():
-    loss = OwnLoss(shifted=True).loss(causal, {"scores": SCORES, "labels": LABELS})
+    loss = ModelComputesLoss(shifted=True).loss(causal, {"scores": SCORES, "labels": LABELS})
 
     expected = functional.cross_entropy(SCORES[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten(), reduction="sum")
 
@@ -29,7 +29,7 @@ def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets():
 
 
 def test_unequal_shards_sum_to_the_whole():
-    objective = OwnLoss(shifted=True)
+    objective = ModelComputesLoss(shifted=True)
     whole = objective.loss(causal, {"scores": SCORES, "labels": LABELS})
     parts = [objective.loss(causal, {"scores": SCORES[i : i + 1], "labels": LABELS[i : i + 1]}) for i in (0, 1)]
 
@@ -38,16 +38,18 @@ def test_unequal_shards_sum_to_the_whole():
 
 
 def test_a_tuple_is_passed_in_order_and_the_loss_may_be_the_output():
-    loss = OwnLoss().loss(lambda x, y: (x - y).square().mean(), (torch.tensor([1.0, 3.0]), torch.tensor([0, 0])))
+    loss = ModelComputesLoss().loss(
+        lambda x, y: (x - y).square().mean(), (torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
+    )
 
     assert (float(loss.loss_sum), int(loss.weight)) == (10, 2)
 
 
 def test_a_model_without_a_loss_is_named():
     with pytest.raises(TrainingError, match=r"^the model reports no loss: objective=own_loss needs"):
-        OwnLoss().loss(lambda **_: {"logits": SCORES}, {"labels": LABELS})
+        ModelComputesLoss().loss(lambda **_: {"logits": SCORES}, {"labels": LABELS})
 
 
 def test_a_batch_without_the_labels_is_named():
     with pytest.raises(DataError, match=r"^a batch holds target, and no labels\. Name its targets by objective.labels"):
-        OwnLoss().loss(lambda **_: {"loss": torch.tensor(1.0)}, {"target": LABELS})
+        ModelComputesLoss().loss(lambda **_: {"loss": torch.tensor(1.0)}, {"target": LABELS})

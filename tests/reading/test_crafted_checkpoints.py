@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests.support.crafted import KINDS, forge, forge_header, put, within
-from trainkit.engine.checkpoint import Loaded, load_below, newest_valid, save
 from trainkit.errors import CheckpointError
-from trainkit.run.saved_state import refuse_unfit
+from trainkit.run.session.saved_state import refuse_malformed
+from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid, save
 
 META: Final = {
     "position": {"step": 2, "tickets": []},
@@ -47,7 +47,7 @@ def root(pristine: Path, tmp_path: Path) -> Path:
 def newest(root: Path, said: list[str]) -> Loaded | None:
     """Load as a run that begins does, without waiting for anything."""
     with within(20):
-        return newest_valid(root, said.append, check=refuse_unfit)
+        return newest_valid(root, said.append, check=refuse_malformed)
 
 
 def refuse(root: Path, reason: str) -> None:

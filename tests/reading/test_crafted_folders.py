@@ -17,7 +17,7 @@ import trainkit
 from tests.support.crafted import KINDS, forge, put, within
 from trainkit.cli import main
 from trainkit.errors import TrainkitError
-from trainkit.run import evaluator
+from trainkit.run.session import evaluator_main as evaluator
 
 RUN: Final = ("recipe=null", "callbacks=[]", "logger=[]", "quiet=true", "model.hidden=[8]", "steps=3")
 Change = Callable[[Path], object]

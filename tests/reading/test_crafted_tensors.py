@@ -10,8 +10,8 @@ import torch
 from tests.support.crafted import within
 from trainkit.bounded_json import whole_numbers
 from trainkit.errors import CheckpointError
-from trainkit.strategies.pieces import misfit
-from trainkit.strategies.replica import refuse_mismatch
+from trainkit.strategies.core.replica import refuse_mismatch
+from trainkit.strategies.tensors.sharded import coverage_error
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_thousands_of_pieces_are_compared_in_no_time(axis: int) -> None:
     cuts = [([place, 0], [1, 2]) if axis == 0 else ([0, place], [2, 1]) for place in range(count)]
     random.Random(0).shuffle(cuts)
     with within(20):  # all pairs took minutes
-        assert misfit(shape, cuts) is None
-        assert misfit(shape, [*cuts[:-1], cuts[0]]) == "its pieces overlap"
+        assert coverage_error(shape, cuts) is None
+        assert coverage_error(shape, [*cuts[:-1], cuts[0]]) == "its pieces overlap"
 
 
 @pytest.mark.parametrize("content", [None, 3, "12", {}, [True], [-1], [1.0], ["1"], [[1]]])

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.errors import HangError, LinkError
-from trainkit.run import board as boards
-from trainkit.run.board import Board
-from trainkit.run.latecomers import _checked
-from trainkit.run.meeting import Meeting
-from trainkit.run.rendezvous import HostedStore
-from trainkit.run.waiting import Patience
+from trainkit.run.rendezvous import store_client as boards
+from trainkit.run.rendezvous.barrier import ProcessBarrier
+from trainkit.run.rendezvous.late_join import _checked
+from trainkit.run.rendezvous.store import HostedStore
+from trainkit.run.rendezvous.store_client import StoreClient
+from trainkit.run.rendezvous.wait import WaitReporter
 from trainkit.strategies import rendezvous_store
 from trainkit.strategies.rendezvous_store import store_client
 
@@ -30,18 +30,20 @@ def silent() -> Iterator[tuple[str, int]]:
 
 
 @pytest.fixture
-def board() -> Iterator[Board]:
+def board() -> Iterator[StoreClient]:
     """A process of a launch that has found the store."""
     with HostedStore() as store, ExitStack() as stack:
         store.open()
-        found = Board(launch_at(store.address))
-        found.open(stack, Patience(lambda: "rank 0", timeout_s=30))
+        found = StoreClient(launch_at(store.address))
+        found.open(stack, WaitReporter(lambda: "rank 0", timeout_s=30))
         yield found
         found.close()
 
 
-def launch_at(address: tuple[str, int]) -> Launch:
-    return Launch(kind="a test", tasks=workers(2), rank=1, local_rank=1, num_local=2, num_hosts=1, store=address)
+def launch_at(address: tuple[str, int]) -> LaunchEnvironment:
+    return LaunchEnvironment(
+        kind="a test", tasks=workers(2), rank=1, local_rank=1, num_local=2, num_hosts=1, store=address
+    )
 
 
 def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
@@ -49,7 +51,7 @@ def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
 ) -> None:
     monkeypatch.setattr(boards, "_ANSWER_S", 0.5)  # how long torch tries again, once the socket is closed
     with ExitStack() as stack, pytest.raises(HangError, match=r"waited 1 s \(supervisor.join_timeout_s\) in vain"):
-        Board(launch_at(silent)).open(stack, Patience(lambda: "rank 0", timeout_s=1, say=lambda _: None))
+        StoreClient(launch_at(silent)).open(stack, WaitReporter(lambda: "rank 0", timeout_s=1, say=lambda _: None))
 
 
 def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(
@@ -61,7 +63,7 @@ def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(
     assert str(caught.value) == f"the store at 127.0.0.1:{silent[1]} accepts connections and does not answer: 0.2 s"
 
 
-def test_a_store_that_falls_silent_is_given_up(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_falls_silent_is_given_up(board: StoreClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards, "_ANSWER_S", 0.2)
     with pytest.raises(RuntimeError, match="the store of the launch does not answer"):
         board.get("a key that nobody sets")  # it waits for the key
@@ -77,19 +79,19 @@ MESSAGES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_of_a_stranger_is_refused_with_the_place_and_the_reason(board: Board, name: str) -> None:
+def test_a_message_of_a_stranger_is_refused_with_the_place_and_the_reason(board: StoreClient, name: str) -> None:
     text, reason = MESSAGES[name]
-    meeting = Meeting(launch_at(board.address), timeout_s=5)
+    meeting = ProcessBarrier(launch_at(board.address), timeout_s=5)
     meeting._board, meeting.prefix = board, "group"
     board.set("group/round/1", text)
     with pytest.raises(LinkError) as caught:
-        meeting.first(lambda: None)
+        meeting.run_on_rank0_and_broadcast(lambda: None)
     where = f"the store at 127.0.0.1:{board.address[1]}"
     assert str(caught.value) == f"{where} holds no message of this launch under group/round/1: {reason}"
 
 
 @pytest.mark.parametrize("batch", [[], [1], [1, 2, 3], ["1", 2], [-1, 2]])
-def test_a_word_for_late_tasks_of_another_shape_is_refused(board: Board, batch: list[Any]) -> None:
+def test_a_word_for_late_tasks_of_another_shape_is_refused(board: StoreClient, batch: list[Any]) -> None:
     word = '{"prefix": "p", "likeness": {}, "folder": "f", "fence": "t", "token": "", "batch": %s}'
     board.set("trainkit/open", word % str(batch).replace("'", '"'))
     with pytest.raises(LinkError, match="holds no message of this launch under trainkit/open"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tests.run.faking import run_fakes
 from trainkit.errors import TrainkitError
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 if __name__ == "__main__":
     try:

@@ -12,10 +12,10 @@ import sys
 import time
 
 from trainkit import errors
-from trainkit.engine import failpoints
-from trainkit.engine.manifest import Checkpoint, folder_name, manifest_bytes, scan
-from trainkit.run import worker
-from trainkit.run.heartbeat import Heartbeat, read_pulse
+from trainkit.run import worker_main as worker
+from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
+from trainkit.trainer import failpoints
+from trainkit.trainer.manifest import Checkpoint, folder_name, list_complete, manifest_bytes
 
 SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 
@@ -40,7 +40,9 @@ def wait_for_the_others(folder, identity, step, stop):
     num_training = 1 if os.environ.get("FAKE_ROLES") else identity.num_ranks
     paths = [folder.heartbeat_of(rank) for rank in range(num_training)]
     done = (step, failpoints.PHASES.index("end"))
-    while any((pulse := read_pulse(path)) is None or pulse.progress < done for path in paths) and not stop.requested:
+    while (
+        any((pulse := read_heartbeat(path)) is None or pulse.progress < done for path in paths) and not stop.requested
+    ):
         time.sleep(0.002)
 
 
@@ -50,7 +52,7 @@ def assist(folder, identity, heart):
     while SETTINGS.get("stays") == role or not (folder.live / "over").exists():
         for phase in ("forward", "idle"):
             heart.beat(step, phase)
-            failpoints.reached(phase, step)
+            failpoints.hit(phase, step)
         if step == 2 and identity.life == 0:
             raise_planted(identity.task.rank)
         step += 1
@@ -76,7 +78,7 @@ def run(resolved, identity, folder, stop, report):
     heart = Heartbeat(folder.heartbeat_of(rank))
     if rank > 0 and os.environ.get("FAKE_ROLES"):
         return assist(folder, identity, heart)
-    found = scan(folder.checkpoints)
+    found = list_complete(folder.checkpoints)
     for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
         if stop.requested:
             if stop.requested == "resized" and rank == 0:
@@ -84,7 +86,7 @@ def run(resolved, identity, folder, stop, report):
             break
         for phase in ("data", "forward", "update"):
             heart.beat(step, phase)
-            failpoints.reached(phase, step)
+            failpoints.hit(phase, step)
         if step == 2:
             raise_planted(rank)
         heart.beat(step, "end")

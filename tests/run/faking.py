@@ -8,8 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from trainkit.cluster.tasks import Task
-from trainkit.run.limits import TimeLimits
-from trainkit.run.supervisor import supervise
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.supervisor.supervisor import supervise
 
 
 class NoStore:

@@ -1,20 +1,22 @@
 from pathlib import Path
 
 import trainkit
-from trainkit.engine.agreement import Agreement, Answer
-from trainkit.engine.manifest import scan
-from trainkit.strategies.collective import LocalCollective
+from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.trainer.manifest import list_complete
+from trainkit.trainer.stop_consensus import StopSaveConsensus, StopSaveDecision
 
 QUIET = ("recipe=null", "steps=200", "callbacks=[]", "logger=[]", "eval.every_epochs=null", "checkpoint.keep_last=99")
 
 
 def test_one_process_agrees_with_itself():
-    assert Agreement(LocalCollective(), lambda: None).ask() == Answer(stop=None, save=False)
-    assert Agreement(LocalCollective(), lambda: "resized", lambda: True).ask() == Answer(stop="resized", save=True)
+    assert StopSaveConsensus(LocalCollective(), lambda: None).ask() == StopSaveDecision(stop=None, save=False)
+    assert StopSaveConsensus(LocalCollective(), lambda: "resized", lambda: True).ask() == StopSaveDecision(
+        stop="resized", save=True
+    )
 
 
 def test_the_questions_come_half_a_second_apart_at_most_twice_as_many_steps():
-    agreement, intervals = Agreement(LocalCollective(), lambda: None), []
+    agreement, intervals = StopSaveConsensus(LocalCollective(), lambda: None), []
     for _ in range(4):
         agreement.ask()
         intervals.append(agreement.interval)
@@ -23,7 +25,7 @@ def test_the_questions_come_half_a_second_apart_at_most_twice_as_many_steps():
 
 def saved_steps(folder: Path, *overrides: str) -> int:
     trainkit.train(trainkit.compose([*QUIET, *overrides]), run_dir=folder)
-    return len(scan(folder / "checkpoints"))
+    return len(list_complete(folder / "checkpoints"))
 
 
 def test_a_run_saves_when_its_time_has_come(tmp_path):

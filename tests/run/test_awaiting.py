@@ -11,11 +11,11 @@ import pytest
 from tests.support import quick
 from trainkit.errors import DataError
 from trainkit.report.tables import closing_lines
-from trainkit.run.awaiting import await_evaluator, bring_up_to_date, describe
-from trainkit.run.evaluator_end import EvaluatorEnd, report_end
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.last_words import write_last_words
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import write_error_report
+from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
+from trainkit.run.supervisor.await_evaluator import await_evaluator, bring_up_to_date, describe
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder):
 
 
 def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder):
-    write_last_words(folder.error_of(2), 2, DataError("no such file"))
+    write_error_report(folder.error_of(2), 2, DataError("no such file"))
     end = awaited(folder, clock := Clock())
     assert end == EvaluatorEnd(status="failed", reason="DataError: no such file")
     assert clock.now == 31
@@ -96,7 +96,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder):
 
 
 def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch):
-    monkeypatch.setattr("trainkit.run.awaiting._LOCKED_S", 0.0)
+    monkeypatch.setattr("trainkit.run.supervisor.await_evaluator._LOCKED_S", 0.0)
     folder.write_result({"status": "stopped"})
     with folder.lock():
         assert not bring_up_to_date(folder)

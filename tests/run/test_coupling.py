@@ -14,8 +14,8 @@ from trainkit.models.mlp import Mlp
 from trainkit.objectives.base import Loss, Model, Objective, split_batch
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.language_modelling import LanguageModelling
-from trainkit.objectives.own_loss import OwnLoss
-from trainkit.run.coupling import Coupling, probe
+from trainkit.objectives.own_loss import ModelComputesLoss
+from trainkit.run.planning.coupling import Coupling, probe
 
 DRAWS, COUPLES = "draws random numbers", "couples the samples of a shard"
 
@@ -141,7 +141,7 @@ def tokens(count: int = 8) -> Iterator[tuple[Tensor, Tensor]]:
 
 def test_a_mean_over_unequal_numbers_of_targets_does_not_couple() -> None:
     batch = [{"ids": ids, "labels": labels} for ids, labels in tokens()]
-    assert probe(Reporting(), OwnLoss(), batch) == Coupling()
+    assert probe(Reporting(), ModelComputesLoss(), batch) == Coupling()
     assert probe(nn.Sequential(nn.Embedding(5, 5)), LanguageModelling(), list(tokens())) == Coupling()
 
 

@@ -13,11 +13,11 @@ from trainkit import api
 from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
-from trainkit.run import cut_facts
-from trainkit.run.coupling import COUPLES, Coupling
-from trainkit.run.cut_facts import coupling_of, cut_notes
-from trainkit.run.passes import OBJECTIVE
-from trainkit.run.plan import RunPlan, make_plan
+from trainkit.run.planning import cut_notes as cut_facts
+from trainkit.run.planning.coupling import COUPLES, Coupling
+from trainkit.run.planning.cut_notes import coupling_of, cut_notes
+from trainkit.run.planning.passes import OBJECTIVE
+from trainkit.run.planning.plan import RunPlan, make_plan
 
 DRAWING = ("recipe=digits", "model.dropout=0.2", "batch.global_size=60")
 DRAWS = (
@@ -55,7 +55,7 @@ def test_a_large_model_is_not_run_before_a_training(monkeypatch: pytest.MonkeyPa
 
 def test_an_objective_that_declares_it_couples_without_being_run(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(*DRAWING)
-    monkeypatch.setattr(type(plan.parts.objective), "couples_samples", True)
+    monkeypatch.setattr(type(plan.components.objective), "couples_samples", True)
     assert coupling_of(plan, nn.Linear(1, 1)) == Coupling(found=((OBJECTIVE, COUPLES),))
 
 

@@ -5,8 +5,8 @@ import pytest
 from tests.run.faking import run_fakes
 from tests.support.verdicts import plain
 from trainkit.errors import CrashLoopError
-from trainkit.run.folder import RunFolder
-from trainkit.run.supervisor import _result
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.supervisor.supervisor import _result
 
 
 @pytest.fixture

@@ -1,12 +1,12 @@
 import pytest
 
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import check
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError
-from trainkit.run.plan import make_plan
-from trainkit.strategies.mirrored import Mirrored
+from trainkit.run.planning.plan import make_plan
+from trainkit.strategies.data_parallel import Mirrored
 
 MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
 
@@ -59,7 +59,7 @@ def test_an_engine_watches_over_a_single_process_too():
 
 def test_in_a_launch_the_launcher_has_the_say():
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
-    launch = Launch(
+    launch = LaunchEnvironment(
         kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
     )
     overrides = ("recipe=null", "strategy=multi_worker_mirrored", "elastic.min_replicas=1")

@@ -11,14 +11,14 @@ import trainkit
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import load_resolved
-from trainkit.data.digits import Digits
-from trainkit.engine.checkpoint import Judged, Retention, scan
-from trainkit.engine.manifest import manifest_bytes
+from trainkit.data.sets.digits import Digits
 from trainkit.errors import ConfigError
-from trainkit.run import evaluator
-from trainkit.run.evaluating import Evaluator, evaluate_beside
-from trainkit.run.folder import RunFolder
-from trainkit.run.plan import make_plan
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import make_plan
+from trainkit.run.session import evaluator_main as evaluator
+from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
+from trainkit.trainer.checkpoint import EvaluatedIndex, Retention, list_complete
+from trainkit.trainer.manifest import manifest_bytes
 
 OVERRIDES = [
     "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",
@@ -51,7 +51,7 @@ def planned(folder, **checkpoint):
 
 
 def evaluate(folder, requested=lambda: None):
-    evaluate_beside(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
+    evaluate_checkpoints(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
 
 
 def rows(path):
@@ -66,7 +66,7 @@ def test_every_checkpoint_gets_the_figures_that_the_training_found(run):
 
 
 def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
-    first = Evaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
+    first = CheckpointEvaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
     assert first.evaluate_next()["step"] == 4
     first.close()
     evaluate(run)
@@ -75,7 +75,7 @@ def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
 
 
 def test_it_names_the_best_where_the_training_knew_no_metric(run):
-    for checkpoint in scan(run.checkpoints):
+    for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     evaluate(run)
     best = max(rows(run.evaluations), key=lambda row: (row["val/accuracy"], -row["step"]))
@@ -88,17 +88,17 @@ def forget_metric(checkpoint):
 
 
 def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run):
-    Judged(evaluating="step_00000004").write(run.checkpoints)
+    EvaluatedIndex(evaluating="step_00000004").write(run.checkpoints)
     Retention(keep_last=1, keep_best=0).apply(run.checkpoints, step=12)
-    assert [one.step for one in scan(run.checkpoints)] == [12, 4]
+    assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
 def test_the_best_by_its_judgement_outlives_newer_ones(run):
-    for checkpoint in scan(run.checkpoints):
+    for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
-    Judged(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
+    EvaluatedIndex(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
     Retention(keep_last=1, keep_best=1, mode="max").apply(run.checkpoints, step=12)
-    assert [one.step for one in scan(run.checkpoints)] == [12, 4]
+    assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
 def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys):

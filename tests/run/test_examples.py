@@ -6,9 +6,9 @@ import pytest
 
 import trainkit.run
 import trainkit.run.diagnosis
-import trainkit.run.proof
+import trainkit.run.equivalence
 
-PACKAGES = [trainkit.run, trainkit.run.diagnosis, trainkit.run.proof]
+PACKAGES = [trainkit.run, trainkit.run.diagnosis, trainkit.run.equivalence]
 MODULES = [
     info.name
     for package in PACKAGES

@@ -1,28 +1,28 @@
 import pytest
 
-from trainkit.engine import failpoints
-from trainkit.engine.failpoints import Failpoint, arm, parse, reached
 from trainkit.errors import ConfigError
+from trainkit.trainer import failpoints
+from trainkit.trainer.failpoints import Failpoint, hit, parse, reload
 
 
 @pytest.fixture(autouse=True)
 def _disarmed():
     yield
-    arm({})
+    reload({})
 
 
 def test_a_failpoint_fails_at_its_moment_only():
-    arm({"TRAINKIT_FAIL": "step=3,phase=backward,action=raise"})
-    reached("backward", 2)
-    reached("forward", 3)
+    reload({"TRAINKIT_FAIL": "step=3,phase=backward,action=raise"})
+    hit("backward", 2)
+    hit("forward", 3)
     with pytest.raises(RuntimeError, match=r"^failpoint in backward of step 3$"):
-        reached("backward", 3)
+        hit("backward", 3)
 
 
 def test_without_step_or_phase_every_moment_is_meant():
-    arm({"TRAINKIT_FAIL": "action=full"})
+    reload({"TRAINKIT_FAIL": "action=full"})
     with pytest.raises(OSError, match="No space left on device"):
-        reached("save", 12)
+        hit("save", 12)
 
 
 @pytest.mark.parametrize(
@@ -35,8 +35,8 @@ def test_without_step_or_phase_every_moment_is_meant():
     ],
 )
 def test_others_are_spared(environ):
-    arm(environ)
-    reached("forward", 0)
+    reload(environ)
+    hit("forward", 0)
     assert not failpoints.armed()
 
 
@@ -48,19 +48,19 @@ def test_several_are_parted_by_semicolons():
 
 
 def test_a_task_is_named_by_its_index_whatever_its_rank():
-    arm({"TRAINKIT_RANK": "1", "TRAINKIT_INDEX": "3", "TRAINKIT_FAIL": "index=3,action=raise"})
+    reload({"TRAINKIT_RANK": "1", "TRAINKIT_INDEX": "3", "TRAINKIT_FAIL": "index=3,action=raise"})
     assert failpoints.armed()
-    arm({"TRAINKIT_RANK": "3", "TRAINKIT_INDEX": "0", "TRAINKIT_FAIL": "index=3,action=raise"})
+    reload({"TRAINKIT_RANK": "3", "TRAINKIT_INDEX": "0", "TRAINKIT_FAIL": "index=3,action=raise"})
     assert not failpoints.armed()
 
 
 def test_a_failure_lasts_as_long_as_its_file(tmp_path):
     gone = tmp_path / "gone"
-    arm({"TRAINKIT_FAIL": f"while={gone},action=raise"})
-    reached("start", 0)
+    reload({"TRAINKIT_FAIL": f"while={gone},action=raise"})
+    hit("start", 0)
     gone.touch()
     with pytest.raises(RuntimeError, match=r"^failpoint in start of step 0$"):
-        reached("start", 0)
+        hit("start", 0)
 
 
 @pytest.mark.parametrize(

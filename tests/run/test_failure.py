@@ -7,17 +7,17 @@ import sys
 import pytest
 
 from tests.support.verdicts import plain
-from trainkit.cluster.processes import ProcessMark
+from trainkit.cluster.process_id import ProcessId
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError
-from trainkit.run.after_effects import is_after_effect
-from trainkit.run.evidence import Evidence, MemoryEvents
-from trainkit.run.failure import culprit, hanging, is_clean, unanswering
-from trainkit.run.folder import RunFolder
-from trainkit.run.group import Exited
-from trainkit.run.heartbeat import Heartbeat, read_pulse
-from trainkit.run.last_words import Reporter, read_last_words, write_last_words
-from trainkit.run.limits import Limit
-from trainkit.run.watching import Overdue
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.limits import Limit
+from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
+from trainkit.run.hang_detection.watch import OverdueRank
+from trainkit.run.process.error_report import Reporter, read_error_report, write_error_report
+from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
+from trainkit.run.process.secondary_errors import is_after_effect
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
 
 RESET = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27059: Connection reset by peer."
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -35,11 +35,11 @@ def beat(folder, rank, step, phase="forward"):
 
 
 def exited(rank, code=1):
-    return Exited(attempt=0, rank=rank, code=code)
+    return ProcessExit(attempt=0, rank=rank, code=code)
 
 
 def say(folder, rank, error):
-    write_last_words(folder.error_of(rank), rank, error)
+    write_error_report(folder.error_of(rank), rank, error)
 
 
 def raised_in_c(kind, text):
@@ -63,29 +63,29 @@ def raised(error, module=__name__):
 def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connection(folder):
     exits = [exited(0), exited(1, -9), exited(2)]
     say(folder, 0, raised_in_c(RuntimeError, RESET))
-    assert culprit(folder, exits[:2], []).headline == "rank 1 was ended by SIGKILL while starting."
+    assert root_cause(folder, exits[:2], []).headline == "rank 1 was ended by SIGKILL while starting."
     say(folder, 2, ValueError("bad batch"))
-    assert plain(culprit(folder, exits, []).headline) == "rank 2 failed while starting: ValueError: bad batch."
+    assert plain(root_cause(folder, exits, []).headline) == "rank 2 failed while starting: ValueError: bad batch."
 
 
 def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder):
     for rank, step in ((0, 7), (1, 5)):
         beat(folder, rank, step)
         say(folder, rank, ValueError(f"of rank {rank}"))
-    assert culprit(folder, [exited(0), exited(1)], []).rank == 1
+    assert root_cause(folder, [exited(0), exited(1)], []).rank == 1
     for rank, step in ((2, 4), (3, 3)):
         beat(folder, rank, step)
-    assert culprit(folder, [exited(2, -9), exited(3, -9)], []).rank == 3
+    assert root_cause(folder, [exited(2, -9), exited(3, -9)], []).rank == 3
 
 
 def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_of_the_other_says(folder):
-    evidence = Evidence(folder)
+    evidence = ProcessEvidence(folder)
     for rank, moment in ((1, 2.0e9), (0, 1.0e9)):
         say(folder, rank, ValueError(f"of rank {rank}"))
         os.utime(folder.error_of(rank), (moment, moment))
         evidence.look([0, 1])
-    assert culprit(folder, [exited(0), exited(1)], [], evidence).rank == 1
-    assert culprit(folder, [exited(5, -9), exited(4, -9)], []).rank == 5
+    assert root_cause(folder, [exited(0), exited(1)], [], evidence).rank == 1
+    assert root_cause(folder, [exited(5, -9), exited(4, -9)], []).rank == 5
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_o
 )
 def test_a_headline_is_one_sentence(folder, message, told):
     say(folder, 0, ValueError(message))
-    assert plain(culprit(folder, [exited(0)], []).headline) == f"rank 0 failed while starting: {told}"
+    assert plain(root_cause(folder, [exited(0)], []).headline) == f"rank 0 failed while starting: {told}"
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error):
         raised_in_c(RuntimeError, RESET),  # also where user code waits for a collective
         raised_in_c(RuntimeError, TIMED_OUT),
         raised_in_c(RuntimeError, "NCCL error: ncclRemoteError: remote process exited or there was a network error"),
-        raised(LinkError("ps:0 is gone"), module="trainkit.strategies.parameter_server.links"),
+        raised(LinkError("ps:0 is gone"), module="trainkit.strategies.parameter_server.wire.transport"),
         raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.ring"),
         raised(RuntimeError("wait timeout after 1000ms, keys: /0"), module="torch.distributed.distributed_c10d"),
     ],
@@ -143,7 +143,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
         except TrainingError as error:
             return is_after_effect(error)
 
-    assert fail("trainkit.strategies.reducers.segment")
+    assert fail("trainkit.strategies.reducers.shared_segment")
     assert not fail("my_package.model")
 
 
@@ -151,7 +151,7 @@ def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder):
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
         beat(folder, rank, step)
-    found = culprit(folder, [exited(0)], [1, 2])
+    found = root_cause(folder, [exited(0)], [1, 2])
     assert found.headline == "rank 1 stopped answering in step 3 (forward)."
     assert isinstance(found.error(), HangError)
 
@@ -159,7 +159,7 @@ def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder):
 @pytest.fixture
 def stopped():
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        mark = ProcessMark.of(process.pid)
+        mark = ProcessId.of(process.pid)
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         yield mark
@@ -169,54 +169,56 @@ def stopped():
 def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, stopped):
     beat(folder, 0, 4)
     beat(folder, 1, 5)
-    evidence = Evidence(folder, lambda: {0: ProcessMark.own(), 1: stopped})
+    evidence = ProcessEvidence(folder, lambda: {0: ProcessId.own(), 1: stopped})
     limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
-    overdue = Overdue(rank=0, pulse=read_pulse(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
+    overdue = OverdueRank(rank=0, pulse=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
     found = hanging(folder, overdue, [0, 1], evidence)
     assert found.rank == 1
     remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
     assert plain(found.headline) == f"rank 1 has made no progress for 6 s in step 5 (forward): {remedy}"
-    assert plain(unanswering(folder, [0, 1], evidence).headline).startswith("rank 1 is stopped by a signal (state T)")
+    assert plain(unresponsive_rank(folder, [0, 1], evidence).headline).startswith(
+        "rank 1 is stopped by a signal (state T)"
+    )
 
 
 def test_of_ranks_in_one_phase_the_one_that_has_not_called_a_collective_is_named(folder, monkeypatch):
     for rank in (0, 1):
         beat(folder, rank, 0, "data")
-    monkeypatch.setattr("trainkit.run.failure.waited_for", lambda _ranks, _file_of: {1})
+    monkeypatch.setattr("trainkit.run.supervisor.failure.waited_for", lambda _ranks, _file_of: {1})
     limit = Limit(key="supervisor.first_step_timeout_s", seconds=20)
-    overdue = Overdue(rank=0, pulse=read_pulse(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
+    overdue = OverdueRank(rank=0, pulse=read_heartbeat(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
     assert hanging(folder, overdue, [0, 1]).rank == 1
     beat(folder, 1, 1, "data")  # further than rank 0, which is what all wait for
     assert hanging(folder, overdue, [0, 1]).rank == 0
 
 
 def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder, stopped):
-    later = ProcessMark(stopped.pid, stopped.started - 1)
-    evidence = Evidence(folder, lambda: {1: later})
+    later = ProcessId(stopped.pid, stopped.started - 1)
+    evidence = ProcessEvidence(folder, lambda: {1: later})
     assert (evidence.held(1), evidence.has_ended(1)) == (None, True)
 
 
 def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder, tmp_path):
     events = tmp_path / "memory.events"
     events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 3\n")
-    evidence = Evidence(folder, memory=MemoryEvents([tmp_path / "absent", events]))
+    evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent", events]))
     kill = [exited(1, -signal.SIGKILL)]
-    assert culprit(folder, kill, [], evidence).headline == "rank 1 was ended by SIGKILL while starting."
+    assert root_cause(folder, kill, [], evidence).headline == "rank 1 was ended by SIGKILL while starting."
     events.write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 4\n")
     counted = f"Its cgroup ran out of memory: oom_kill in {events} rose by 1."
-    assert culprit(folder, kill, [], evidence).headline == f"rank 1 was ended by SIGKILL while starting. {counted}"
-    assert culprit(folder, [exited(1, -signal.SIGTERM)], [], evidence).headline.endswith("SIGTERM while starting.")
+    assert root_cause(folder, kill, [], evidence).headline == f"rank 1 was ended by SIGKILL while starting. {counted}"
+    assert root_cause(folder, [exited(1, -signal.SIGTERM)], [], evidence).headline.endswith("SIGTERM while starting.")
 
 
 def test_where_nobody_counts_lack_of_memory_is_a_guess(folder, tmp_path):
-    evidence = Evidence(folder, memory=MemoryEvents([tmp_path / "absent"]))
-    assert culprit(folder, [exited(1, -9)], [], evidence).headline.endswith("The system may have run out of memory.")
+    evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent"]))
+    assert root_cause(folder, [exited(1, -9)], [], evidence).headline.endswith("The system may have run out of memory.")
 
 
 def test_exit_code_0_before_the_end_is_a_failure(folder):
     beat(folder, 1, 7)
     assert not is_clean(folder, exited(1, 0), stopping=True)
-    found = culprit(folder, [exited(1, 0)], [])
+    found = root_cause(folder, [exited(1, 0)], [])
     assert found.headline == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
     folder.done_of(1).touch()
     assert is_clean(folder, exited(1, 0), stopping=False)
@@ -229,7 +231,7 @@ def test_exit_codes_of_a_stop_are_clean_where_a_stop_was_asked_for(folder):
 def test_sys_exit_is_told_with_the_line_that_called_it(folder):
     beat(folder, 1, 7)
     say(folder, 1, raised(SystemExit(0)))
-    found = culprit(folder, [exited(1, 0)], [])
+    found = root_cause(folder, [exited(1, 0)], [])
     assert plain(found.headline) == "rank 1 exited with code 0 in step 7 (forward) before the training was done."
     assert found.detail.splitlines()[-1] == "SystemExit: 0"
 
@@ -239,16 +241,16 @@ def test_the_first_error_of_a_rank_is_the_one_it_reports(folder):
     report(ValueError("the cause"))
     beat(folder, 1, 9, "save")
     assert report(OSError("while it was ending")).message == "the cause"
-    found = culprit(folder, [exited(1)], [])
+    found = root_cause(folder, [exited(1)], [])
     assert plain(found.headline) == "rank 1 failed while starting: ValueError: the cause."
 
 
 def test_a_verdict_names_pid_and_host(folder):
     say(folder, 1, ValueError("bad"))
     host = os.uname().nodename
-    assert culprit(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
-    evidence = Evidence(folder, lambda: {2: ProcessMark(42, 7)})
-    assert culprit(folder, [exited(2, 3)], [], evidence).headline == (
+    assert root_cause(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
+    evidence = ProcessEvidence(folder, lambda: {2: ProcessId(42, 7)})
+    assert root_cause(folder, [exited(2, 3)], [], evidence).headline == (
         f"rank 2 (pid 42 on {host}) exited with code 3 while starting without an error report."
     )
 
@@ -256,7 +258,7 @@ def test_a_verdict_names_pid_and_host(folder):
 def test_a_silent_death_shows_the_end_of_the_log(folder):
     folder.logs.mkdir()
     folder.log_of(1).write_text("".join(f"line {number}\n" for number in range(30)))
-    text = str(culprit(folder, [exited(1, -11)], []).error("So be it."))
+    text = str(root_cause(folder, [exited(1, -11)], []).error("So be it."))
     assert text.splitlines()[:3] == [
         "rank 1 was ended by SIGSEGV while starting. So be it.",
         f"The end of {folder.log_of(1)}:",
@@ -273,8 +275,8 @@ def test_a_silent_death_shows_the_end_of_the_log(folder):
 )
 def test_an_error_of_ours_arrives_as_it_was_raised(folder, error):
     say(folder, 1, error)
-    found = culprit(folder, [exited(1, error.exit_code)], [])
-    assert found.final
+    found = root_cause(folder, [exited(1, error.exit_code)], [])
+    assert found.is_permanent
     assert (type(found.error()), str(found.error())) == (type(error), str(error))
 
 
@@ -283,11 +285,11 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
         pass
 
     say(folder, 0, BadBatchError("batch 7"))
-    found = culprit(folder, [exited(0)], []).error()
+    found = root_cause(folder, [exited(0)], []).error()
     assert (type(found), str(found)) == (TrainingError, "batch 7")
 
 
 def test_damaged_last_words_are_none(folder):
     folder.live.mkdir()
     folder.error_of(0).write_text('{"rank": 0}')
-    assert read_last_words(folder.error_of(0)) is None
+    assert read_error_report(folder.error_of(0)) is None

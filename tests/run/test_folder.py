@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.allowed import allow_packages
+from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError
-from trainkit.run.folder import RunFolder, write_json_atomically
+from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 
 
 def test_three_runs_of_one_second_get_three_folders(tmp_path):
@@ -86,7 +86,7 @@ def test_the_command_to_resume_quotes_what_a_shell_would_split():
 
 
 def test_the_command_to_resume_allows_the_packages_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.config.allowed._OPENED", Counter())  # the tests allow themselves
+    monkeypatch.setattr("trainkit.config.targets.allowed._OPENED", Counter())  # the tests allow themselves
     with allow_packages(["tests", "benchmarks"]):
         allowed = RunFolder(Path("outputs/1")).resume_command
     assert allowed == "trainkit resume --allow-package tests,benchmarks outputs/1"

@@ -2,15 +2,15 @@ import time
 
 import pytest
 
-from trainkit.engine.failpoints import PHASES
-from trainkit.run.heartbeat import Heartbeat, read_pulse
+from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
+from trainkit.trainer.failpoints import PHASES
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_beat_is_read_as_it_was_written(tmp_path, phase):
     heart = Heartbeat(tmp_path / "rank_0")
     heart.beat(1 << 40, phase)
-    pulse = read_pulse(tmp_path / "rank_0")
+    pulse = read_heartbeat(tmp_path / "rank_0")
     assert (pulse.step, pulse.phase) == (1 << 40, phase)
     assert 0 <= time.monotonic() - pulse.moment < 1
     heart.close()
@@ -18,12 +18,12 @@ def test_a_beat_is_read_as_it_was_written(tmp_path, phase):
 
 def test_a_rank_beats_from_the_moment_it_starts(tmp_path):
     Heartbeat(tmp_path / "rank_0").close()
-    assert read_pulse(tmp_path / "rank_0").phase == "start"
+    assert read_heartbeat(tmp_path / "rank_0").phase == "start"
 
 
 def test_no_file_and_an_empty_one_are_no_pulse(tmp_path):
     (tmp_path / "rank_1").write_bytes(bytes(16))
-    assert [read_pulse(tmp_path / f"rank_{rank}") for rank in (0, 1)] == [None, None]
+    assert [read_heartbeat(tmp_path / f"rank_{rank}") for rank in (0, 1)] == [None, None]
 
 
 def test_a_beat_costs_next_to_nothing(tmp_path):

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.schema import Numerics
-from trainkit.engine.left_out import LeftOutSteps, RollbackNeeded, Suspect
-from trainkit.engine.state import State
 from trainkit.errors import CheckpointError, NonFiniteError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Scaling
-from trainkit.run.rollbacks import FILE, note_rollback, rollbacks_of, suspect_of
+from trainkit.run.folder.rollbacks import FILE, record_rollback, rollbacks_of, suspect_checkpoint_of
 from trainkit.strategies.base import LeftOut
+from trainkit.trainer.left_out import LeftOutSteps, RollbackNeeded, Suspect
+from trainkit.trainer.state import State
 
 PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
 
@@ -60,10 +60,10 @@ def test_the_suspect_is_known_until_a_checkpoint_holds_what_came_after_it() -> N
 def test_a_resumed_run_knows_the_step_that_it_trains_for_the_second_time(
     checkpoint: int, known: bool, tmp_path: Path
 ) -> None:
-    note_rollback(tmp_path, Suspect(step=2, checkpoint=0))
-    note_rollback(tmp_path, Suspect(step=7, checkpoint=4))
+    record_rollback(tmp_path, Suspect(step=2, checkpoint=0))
+    record_rollback(tmp_path, Suspect(step=7, checkpoint=4))
     assert rollbacks_of(tmp_path) == [{"step": 2, "checkpoint": 0}, {"step": 7, "checkpoint": 4}]
-    assert (suspect_of(tmp_path, checkpoint=checkpoint) is not None) == known
+    assert (suspect_checkpoint_of(tmp_path, checkpoint=checkpoint) is not None) == known
 
 
 def test_a_damaged_record_of_rollbacks_is_named(tmp_path: Path) -> None:

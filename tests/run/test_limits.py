@@ -2,9 +2,9 @@
 
 import pytest
 
-from trainkit.run.heartbeat import Pulse
-from trainkit.run.limits import TimeLimits
-from trainkit.run.pauses import Pauses
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.pauses import Pauses
+from trainkit.run.process.heartbeat import HeartbeatReading
 
 
 class Steps:
@@ -33,9 +33,11 @@ class Steps:
         self.beat("data")
         return TimeLimits().limit_of(self.pulse("data")).seconds
 
-    def pulse(self, phase: str) -> Pulse:
+    def pulse(self, phase: str) -> HeartbeatReading:
         pauses = self.pauses
-        return Pulse(moment=0.0, step=self.step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first)
+        return HeartbeatReading(
+            moment=0.0, step=self.step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first
+        )
 
 
 @pytest.mark.parametrize(("step_s", "limit_s"), [(0.001, 30), (1, 30), (5.9, 30), (60, 300), (600, 3000)])
@@ -134,19 +136,19 @@ KEYS = {
 
 @pytest.mark.parametrize(("phase", "key"), KEYS.items())
 def test_each_phase_names_its_key_and_the_remedy(phase: str | None, key: str) -> None:
-    limit = TimeLimits().limit_of(None if phase is None else Pulse(moment=1.0, step=3, phase=phase))
+    limit = TimeLimits().limit_of(None if phase is None else HeartbeatReading(moment=1.0, step=3, phase=phase))
     assert limit.remedy(limit.seconds + 1) == f"The limit is supervisor.{key}: raise it if the rank was healthy."
 
 
 def test_a_number_is_taken_as_given() -> None:
-    pulse = Pulse(moment=1.0, step=3, phase="forward", longest_s=500.0)
+    pulse = HeartbeatReading(moment=1.0, step=3, phase="forward", longest_s=500.0)
     assert TimeLimits(hang_timeout_s=2).limit_of(pulse).remedy(3) == (
         "The limit is supervisor.hang_timeout_s=2: raise it if the rank was healthy."
     )
 
 
 def test_what_was_learnt_is_said_with_what_it_was_learnt_from() -> None:
-    pulse = Pulse(moment=1.0, step=3, phase="forward", longest_s=6.25)
+    pulse = HeartbeatReading(moment=1.0, step=3, phase="forward", longest_s=6.25)
     assert TimeLimits().limit_of(pulse).remedy(63) == (
         "The limit is 62 s by supervisor.hang_timeout_s=auto, where recent steps paused for 6.2 s at most: "
         "set supervisor.hang_timeout_s to more than 63 if the rank was healthy."
@@ -154,4 +156,4 @@ def test_what_was_learnt_is_said_with_what_it_was_learnt_from() -> None:
 
 
 def test_a_rank_that_is_idle_may_wait() -> None:
-    assert TimeLimits().limit_of(Pulse(moment=1.0, step=3, phase="idle")) is None
+    assert TimeLimits().limit_of(HeartbeatReading(moment=1.0, step=3, phase="idle")) is None

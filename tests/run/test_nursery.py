@@ -12,10 +12,10 @@ import pytest
 
 from tests.contract.running import run
 from tests.support.verdicts import plain
-from trainkit.run import ranks
-from trainkit.run.forking import ForkServer
+from trainkit.run.process import worker_groups as ranks
+from trainkit.run.process.fork_client import ForkServerClient
 
-pytestmark = pytest.mark.skipif(not ForkServer.is_possible(), reason="ranks are forks on Linux alone")
+pytestmark = pytest.mark.skipif(not ForkServerClient.is_possible(), reason="ranks are forks on Linux alone")
 
 TRAIN = ["strategy=mirrored", "strategy.replicas=2", "data=points", "model=net", "batch.micro_size=4", "seed=5"]
 LONG = [
@@ -51,7 +51,7 @@ def training(tmp_path):
 
 def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(tmp_path, monkeypatch):
     forks = run(tmp_path / "forks", *TRAIN)
-    monkeypatch.setattr(ranks, "may_fork", lambda _: False)
+    monkeypatch.setattr(ranks, "can_fork", lambda _: False)
     fresh = run(tmp_path / "fresh", *TRAIN)
     assert forks["weights_sha256"] == fresh["weights_sha256"]
     assert forks["metrics"] == fresh["metrics"]

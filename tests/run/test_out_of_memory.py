@@ -10,8 +10,8 @@ import torch
 
 from trainkit.config.compose import compose
 from trainkit.errors import OutOfMemoryError, TrainingError
-from trainkit.run.out_of_memory import telling_of_memory
-from trainkit.run.plan import make_plan
+from trainkit.run.planning.out_of_memory import explain_oom
+from trainkit.run.planning.plan import make_plan
 
 GPT = (
     "recipe=null", "model=gpt", "model.vocab_size=64", "model.context=16", "model.num_layers=2", "model.num_heads=2",
@@ -26,7 +26,7 @@ ALLOCATOR = RuntimeError(
 
 def told(*arguments, error=ALLOCATOR, step=3):
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
-    with pytest.raises(OutOfMemoryError) as caught, telling_of_memory(plan, plan.tasks[0], lambda: step):
+    with pytest.raises(OutOfMemoryError) as caught, explain_oom(plan, plan.tasks[0], lambda: step):
         raise error
     assert caught.value.exit_code == 1
     assert caught.value.__cause__ is error
@@ -75,7 +75,7 @@ def test_any_other_error_stays_what_it_is():
     plan = make_plan(compose(GPT).cfg, num_gpus=0)
     with (
         pytest.raises(RuntimeError, match=r"^shapes differ$"),
-        telling_of_memory(plan, plan.tasks[0], lambda: 0),
+        explain_oom(plan, plan.tasks[0], lambda: 0),
     ):
         raise RuntimeError("shapes differ")
 
@@ -84,7 +84,7 @@ def told_on_cuda(error, *arguments, raises=OutOfMemoryError):
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with (
         pytest.raises(raises) as caught,
-        telling_of_memory(plan, replace(plan.tasks[0], device="cuda:0"), lambda: 3),
+        explain_oom(plan, replace(plan.tasks[0], device="cuda:0"), lambda: 3),
     ):
         raise error
     return str(caught.value)

@@ -9,10 +9,10 @@ import pytest
 
 from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.limits import TimeLimits
-from trainkit.run.own_watch import CountedBeats, OwnWatch
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.self_watch import BeatCounter, SelfWatch
+from trainkit.run.process.heartbeat import Heartbeat
 
 HASTY = TimeLimits(hang_timeout_s=0.4, start_timeout_s=0.4, eval_timeout_s=0.4)
 GIVEN = "The limit is supervisor.hang_timeout_s=0.4: raise it if the rank was healthy."
@@ -23,8 +23,8 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def beating(step: int, phase: str) -> CountedBeats:
-    beats = CountedBeats()
+def beating(step: int, phase: str) -> BeatCounter:
+    beats = BeatCounter()
     beats("data", step - 1)
     beats(phase, step)
     return beats
@@ -32,7 +32,7 @@ def beating(step: int, phase: str) -> CountedBeats:
 
 def test_a_sleep_without_an_end_is_interrupted_where_it_sleeps(folder: RunFolder) -> None:
     beats = beating(7, "data")
-    with OwnWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError) as caught:
+    with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError) as caught:
         time.sleep(60)
     assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7 (data). {GIVEN}"
     assert caught.traceback[0].path.name == "test_own_watch.py"
@@ -40,14 +40,14 @@ def test_a_sleep_without_an_end_is_interrupted_where_it_sleeps(folder: RunFolder
 
 def test_an_endless_loop_is_interrupted(folder: RunFolder) -> None:
     beats = beating(7, "data")
-    with OwnWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
+    with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError):
         loops_for_ever()
 
 
 def test_steps_are_counted_from_aside(folder: RunFolder) -> None:
     beats, step = beating(7, "data"), [7]
     beats.follow(lambda: step[0])
-    with OwnWatch(HASTY, folder, read=lambda _: beats.count()):
+    with SelfWatch(HASTY, folder, read=lambda _: beats.count()):
         for step[0] in range(8, 16):
             time.sleep(0.1)
     assert (beats.step, beats.phase) == (15, "data")
@@ -64,10 +64,10 @@ def test_a_step_that_is_counted_does_not_hide_an_evaluation() -> None:
 def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainkit.run.own_watch._GRACE_S", 0.1)
+    monkeypatch.setattr("trainkit.run.hang_detection.self_watch._GRACE_S", 0.1)
     left, beats = threading.Event(), beating(7, "data")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
-    watch = OwnWatch(HASTY, folder, read=lambda _: beats.count(), leave=lambda code: left.set() if code == 5 else None)
+    watch = SelfWatch(HASTY, folder, read=lambda _: beats.count(), leave=lambda code: left.set() if code == 5 else None)
     with watch:
         assert left.wait(20)
         with pytest.raises(HangError):
@@ -81,20 +81,20 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
 def test_another_rank_of_the_host_is_waited_for_and_then_named(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.run.own_watch._OTHERS_S", 0.2)
+    monkeypatch.setattr("trainkit.run.hang_detection.self_watch._OTHERS_S", 0.2)
     for rank, phase in enumerate(("reduce", "forward")):
         heart = Heartbeat(folder.heartbeat_of(rank))
         heart.beat(6, "data")
         heart.beat(7, phase)
         heart.close()
-    with OwnWatch(HASTY, folder, others=[1]), pytest.raises(HangError, match=r"^rank 1 has made no progress"):
+    with SelfWatch(HASTY, folder, others=[1]), pytest.raises(HangError, match=r"^rank 1 has made no progress"):
         time.sleep(60)
 
 
 def test_a_debugger_may_hold_the_process(folder: RunFolder) -> None:
     beats = beating(7, "data")
     held = compile("import time; time.sleep(1.5)", "/usr/lib/python3/bdb.py", "exec")
-    with OwnWatch(HASTY, folder, read=lambda _: beats.count()):
+    with SelfWatch(HASTY, folder, read=lambda _: beats.count()):
         exec(held)
         time.sleep(0.2)  # the time in the debugger does not count once it is left
         beats("idle", 7)

@@ -13,8 +13,8 @@ from trainkit import api
 from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
-from trainkit.run.plan import RunPlan, make_plan
-from trainkit.run.proof_records import keep_proof, key_of, last_proof, proofs_folder
+from trainkit.run.folder.proof_records import keep_proof, key_of, last_proof, proofs_folder
+from trainkit.run.planning.plan import RunPlan, make_plan
 
 FOUND = {
     "command": "trainkit prove strategy=mirrored",

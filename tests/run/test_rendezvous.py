@@ -2,7 +2,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from trainkit.run.rendezvous import HostedStore
+from trainkit.run.rendezvous.store import HostedStore
 
 
 def listeners(port):

@@ -7,7 +7,7 @@ import pytest
 from tests.run.faking import assert_no_process_is_left, run_roles
 from tests.support.verdicts import plain
 from trainkit.errors import CrashLoopError, DataError
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
 
 
 def test_a_task_that_waits_to_be_asked_is_not_hanging(folder, fake, monkeypatch):
-    monkeypatch.setattr("trainkit.run.attempts._FAREWELL_S", 0.2)
+    monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
     assert run_roles(folder, "worker", hang_timeout_s=1, say=pytest.fail)["status"] == "finished"
 
@@ -106,14 +106,14 @@ def test_an_error_of_the_evaluators_own_does_not(folder, fake):
 
 
 def test_a_worker_that_stays_when_the_training_has_ended_is_ended(folder, fake, monkeypatch):
-    monkeypatch.setattr("trainkit.run.attempts._FAREWELL_S", 0.2)
+    monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=3 stays=worker")
     assert run_roles(folder, "worker ps", say=pytest.fail)["status"] == "finished"
     assert_no_process_is_left(folder)
 
 
 def test_tasks_share_a_token_that_no_file_holds(folder, fake, monkeypatch):
-    monkeypatch.setattr("trainkit.run.attempts.token_hex", lambda size: "5ec2e7" * size)
+    monkeypatch.setattr("trainkit.run.supervisor.attempts.token_hex", lambda size: "5ec2e7" * size)
     fake("steps=3")
     run_roles(folder, "worker", say=pytest.fail)
     written = [path for path in folder.path.rglob("*") if path.is_file() and b"5ec2e7" in path.read_bytes()]

@@ -10,12 +10,12 @@ import pytest
 from tests.run.faking import run_fakes, run_roles
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError, DataError
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.last_words import write_last_words
-from trainkit.run.relaunching import note_relaunch
-from trainkit.run.restart_record import FILE, Restart, note_restart, restarts_of
-from trainkit.run.restarting import Fault, Raised, RestartRule, fault_of
+from trainkit.run.folder.restart_record import FILE, Restart, record_restart, restarts_of
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import write_error_report
+from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.rendezvous.external_restarts import record_relaunch
+from trainkit.run.supervisor.restart_policy import Fault, RaisedError, RestartPolicy, fault_of
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def folder(tmp_path):
 
 
 def raised(rank=1, step=5, text="ValueError: bad sample"):
-    return frozenset({Raised(task=f"worker:{rank}", rank=rank, step=step, text=text)})
+    return frozenset({RaisedError(task=f"worker:{rank}", rank=rank, step=step, text=text)})
 
 
 def killed(step, begun_at, reached):
@@ -65,14 +65,14 @@ SEQUENCES = {
 
 @pytest.mark.parametrize(("faults", "refusal"), SEQUENCES.values(), ids=SEQUENCES)
 def test_the_rule_over_a_sequence_of_failures(faults, refusal):
-    rule = RestartRule(max_restarts=2)
+    rule = RestartPolicy(max_restarts=2)
     answers = [rule.refuse(fault) for fault in faults]
     assert answers[:-1] == [None] * (len(faults) - 1)
     assert answers[-1] == refusal
 
 
 def test_replicas_that_are_lost_count_in_no_rule():
-    rule = RestartRule(max_restarts=1)
+    rule = RestartPolicy(max_restarts=1)
     assert [rule.refuse(failed(5, 0, 3), lost=True) for _ in range(9)] == [None] * 9
 
 
@@ -85,9 +85,9 @@ def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder)
             heart = Heartbeat(folder.heartbeat_of(task.rank))
             heart.beat(5, "forward")
             heart.close()
-            write_last_words(folder.error_of(task.rank), task.rank, ValueError(f"at {object()}"))
+            write_error_report(folder.error_of(task.rank), task.rank, ValueError(f"at {object()}"))
         faults.append(fault_of(folder, tasks, named, begun_at=3, reached=3))
-    rule = RestartRule(max_restarts=3)
+    rule = RestartPolicy(max_restarts=3)
     told = "gave up: rank 0 raised the same exception twice in the same place, in step 5"
     assert [rule.refuse(fault) for fault in faults] == [None, told]
 
@@ -95,8 +95,8 @@ def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder)
 @pytest.mark.parametrize(("error", "lost"), [(ValueError("gone"), True), (DataError("no such file"), False)])
 def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_user(folder, monkeypatch, error, lost):
     folder.live.mkdir(parents=True)
-    monkeypatch.setattr("trainkit.run.last_words.is_after_effect", lambda _: lost)
-    write_last_words(folder.error_of(1), 1, error)
+    monkeypatch.setattr("trainkit.run.process.error_report.is_after_effect", lambda _: lost)
+    write_error_report(folder.error_of(1), 1, error)
     fault = fault_of(folder, [Task(role="worker", index=1, rank=1)], 1, begun_at=None, reached=3)
     assert fault == Fault(step=None, begun_at=0, reached=3, newer=True)
 
@@ -104,7 +104,7 @@ def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_u
 def test_the_record_survives_lines_that_are_none(folder):
     folder.path.mkdir()
     restart = Restart(kind="all", cause="rank 1 was ended by SIGKILL.\nA second line.", step=3, rank=1, task="worker:1")
-    note_restart(folder.path, restart)
+    record_restart(folder.path, restart)
     with (folder.path / FILE).open("a") as file:
         file.write('{"kind": "all"}\nnonsense\n[1]\n{"kind"')
     folder.write_result({"status": "finished"})
@@ -118,26 +118,26 @@ def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once
     for _ in range(2):
         folder.begin()
         folder.live.mkdir(parents=True)
-        write_last_words(folder.error_of(1), 1, ValueError("bad sample"))
-        relaunch = note_relaunch(folder, "rank 1 failed.", 1, before=json.loads(json.dumps(before)))
+        write_error_report(folder.error_of(1), 1, ValueError("bad sample"))
+        relaunch = record_relaunch(folder, "rank 1 failed.", 1, before=json.loads(json.dumps(before)))
         answers.append(relaunch.refusal)
         before = relaunch.to_json()
     assert answers == [None, "gave up: rank 1 raised the same exception twice in the same place, while starting"]
     assert [one["cause"] for one in restarts_of(folder.path)["restarts"]] == ["rank 1 failed."]
-    assert note_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
+    assert record_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
 
 
 def test_a_group_that_left_no_report_is_started_again(folder):
     folder.live.mkdir(parents=True)
-    assert note_relaunch(folder, None, None, before=[]).refusal is None
+    assert record_relaunch(folder, None, None, before=[]).refusal is None
     assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes were gone."
 
 
 def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch):
     folder.path.mkdir()
-    monkeypatch.setattr("trainkit.run.restart_record._LISTED", 2)
+    monkeypatch.setattr("trainkit.run.folder.restart_record._LISTED", 2)
     for step in range(5):
-        note_restart(folder.path, Restart(kind="all", cause="", step=step))
+        record_restart(folder.path, Restart(kind="all", cause="", step=step))
     found = restarts_of(folder.path)
     assert [one["step"] for one in found["restarts"]] == [0, 1]
     assert found["restarts_not_listed"] == 3

@@ -1,7 +1,7 @@
 import pytest
 
 from trainkit.cluster.tasks import Task
-from trainkit.run.roster import Roster
+from trainkit.run.supervisor.membership import ReplicaMembership
 
 
 class Clock:
@@ -18,7 +18,7 @@ def clock():
 
 def roster_of(count, clock, min_replicas=1, retry_s=60.0):
     tasks = [Task(role="worker", index=rank, rank=rank, device=f"cuda:{rank}") for rank in range(count)]
-    return Roster(tasks, min_replicas=min_replicas, retry_s=retry_s, clock=clock)
+    return ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s, clock=clock)
 
 
 def indices(roster):
@@ -28,59 +28,59 @@ def indices(roster):
 
 def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock):
     roster = roster_of(4, clock)
-    assert roster.blame(2, at_start=False) is None
+    assert roster.record_failure(2, at_start=False) is None
     expected = "worker:2 (cuda:2) is lost: goes on with 3 of 4 replicas, and tries it again in 60 s."
-    assert roster.blame(2, at_start=False) == expected
+    assert roster.record_failure(2, at_start=False) == expected
     assert indices(roster) == [0, 1, 3]
     assert [task.device for task in roster.tasks] == ["cuda:0", "cuda:1", "cuda:3"]
 
 
 def test_a_newer_checkpoint_clears_the_account(clock):
     roster = roster_of(4, clock)
-    roster.blame(2, at_start=False)
-    roster.settle()
-    assert roster.blame(2, at_start=False) is None
+    roster.record_failure(2, at_start=False)
+    roster.clear_failures()
+    assert roster.record_failure(2, at_start=False) is None
 
 
 def test_one_that_fails_in_a_restart_before_its_first_step_is_lost_at_once(clock):
     roster = roster_of(4, clock)
-    assert roster.blame(0, at_start=True) is not None
+    assert roster.record_failure(0, at_start=True) is not None
     assert indices(roster) == [1, 2, 3]
 
 
 def test_a_lost_one_returns_when_it_is_due(clock):
     roster = roster_of(3, clock)
-    roster.blame(1, at_start=True)
+    roster.record_failure(1, at_start=True)
     clock.now = 59.9
-    assert (roster.is_due, roster.muster(), indices(roster)) == (False, (), [0, 2])
+    assert (roster.is_due, roster.next_members(), indices(roster)) == (False, (), [0, 2])
     clock.now = 60.0
     assert roster.is_due
-    assert roster.muster() == ("tries worker:1 (cuda:1) again: 3 of 3 replicas.",)
+    assert roster.next_members() == ("tries worker:1 (cuda:1) again: 3 of 3 replicas.",)
     assert (roster.is_due, indices(roster)) == (False, [0, 1, 2])
 
 
 def test_the_wait_doubles_until_a_checkpoint_was_made_with_it(clock):
     roster, waits = roster_of(2, clock), []
     for _ in range(3):
-        waits.append(roster.blame(1, at_start=True).rpartition(" in ")[2])
+        waits.append(roster.record_failure(1, at_start=True).rpartition(" in ")[2])
         clock.now += 1000.0
-        roster.muster()
-    roster.settle()
-    waits.append(roster.blame(1, at_start=True).rpartition(" in ")[2])
+        roster.next_members()
+    roster.clear_failures()
+    waits.append(roster.record_failure(1, at_start=True).rpartition(" in ")[2])
     assert waits == ["60 s.", "120 s.", "240 s.", "60 s."]
 
 
 def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock):
     roster = roster_of(2, clock)
-    roster.blame(1, at_start=True)
-    roster.settle()
+    roster.record_failure(1, at_start=True)
+    roster.clear_failures()
     clock.now = 60.0
-    roster.muster()
-    assert roster.blame(1, at_start=True).endswith("again in 120 s.")
+    roster.next_members()
+    assert roster.record_failure(1, at_start=True).endswith("again in 120 s.")
 
 
 @pytest.mark.parametrize("fewest", [None, 3])
 def test_below_the_minimum_nobody_is_lost(clock, fewest):
     roster = roster_of(3, clock, min_replicas=fewest)
-    assert [roster.blame(0, at_start=True) for _ in range(3)] == [None] * 3
+    assert [roster.record_failure(0, at_start=True) for _ in range(3)] == [None] * 3
     assert roster.at_minimum == (fewest is not None)

@@ -8,7 +8,7 @@ import pytest
 
 from tests.run.faking import alive, assert_no_process_is_left, launch, pids_of
 from tests.support.verdicts import plain
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ import pytest
 
 from tests.run.faking import wait_for
 from trainkit.cluster.machine import Machine
-from trainkit.cluster.processes import ProcessMark
+from trainkit.cluster.process_id import ProcessId
 from trainkit.errors import HangupError
-from trainkit.run import status
-from trainkit.run.folder import RunFolder
-from trainkit.run.status import FILE, StatusFile, look_at
-from trainkit.verbs.runs import list_runs
+from trainkit.run.folder import status
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import FILE, StatusFile, read_status
+from trainkit.verbs.support.runs import list_runs
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def written(folder: RunFolder, **changes: Any) -> None:
     """A status that this process could have written a moment ago."""
-    here, mark = Machine.here(), ProcessMark.own()
+    here, mark = Machine.here(), ProcessId.own()
     content = {
         "state": "running", "step": 3, "pid": mark.pid, "process_start": mark.started, "host": here.host,
         "boot_id": here.boot_id, "processes": here.processes, "resumable": True, "updated": time.time(),
@@ -43,14 +43,14 @@ def test_the_file_follows_the_run_and_says_how_it_ended(folder: RunFolder, monke
     monkeypatch.setattr(status, "_WRITE_S", 0.01)
     step = [7]
     with StatusFile(folder) as file:
-        assert look_at(folder).state == "starting"
+        assert read_status(folder).state == "starting"
         file.follow(lambda: step[0])
-        wait_for(lambda: look_at(folder).step == 7)
+        wait_for(lambda: read_status(folder).step == 7)
         step[0] = 8
-        wait_for(lambda: look_at(folder).step == 8)
-        assert (look_at(folder).state, look_at(folder).resumable) == ("running", True)
+        wait_for(lambda: read_status(folder).step == 8)
+        assert (read_status(folder).state, read_status(folder).resumable) == ("running", True)
         folder.write_result({"status": "finished", "steps": 9})
-    assert (look_at(folder).state, look_at(folder).step) == ("finished", 9)
+    assert (read_status(folder).state, read_status(folder).step) == ("finished", 9)
     assert [path.name for path in folder.path.glob(".*")] == []
 
 
@@ -60,14 +60,14 @@ def test_the_file_follows_the_run_and_says_how_it_ended(folder: RunFolder, monke
 def test_an_error_is_the_last_state(folder: RunFolder, error: BaseException, state: str) -> None:
     with pytest.raises(type(error)), StatusFile(folder):
         raise error
-    assert look_at(folder).state == state
+    assert read_status(folder).state == state
 
 
 def test_nothing_is_written_while_nothing_changes(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(status, "_WRITE_S", 0.001)
     with StatusFile(folder) as file:
         file.follow(lambda: 7)
-        wait_for(lambda: look_at(folder).step == 7)
+        wait_for(lambda: read_status(folder).step == 7)
         before = (folder.path / FILE).stat().st_ino
         time.sleep(0.05)
         assert (folder.path / FILE).stat().st_ino == before
@@ -82,22 +82,22 @@ def test_a_vanished_folder_ends_nothing_and_is_not_made_again(tmp_path: Path) ->
 
 def test_a_run_whose_process_is_gone_was_killed(folder: RunFolder) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        mark = ProcessMark.of(process.pid)
+        mark = ProcessId.of(process.pid)
         written(folder, pid=mark.pid, process_start=mark.started)
-        assert look_at(folder).told() == f"runs as process {mark.pid} on {Machine.here().host}, at step 3"
+        assert read_status(folder).told() == f"runs as process {mark.pid} on {Machine.here().host}, at step 3"
         process.kill()
         process.wait()
-    assert look_at(folder).told() == "was killed at step 3"
+    assert read_status(folder).told() == "was killed at step 3"
 
 
 def test_a_later_process_of_the_same_number_is_another(folder: RunFolder) -> None:
-    written(folder, process_start=ProcessMark.own().started - 1)
-    assert look_at(folder).state == "killed"
+    written(folder, process_start=ProcessId.own().started - 1)
+    assert read_status(folder).state == "killed"
 
 
 def test_a_machine_that_was_started_again_has_killed_it(folder: RunFolder) -> None:
     written(folder, boot_id="another")
-    assert (look_at(folder).state, look_at(folder).note) == (
+    assert (read_status(folder).state, read_status(folder).note) == (
         "killed",
         f"{Machine.here().host} was started again since",
     )
@@ -106,7 +106,7 @@ def test_a_machine_that_was_started_again_has_killed_it(folder: RunFolder) -> No
 def test_of_another_host_the_age_counts_and_is_told(folder: RunFolder) -> None:
     written(folder, host="elsewhere", updated=1000.0)
     there = replace(Machine.here(), host="here")
-    fresh, old = (look_at(folder, here=there, now=now) for now in (1030.0, 1500.0))
+    fresh, old = (read_status(folder, here=there, now=now) for now in (1030.0, 1500.0))
     assert (fresh.state, fresh.note) == ("running", "told 30 s ago by another host")
     assert (old.state, old.note) == ("silent", "told 500 s ago by another host")
 
@@ -114,21 +114,21 @@ def test_of_another_host_the_age_counts_and_is_told(folder: RunFolder) -> None:
 def test_a_run_that_was_killed_after_its_result_has_ended(folder: RunFolder) -> None:
     written(folder, process_start=1)
     folder.write_result({"status": "finished", "steps": 3})
-    assert look_at(folder).state == "finished"
+    assert read_status(folder).state == "finished"
 
 
 @pytest.mark.parametrize("content", ["[]", "{", '{"state": "running"}', '{"state": []}', "\x00", "[" * 10_000])
 def test_a_file_of_somebody_else_says_nothing(folder: RunFolder, content: str) -> None:
     (folder.path / FILE).write_text(content)
     folder.result.write_text('{"status": ["finished"]}')
-    assert look_at(folder).state == "unknown"
+    assert read_status(folder).state == "unknown"
 
 
 def test_a_pipe_in_its_place_keeps_nobody_waiting(folder: RunFolder) -> None:
     os.mkfifo(folder.path / FILE)
-    assert look_at(folder).state == "unknown"
+    assert read_status(folder).state == "unknown"
     with StatusFile(folder):
-        assert look_at(folder).state == "starting"
+        assert read_status(folder).state == "starting"
 
 
 def test_ls_shows_the_runs_of_a_folder(folder: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:

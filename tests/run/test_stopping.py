@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trainkit.run.stopping import (
+from trainkit.run.process.signals import (
     EXIT_CODES,
     StopFlag,
     signal_of,
@@ -15,7 +15,7 @@ from trainkit.run.stopping import (
     stop_signals,
     worker_signals,
 )
-from trainkit.sweeps.stopping import signals_to
+from trainkit.sweeps.loop.stopping import signals_to
 
 
 def interrupt(number):
@@ -125,7 +125,7 @@ def test_every_reason_has_its_signal_its_error_and_its_exit_code():
 
 FORK = """
 import multiprocessing, os, signal, time
-from trainkit.run.stopping import StopFlag
+from trainkit.run.process.signals import StopFlag
 with StopFlag() as stop:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
     child.start()

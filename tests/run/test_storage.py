@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from trainkit import cli, storage
-from trainkit.data.files import fetch
-from trainkit.engine.checkpoint import BackgroundSaver, refuse_small_disk, save
+from trainkit.data.reading.files import fetch
 from trainkit.errors import DataError, StorageError
 from trainkit.report.events import EventFile
-from trainkit.run import folder as folder_module
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.last_words import write_last_words
-from trainkit.run.supervisor import _result
+from trainkit.run.folder import run_folder as folder_module
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import write_error_report
+from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.supervisor.supervisor import _result
 from trainkit.storage import Free, Presence, as_storage_error, naming, reporting, storage_error
+from trainkit.trainer.checkpoint import BackgroundSaver, refuse_small_disk, save
 
 ELSEWHERE = "or choose a folder on another file system (hydra.run.dir=FOLDER)."
 
@@ -163,7 +163,7 @@ def test_a_heartbeat_needs_no_block_of_the_disk_later(tmp_path: Path) -> None:
 
 def test_a_report_that_is_refused_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gone" / "live" / "rank_1.error.json"
-    write_last_words(path, 1, ValueError("my own"))
+    write_error_report(path, 1, ValueError("my own"))
     told = capsys.readouterr().err
     assert "ValueError: my own" in told
     assert told.endswith(f"This report could not be written to {path}: No such file or directory.\n")

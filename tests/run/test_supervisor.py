@@ -7,7 +7,7 @@ import pytest
 from tests.run.faking import assert_no_process_is_left, run_fakes
 from tests.support.verdicts import plain
 from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, Problem, TrainingError
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def said_by_rank_1(folder):
 
 def test_ranks_run_to_the_end_and_the_result_comes_back(folder, fake, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr("trainkit.run.environment.num_cores", lambda: 7)
+    monkeypatch.setattr("trainkit.run.folder.metadata.num_cores", lambda: 7)
     fake("steps=4")
     assert run_fakes(folder, 3) == {"status": "finished", "attempt": 0}
     assert said_by_rank_1(folder) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]

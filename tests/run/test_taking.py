@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainkit.engine.checkpoint import save, scan
-from trainkit.engine.ownership import MARK, Owner
 from trainkit.errors import CheckpointError, ConfigError, UnreadableError
-from trainkit.run.folder import RunFolder
-from trainkit.run.lock import discard_lock, locked
+from trainkit.run.folder.lock import discard_lock, locked
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.trainer.checkpoint import list_complete, save
+from trainkit.trainer.ownership import MARK, OwnershipToken
 
 PACKAGE = Path(__file__).parents[2] / "trainkit"
 
 
-def put(path: Path, step: int, owner: Owner | None = None) -> None:
+def put(path: Path, step: int, owner: OwnershipToken | None = None) -> None:
     save(path / "checkpoints", step=step, tensors={"param/w": torch.ones(2)}, meta={}, owner=owner)
 
 
@@ -76,7 +76,7 @@ def test_a_link_in_the_place_of_live_is_not_followed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
     folder.begin()
-    owner = Owner.found(folder.path)
+    owner = OwnershipToken.found(folder.path)
     assert owner is not None
     owner.make(tmp_path / "users")
     (tmp_path / "users" / "rank_0").write_text("mine")
@@ -86,20 +86,20 @@ def test_a_link_in_the_place_of_live_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_a_run_of_before_tokens_keeps_its_checkpoints_logs_and_result_names(tmp_path: Path) -> None:
-    put(tmp_path, 1, Owner.new())
+    put(tmp_path, 1, OwnershipToken.new())
     strip_token(tmp_path / "checkpoints" / "step_00000001")
     for name in ("live", "logs"):
         (tmp_path / name).mkdir()
     (tmp_path / "resolved.yaml").touch()
     folder = RunFolder(tmp_path)
     folder.begin()
-    assert [entry.step for entry in scan(folder.checkpoints)] == [1]
+    assert [entry.step for entry in list_complete(folder.checkpoints)] == [1]
     assert (folder.live.name, folder.logs.name) == ("live-2", "logs")
 
 
 def strip_token(folder: Path) -> None:
     """Write the manifest as it was before tokens existed."""
-    from trainkit.engine.manifest import _own_hash
+    from trainkit.trainer.manifest import _own_hash
 
     content = json.loads((folder / "manifest.json").read_text())
     content = {name: value for name, value in content.items() if name not in ("owner", "sha256")}
@@ -113,12 +113,12 @@ def test_a_run_folder_that_was_copied_without_hidden_files_keeps_its_checkpoints
     (tmp_path / "resolved.yaml").touch()
     (tmp_path / MARK).unlink()
     folder.begin()
-    assert [entry.step for entry in scan(folder.checkpoints)] == [1]
+    assert [entry.step for entry in list_complete(folder.checkpoints)] == [1]
 
 
 def test_a_run_folder_without_a_token_and_checkpoints_of_several_runs_is_refused(tmp_path: Path) -> None:
     for step in (1, 2):
-        put(tmp_path, step, Owner.new())
+        put(tmp_path, step, OwnershipToken.new())
     (tmp_path / "resolved.yaml").touch()
     with pytest.raises(CheckpointError) as caught:
         RunFolder(tmp_path).begin()

@@ -19,7 +19,7 @@ from tests.support.settings import latest
 from trainkit.cli import main
 from trainkit.config.schema import load_resolved
 from trainkit.errors import ConfigError, TrainkitError
-from trainkit.run import evaluator
+from trainkit.run.session import evaluator_main as evaluator
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ("recipe=null", "steps=1", "callbacks=[]", "logger=[]", "quiet=true", "model.hidden=[8]")
@@ -107,7 +107,7 @@ def test_a_module_beside_a_run_folder_is_not_imported_for_it(edited, monkeypatch
 
 
 def worker(run):
-    command = [sys.executable, "-m", "trainkit.run.worker", str(run / "resolved.yaml")]
+    command = [sys.executable, "-m", "trainkit.run.worker_main", str(run / "resolved.yaml")]
     known = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
     environ = {**known, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())])}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
@@ -164,7 +164,7 @@ ARGUMENTS = {
 def test_an_argument_runs_nothing(edited, verb):
     canary = edited("a module of torch's imports")
     recipe = [] if verb in ("resume", "top") else ["recipe=null"]
-    for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.environment.subprocess.getoutput"):
+    for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.folder.metadata.subprocess.getoutput"):
         line = [*ARGUMENTS[verb], *recipe, f"model._target_={target}", "+model.command=touch canary"]
         assert main([*line, "+model.cmd=touch canary"]) == 2
     assert not canary.exists()

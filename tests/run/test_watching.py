@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.run.failure import hanging
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Heartbeat
-from trainkit.run.limits import TimeLimits
-from trainkit.run.scheduling import ThreadTimes, children_of, thread_times, waited
-from trainkit.run.watching import Watch
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.cpu_times import ThreadTimes, children_of, thread_times, waited_s
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.supervisor.failure import hanging
 
 
 class Scene:
@@ -152,8 +152,8 @@ def test_an_endless_loop_that_gets_half_a_processor_is_found_in_twice_the_time(t
 
 def test_a_thread_that_ran_or_slept_has_not_waited() -> None:
     idle, ran = ThreadTimes(1.0, 2.0, ready=False), ThreadTimes(5.0, 2.0, ready=True)
-    assert waited({1: idle, 2: idle}, {1: idle, 2: ran, 3: ran}, 4.0) == 0.0
-    assert waited({1: idle}, {1: ThreadTimes(1.0, 3.5, ready=True)}, 4.0) == 1.5
+    assert waited_s({1: idle, 2: idle}, {1: idle, 2: ran, 3: ran}, 4.0) == 0.0
+    assert waited_s({1: idle}, {1: ThreadTimes(1.0, 3.5, ready=True)}, 4.0) == 1.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")

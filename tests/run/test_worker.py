@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.run.folder import RunFolder
+from trainkit.run.folder.run_folder import RunFolder
 
 FAKE = Path(__file__).with_name("fake_worker.py")
 
@@ -38,14 +38,14 @@ def test_a_bad_identity_is_a_config_error(tmp_path):
 
 
 def test_the_worker_says_how_it_is_called():
-    command = [sys.executable, "-m", "trainkit.run.worker"]
+    command = [sys.executable, "-m", "trainkit.run.worker_main"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
-    assert (done.returncode, done.stderr) == (2, "usage: python -m trainkit.run.worker RUN/resolved.yaml\n")
+    assert (done.returncode, done.stderr) == (2, "usage: python -m trainkit.run.worker_main RUN/resolved.yaml\n")
 
 
 @pytest.mark.parametrize("module", ["torch", "hydra", "omegaconf"])
 def test_the_shell_of_a_worker_imports_nothing_slow(module):
-    code = f"import sys, trainkit.run.worker; sys.exit({module!r} in sys.modules)"
+    code = f"import sys, trainkit.run.worker_main; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
 
 

@@ -10,41 +10,48 @@ import pytest
 
 from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.parameter_server.asynchronous import AsyncDesk
-from trainkit.strategies.parameter_server.desk import Desk, Errand, Merge
-from trainkit.strategies.parameter_server.policies import Policy, Staleness, Verdict
-from trainkit.strategies.parameter_server.record import Line, Part, Record, read_record
-from trainkit.strategies.parameter_server.replaying import ReplayDesk
-from trainkit.strategies.parameter_server.synchronous import SyncDesk
+from trainkit.strategies.parameter_server.coordinator.async_scheduler import AsyncScheduler
+from trainkit.strategies.parameter_server.coordinator.replay_scheduler import ReplayScheduler
+from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
+from trainkit.strategies.parameter_server.coordinator.staleness import Decision, Policy, Staleness
+from trainkit.strategies.parameter_server.coordinator.sync_scheduler import SyncScheduler
+from trainkit.strategies.parameter_server.coordinator.update_log import (
+    GradientRef,
+    UpdateLog,
+    UpdateRecord,
+    read_record,
+)
 
 PLAN = BatchPlan(num_samples=37, global_size=8, micro_size=2)  # steps of 8, 8, 8, 8 and 5 samples: 4 or 3 shards
 
 
-def asynchronous(workers: int = 2, policy: Policy = "accept", bound: int | None = None, warmup: int = 0) -> AsyncDesk:
-    desk = AsyncDesk(plan=PLAN, staleness=Staleness(policy=policy, bound=bound), warmup_steps=warmup)
+def asynchronous(
+    workers: int = 2, policy: Policy = "accept", bound: int | None = None, warmup: int = 0
+) -> AsyncScheduler:
+    desk = AsyncScheduler(plan=PLAN, staleness=Staleness(policy=policy, bound=bound), warmup_steps=warmup)
     return staffed(desk, workers)  # type: ignore[return-value]
 
 
-def synchronous(workers: int = 4, spares: int = 0, *, replaces: bool = False) -> SyncDesk:
-    return staffed(SyncDesk(plan=PLAN, spares=spares, replaces=replaces), workers)  # type: ignore[return-value]
+def synchronous(workers: int = 4, spares: int = 0, *, replaces: bool = False) -> SyncScheduler:
+    return staffed(SyncScheduler(plan=PLAN, spares=spares, replaces=replaces), workers)  # type: ignore[return-value]
 
 
-def staffed(desk: Desk, workers: int) -> Desk:
+def staffed(desk: WorkScheduler, workers: int) -> WorkScheduler:
     desk.recall({}, 0)
     for index in range(workers):
         desk.join(f"w{index}")
     return desk
 
 
-def taken(desk: Desk, worker: str) -> Errand:
+def taken(desk: WorkScheduler, worker: str) -> WorkItem:
     errand = desk.next(worker)
     assert errand is not None
     return errand
 
 
-def applied(desk: Desk, errand: Errand, read: int) -> Merge | None:
+def applied(desk: WorkScheduler, errand: WorkItem, read: int) -> PendingUpdate | None:
     desk.report(errand.number, read)
-    merge = desk.ready()
+    merge = desk.next_ready_update()
     if merge is not None:
         desk.merged(merge)
     return merge
@@ -53,17 +60,17 @@ def applied(desk: Desk, errand: Errand, read: int) -> Merge | None:
 @pytest.mark.parametrize(
     ("policy", "bound", "staleness", "expected"),
     [
-        ("accept", None, 7, Verdict()),
-        ("drop", 2, 2, Verdict()),
-        ("drop", 2, 3, Verdict(takes=False)),
-        ("scale", None, 3, Verdict(factor=0.25)),
-        ("lr", None, 3, Verdict(lr_divisor=3.0)),
-        ("lr", None, 0, Verdict(lr_divisor=1.0)),
-        ("bound", 1, 9, Verdict()),
+        ("accept", None, 7, Decision()),
+        ("drop", 2, 2, Decision()),
+        ("drop", 2, 3, Decision(takes=False)),
+        ("scale", None, 3, Decision(factor=0.25)),
+        ("lr", None, 3, Decision(lr_divisor=3.0)),
+        ("lr", None, 0, Decision(lr_divisor=1.0)),
+        ("bound", 1, 9, Decision()),
     ],
 )
-def test_each_policy_judges_by_staleness(policy: Policy, bound: int | None, staleness: int, expected: Verdict) -> None:
-    assert Staleness(policy=policy, bound=bound).judge(staleness) == expected
+def test_each_policy_judges_by_staleness(policy: Policy, bound: int | None, staleness: int, expected: Decision) -> None:
+    assert Staleness(policy=policy, bound=bound).decide(staleness) == expected
 
 
 def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
@@ -71,7 +78,7 @@ def test_a_dropped_gradient_is_computed_again_before_any_other_step() -> None:
     first, second = taken(desk, "w0"), taken(desk, "w1")
     assert applied(desk, second, 0) is not None
     assert applied(desk, first, 0) is None
-    assert [one.ticket.step for one in desk.thrown_away()] == [0]
+    assert [one.ticket.step for one in desk.pop_discarded()] == [0]
     assert taken(desk, "w0").ticket == Ticket(0, (0, 1, 2, 3))
     assert desk.late == {"w0": 1}
 
@@ -104,7 +111,7 @@ def test_in_the_warmup_one_gradient_at_a_time_is_computed() -> None:
 
 
 def test_steps_past_the_end_are_not_handed_out() -> None:
-    desk = AsyncDesk(plan=PLAN, staleness=Staleness(), until=2)
+    desk = AsyncScheduler(plan=PLAN, staleness=Staleness(), until=2)
     staffed(desk, 3)
     assert [taken(desk, worker).ticket.step for worker in ("w0", "w1")] == [0, 1]
     assert desk.next("w2") is None
@@ -145,7 +152,7 @@ def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result
     assert merge is not None
     assert merge.errands[0].worker == "w4"
     desk.report(errands[0].number, 0)
-    assert [one.number for one in desk.thrown_away()] == [errands[0].number]
+    assert [one.number for one in desk.pop_discarded()] == [errands[0].number]
     assert desk.late == {"w0": 1}
 
 
@@ -170,11 +177,11 @@ def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_
     assert [one.ticket for one in merge.errands] == [Ticket(0, (1,)), Ticket(0, (2,)), Ticket(0, (3,)), Ticket(1, (0,))]
     assert taken(desk, "w1").ticket == Ticket(0, (0,))
     desk.report(errands[0].number, 0)
-    assert [one.worker for one in desk.thrown_away()] == ["w0"]
+    assert [one.worker for one in desk.pop_discarded()] == ["w0"]
 
 
 def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
-    desk = staffed(SyncDesk(plan=PLAN, width=3), 2)
+    desk = staffed(SyncScheduler(plan=PLAN, width=3), 2)
     first, second = taken(desk, "w0"), taken(desk, "w1")
     assert (first.ticket, second.ticket) == (Ticket(0, (0, 1, 2)), Ticket(0, (3,)))
     assert applied(desk, second, 0) is None
@@ -187,9 +194,9 @@ def test_an_overflowed_step_is_handed_out_again() -> None:
     desk = synchronous(4)
     for index in range(4):
         desk.report(taken(desk, f"w{index}").number, 0)
-    merge = desk.ready()
+    merge = desk.next_ready_update()
     assert merge is not None
-    desk.again(merge)
+    desk.requeue_after_overflow(merge)
     assert [taken(desk, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.errands]
     assert desk.version == 0
 
@@ -200,18 +207,18 @@ def test_the_shard_of_a_worker_that_is_gone_is_handed_out_again() -> None:
     assert desk.leave("w0") == (lost,)
     assert taken(desk, "w1").ticket == lost.ticket
     desk.report(lost.number, 0)
-    assert desk.ready() is None
+    assert desk.next_ready_update() is None
 
 
 class Trial:
     """Workers at random speeds, some dying, some slow; what every update was made of."""
 
-    def __init__(self, desk: Desk, seed: int, num_workers: int) -> None:
+    def __init__(self, desk: WorkScheduler, seed: int, num_workers: int) -> None:
         self.desk, self.random = desk, Random(seed)
         self.names = [f"w{index}" for index in range(num_workers)]
-        self.busy: dict[str, Errand] = {}
+        self.busy: dict[str, WorkItem] = {}
         self.reads: dict[int, int] = {}
-        self.made: list[Merge] = []
+        self.made: list[PendingUpdate] = []
 
     def run(self, updates: int) -> None:
         for name in self.names:
@@ -226,32 +233,32 @@ class Trial:
                 self.reads[errand.number] = self.desk.version
                 self.desk.pulled(errand.number)
         name = self.random.choice(sorted(self.busy))
-        if self.random.random() < 0.05 and not isinstance(self.desk, ReplayDesk):
+        if self.random.random() < 0.05 and not isinstance(self.desk, ReplayScheduler):
             self.desk.leave(name)
             self.busy.pop(name)
             self.desk.join(name)
         elif name not in self.names[:2] or self.random.random() < 0.2:  # two are slow
             errand = self.busy.pop(name)
             self.desk.report(errand.number, self.reads[errand.number])
-        while (merge := self.desk.ready()) is not None:
+        while (merge := self.desk.next_ready_update()) is not None:
             self.desk.merged(merge)
             self.made.append(merge)
 
 
-def used(made: list[Merge]) -> Counter[tuple[int, int]]:
+def used(made: list[PendingUpdate]) -> Counter[tuple[int, int]]:
     return Counter((one.ticket.step, shard) for merge in made for one in merge.errands for shard in one.ticket.shards)
 
 
-DESKS: dict[str, Callable[[], Desk]] = {
-    "async": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(), until=20),
-    "drop": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(policy="drop", bound=2), until=20),
-    "bound": lambda: AsyncDesk(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),
-    "sync": lambda: SyncDesk(plan=PLAN, until=20),
-    "duplicate": lambda: SyncDesk(plan=PLAN, spares=2, until=20),
-    "wide": lambda: SyncDesk(plan=PLAN, width=3, until=20),
-    "wide duplicate": lambda: SyncDesk(plan=PLAN, width=2, spares=2, until=20),
-    "replace-1": lambda: SyncDesk(plan=PLAN, spares=1, replaces=True, until=20),
-    "replace-2": lambda: SyncDesk(plan=PLAN, spares=2, replaces=True, until=20),
+DESKS: dict[str, Callable[[], WorkScheduler]] = {
+    "async": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(), until=20),
+    "drop": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(policy="drop", bound=2), until=20),
+    "bound": lambda: AsyncScheduler(plan=PLAN, staleness=Staleness(policy="bound", bound=1), until=20),
+    "sync": lambda: SyncScheduler(plan=PLAN, until=20),
+    "duplicate": lambda: SyncScheduler(plan=PLAN, spares=2, until=20),
+    "wide": lambda: SyncScheduler(plan=PLAN, width=3, until=20),
+    "wide duplicate": lambda: SyncScheduler(plan=PLAN, width=2, spares=2, until=20),
+    "replace-1": lambda: SyncScheduler(plan=PLAN, spares=1, replaces=True, until=20),
+    "replace-2": lambda: SyncScheduler(plan=PLAN, spares=2, replaces=True, until=20),
 }
 
 
@@ -300,13 +307,13 @@ def test_equal_workers_are_as_stale_as_there_are_others() -> None:
 def test_a_record_is_read_as_it_was_written_and_cut_where_a_checkpoint_is_continued(tmp_path: Path) -> None:
     trial = Trial(DESKS["async"](), 3, 3)
     trial.run(6)
-    record = Record(tmp_path / "updates.jsonl", 0)
+    record = UpdateLog(tmp_path / "updates.jsonl", 0)
     for merge in trial.made:
         record.note(merge)
     record.close()
     lines = list(read_record(tmp_path / "updates.jsonl"))
-    assert lines == [Line.of(merge) for merge in trial.made]
-    Record(tmp_path / "updates.jsonl", 4).close()
+    assert lines == [UpdateRecord.of(merge) for merge in trial.made]
+    UpdateLog(tmp_path / "updates.jsonl", 4).close()
     assert list(read_record(tmp_path / "updates.jsonl")) == lines[:4]
 
 
@@ -322,21 +329,24 @@ def test_a_damaged_record_is_named_with_its_line(tmp_path: Path) -> None:
 def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: str, workers: int) -> None:
     recorded = Trial(DESKS[kind](), 4, 4)
     recorded.run(20)
-    script = [Line.of(merge) for merge in recorded.made]
-    desk = ReplayDesk(script=script, staleness=Staleness(), until=20)
+    script = [UpdateRecord.of(merge) for merge in recorded.made]
+    desk = ReplayScheduler(script=script, staleness=Staleness(), until=20)
     desk.recall({}, 0)
     replayed = Trial(desk, 5, workers)
     replayed.run(20)
 
-    def told(made: list[Merge]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
+    def told(made: list[PendingUpdate]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
         return [(tuple(one.ticket for one in merge.errands), merge.reads) for merge in made]
 
     assert told(replayed.made) == told(recorded.made)
 
 
 def test_a_replay_says_when_it_cannot_go_on() -> None:
-    line = Line(0, (Part(Ticket(0, (0,)), 0, "w0"),)), Line(1, (Part(Ticket(1, (0,)), 0, "w1"),))
-    desk = ReplayDesk(script=line, staleness=Staleness(), until=3)
+    line = (
+        UpdateRecord(0, (GradientRef(Ticket(0, (0,)), 0, "w0"),)),
+        UpdateRecord(1, (GradientRef(Ticket(1, (0,)), 0, "w1"),)),
+    )
+    desk = ReplayScheduler(script=line, staleness=Staleness(), until=3)
     with pytest.raises(TrainingError, match=r"cannot go on from step 1: update 1 .* computed at version 0"):
         desk.recall({}, 1)
     desk.recall({}, 0)

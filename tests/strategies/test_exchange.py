@@ -14,8 +14,8 @@ from tests.contract.stepping import Case, run_rank
 from tests.support import zoo
 from tests.support.pool import Place, Pool
 from trainkit.errors import TrainingError
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers import BackendReducer
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
 PARAMETERS = sum(p.numel() for p in zoo.Net().parameters())
@@ -73,7 +73,7 @@ def events_of_two_shards(place: Place) -> list[str]:
     events: list[str] = []
     model, reducer = _Recorded(events), BackendReducer(bucket_mb=1e-6)
     params = list(model.parameters())
-    packing = Packing([p.shape for p in params], torch.float32, CPU)
+    packing = FlatBuffer([p.shape for p in params], torch.float32, CPU)
     launch = reducer._launch
     reducer._launch = lambda bucket: (events.append(f"exchange from {bucket.first}"), launch(bucket))[1]
 
@@ -117,7 +117,7 @@ def reentrant(place: Place) -> str:
         last(hidden).sum().backward()
         yield 0, [p.grad for p in params]
 
-    packing = Packing([p.shape for p in params], torch.float32, CPU)
+    packing = FlatBuffer([p.shape for p in params], torch.float32, CPU)
     with pytest.raises(TrainingError) as caught:
         reducer.reduce(partials(), num_shards=2, packing=packing)
     reducer.close()

@@ -82,7 +82,12 @@ def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(ranks: Ranks,
 
 def test_a_call_of_user_code_is_none_of_trainkits(ranks: Ranks) -> None:
     ranks[0].record(WORLD, "all_reduce", torch.ones(5))
-    ours = {"__name__": "trainkit.strategies.collective", "rank": ranks[1], "group": WORLD, "ones": torch.ones(5)}
+    ours = {
+        "__name__": "trainkit.strategies.groups.collective",
+        "rank": ranks[1],
+        "group": WORLD,
+        "ones": torch.ones(5),
+    }
     with pytest.raises(CollectiveMismatchError):
         exec("rank.record(group, 'all_reduce', ones)", ours)
 

@@ -10,13 +10,13 @@ from torch import nn
 
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.fsdp import Fsdp
-from trainkit.strategies.sharded.elementwise import is_elementwise
-from trainkit.strategies.sharded.units import blocks_of_model, modules_above, without_shared
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.fsdp.sharded.elementwise import is_elementwise
+from trainkit.strategies.fsdp.sharded.wrap_policy import blocks_of_model, modules_above, without_shared
+from trainkit.strategies.fsdp.strategy import Fsdp
 
-CPU = Facts()
-GPUS = Facts(num_gpus=4)
+CPU = PlanContext()
+GPUS = PlanContext(num_gpus=4)
 
 
 def gpt(*, num_layers: int = 2) -> nn.Module:
@@ -24,7 +24,7 @@ def gpt(*, num_layers: int = 2) -> nn.Module:
         return Gpt(vocab_size=11, context=4, num_layers=num_layers, num_heads=2, width=8)
 
 
-def refusals(facts: Facts = CPU, model: nn.Module | None = None, **settings: Any) -> list[str]:
+def refusals(facts: PlanContext = CPU, model: nn.Module | None = None, **settings: Any) -> list[str]:
     strategy = Fsdp(**settings)
     return [str(problem) for problem in strategy.problems(facts) or strategy.problems_with(model or gpt(), facts)]
 
@@ -61,7 +61,7 @@ def test_offload_is_for_gpus() -> None:
 
 
 def test_a_fixed_order_of_summation_is_refused() -> None:
-    assert refusals(Facts(numerics=Numerics(reproducible=True)), replicas=16) == [
+    assert refusals(PlanContext(numerics=Numerics(reproducible=True)), replicas=16) == [
         (
             "numerics.reproducible=true: is not kept where gradients are summed part by part. Use strategy=mirrored, "
             "or leave it out."
@@ -78,7 +78,7 @@ class Halving(torch.optim.SGD):
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Halving])
 def test_an_optimizer_that_looks_at_whole_parameters_is_refused(kind: type) -> None:
     name = kind.__name__
-    assert refusals(Facts(optimizer=kind)) == [
+    assert refusals(PlanContext(optimizer=kind)) == [
         (
             f"optimizer._target_={kind.__module__}.{name}: {name} looks at whole parameters, and here a rank has parts "
             "of them. Use an elementwise optimizer (torch.optim.AdamW), or strategy=mirrored."

@@ -8,21 +8,21 @@ from torch import Tensor, nn
 
 from tests.support import zoo
 from tests.support.pool import Place, Pool
-from trainkit.numerics.deferred import build_deferred, initial_values
-from trainkit.strategies.collective import GroupCollective, broadcast_values
-from trainkit.strategies.layouts import in_layout, make_dense
-from trainkit.strategies.optimizer import Stepper
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.parameter_server.shares import Shares
-from trainkit.strategies.parameter_server.variables import variables_of
-from trainkit.strategies.pipeline.holding import Kept
+from trainkit.numerics.deferred import build_deferred, lazy_init_values
+from trainkit.strategies.core.optimizer import OptimizerStepper
+from trainkit.strategies.groups.collective import GroupCollective, broadcast_values
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
+from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.pipeline.stage_params import StageParams
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import in_layout, make_dense
 
 CPU = torch.device("cpu")
 
 
 def test_views_of_a_vector_have_the_strides_of_their_parameters() -> None:
     params = [*zoo.channels_last().parameters(), *zoo.transposed().parameters()]
-    packing = Packing.like(params, torch.float64, CPU)
+    packing = FlatBuffer.like(params, torch.float64, CPU)
     flat = packing.pack(params)
     assert [view.stride() for view in packing.views(flat)] == [param.stride() for param in params]
     for view, param in zip(packing.views(flat), params, strict=True):
@@ -36,7 +36,7 @@ def test_a_contiguous_gradient_reaches_the_elements_of_a_transposed_parameter(
     gradient = torch.arange(-17.0, 18.0).reshape(5, 7)
     ends = []
     for param in (nn.Parameter(torch.ones(5, 7)), nn.Parameter(torch.ones(7, 5).t())):
-        stepper = Stepper(kind([param], lr=0.1, weight_decay=0.1, fused=True), [param])  # type: ignore[call-arg]
+        stepper = OptimizerStepper(kind([param], lr=0.1, weight_decay=0.1, fused=True), [param])  # type: ignore[call-arg]
         for step in range(3):  # the first by torch's own step, the others by the kernel
             stepper.step([gradient * (step + 1)], 1.0)
         assert stepper._kernels is not None
@@ -47,10 +47,10 @@ def test_a_contiguous_gradient_reaches_the_elements_of_a_transposed_parameter(
 def test_no_kernel_is_called_directly_while_a_slot_has_other_strides() -> None:
     param = nn.Parameter(torch.ones(7, 5).t())
     optimizer = torch.optim.AdamW([param], fused=True)
-    stepper = Stepper(optimizer, [param])
+    stepper = OptimizerStepper(optimizer, [param])
     stepper.step([torch.ones(5, 7)], 1.0)
     optimizer.state[param]["exp_avg"] = torch.zeros(5, 7)
-    stepper.forget()
+    stepper.invalidate_cache()
     stepper._find_kernels([torch.ones(5, 7)])
     assert (stepper._kernels, optimizer.param_groups[0]["fused"]) == (None, False)
 
@@ -75,10 +75,10 @@ def test_what_does_not_lie_in_a_row_of_memory_is_copied_and_nothing_else() -> No
 @pytest.mark.parametrize("build", [zoo.channels_last, zoo.transposed])
 def test_a_deferred_model_has_the_strides_of_one_built_whole(build: object) -> None:
     whole, deferred = build(), build_deferred(build)  # type: ignore[operator, arg-type]
-    values = initial_values(deferred)
+    values = lazy_init_values(deferred)
     assert values is not None
     names = frozenset(name for name, _ in whole.named_parameters())
-    Kept(device=CPU, names=names).release(deferred, values)
+    StageParams(device=CPU, names=names).release(deferred, values)
     for (name, param), kept in zip(whole.named_parameters(), deferred.parameters(), strict=True):
         assert (name, kept.stride()) == (name, param.stride())
         assert torch.equal(kept, param)
@@ -86,9 +86,9 @@ def test_a_deferred_model_has_the_strides_of_one_built_whole(build: object) -> N
 
 def test_rows_of_a_transposed_variable_cannot_be_cut_without_a_bit_changing() -> None:
     model = nn.Linear(16, 64, bias=False)
-    whole = Shares(variables_of(model, torch.float32), 2)
+    whole = VariableShards(variables_of(model, torch.float32), 2)
     model.weight = nn.Parameter(torch.ones(16, 64).t())
-    cut = Shares(variables_of(model, torch.float32), 2)
+    cut = VariableShards(variables_of(model, torch.float32), 2)
     assert (whole.roughly_split, cut.roughly_split) == ((), ("weight",))
     assert [pieces[0].strides for pieces in cut.pieces] == [(1, 32), (1, 32)]
 

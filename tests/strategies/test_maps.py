@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
-from trainkit.strategies.base import Facts
-from trainkit.strategies.device_map import DeviceMap
-from trainkit.strategies.maps.activations import activation_bytes
-from trainkit.strategies.maps.balance import balanced
-from trainkit.strategies.maps.fitting import model_bytes, unit_bytes
-from trainkit.strategies.maps.placing import Layout
-from trainkit.strategies.maps.syntax import assign, collapsed
-from trainkit.strategies.maps.units import units_of
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.device_map.strategy import DeviceMap
+from trainkit.strategies.partition.activations import activation_bytes
+from trainkit.strategies.partition.balance import balanced
+from trainkit.strategies.partition.blocks import blocks_of
+from trainkit.strategies.partition.device_layout import DeviceLayout
+from trainkit.strategies.partition.solver import model_bytes, unit_bytes
+from trainkit.strategies.partition.syntax import assign, collapsed
 
-FACTS = Facts(num_gpus=4)
+FACTS = PlanContext(num_gpus=4)
 BLOCK_BYTES = 8 * (12 * 8 * 8 + 2 * 8)  # parameters and gradients of a block of width 8
 
 
@@ -38,7 +38,7 @@ def refusals(given: Any, model: nn.Module | None = None, **settings: Any) -> lis
     return [str(problem) for problem in strategy.problems(FACTS) or strategy.problems_with(model or gpt(), FACTS)]
 
 
-def devices(strategy: DeviceMap, model: nn.Module, facts: Facts = FACTS) -> list[tuple[str, str]]:
+def devices(strategy: DeviceMap, model: nn.Module, facts: PlanContext = FACTS) -> list[tuple[str, str]]:
     assert strategy.problems(facts) + strategy.problems_with(model, facts) == []
     return [(part.modules, part.device) for part in strategy.parts(model, facts)]
 
@@ -151,8 +151,10 @@ def test_what_does_not_fit_is_refused_with_the_sizes() -> None:
 
 def test_processes_that_have_nothing_to_do_are_refused() -> None:
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
-    launch = Launch(kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("h", 1))
-    assert [str(problem) for problem in DeviceMap().problems(Facts(launch=launch))] == [
+    launch = LaunchEnvironment(
+        kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("h", 1)
+    )
+    assert [str(problem) for problem in DeviceMap().problems(PlanContext(launch=launch))] == [
         (
             "strategy=device_map: torchrun started 2 processes, and a device map has work for one. "
             "Use strategy=multi_worker_mirrored."
@@ -161,7 +163,7 @@ def test_processes_that_have_nothing_to_do_are_refused() -> None:
 
 
 def test_auto_balances_bytes_and_keeps_tied_weights_together() -> None:
-    assert devices(DeviceMap(), gpt(tied=False), Facts(num_gpus=2)) == [
+    assert devices(DeviceMap(), gpt(tied=False), PlanContext(num_gpus=2)) == [
         ("embed, blocks.0-1", "cuda:0"),
         ("blocks.2-3, head", "cuda:1"),
     ]
@@ -170,7 +172,7 @@ def test_auto_balances_bytes_and_keeps_tied_weights_together() -> None:
         ("blocks.2-3", "cuda:1"),
         ("head", "cuda:3"),
     ]
-    assert devices(DeviceMap(), gpt(), Facts()) == [("embed, blocks.0-3, head", "cpu")]
+    assert devices(DeviceMap(), gpt(), PlanContext()) == [("embed, blocks.0-3, head", "cpu")]
 
 
 def test_auto_keeps_to_the_memory_of_each_device() -> None:
@@ -190,7 +192,7 @@ def test_a_layer_list_inside_a_top_level_child_is_cut_and_what_is_left_stays_tog
     inner.wte, inner.h, inner.norm = nn.Embedding(3, 2), nn.ModuleList([nn.Linear(2, 2)] * 1), nn.LayerNorm(2)
     model = nn.Module()
     model.transformer, model.head = inner, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    units = units_of(model)
+    units = blocks_of(model)
     assert [unit.name for unit in units] == ["transformer", "transformer.h.0", "head.0", "head.1"]
     assert [name for name, _ in units[0].tensors()] == [
         "transformer.wte.weight",
@@ -207,7 +209,7 @@ def test_what_the_model_itself_owns_is_placed_by_its_name() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     model.register_parameter("scale", nn.Parameter(torch.ones(2)))
     model.register_buffer("mean", torch.ones(2))
-    units = units_of(model)
+    units = blocks_of(model)
     assert [[name for name, _ in unit.tensors()] for unit in units] == [["scale"], ["mean"], ["0.weight", "0.bias"]]
     assert assign(model, units, {"scale": 0, "rest": 1}, key="m").places == (0, 1, 1)
 
@@ -217,9 +219,9 @@ def test_bytes_are_those_of_what_is_trained_and_tied_weights_count_once() -> Non
 
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(1, affine=False), nn.Linear(3, 3, bias=False))
     model[2].weight = model[0].weight
-    assert unit_bytes(units_of(model), model_bytes(Precision())) == [9 * 8, 2 * 4 + 8, 0]
+    assert unit_bytes(blocks_of(model), model_bytes(Precision())) == [9 * 8, 2 * 4 + 8, 0]
     model[0].weight.requires_grad = False
-    assert unit_bytes(units_of(model), model_bytes(Precision(value="fp64")))[0] == 9 * 8
+    assert unit_bytes(blocks_of(model), model_bytes(Precision(value="fp64")))[0] == 9 * 8
 
 
 def test_names_that_count_up_are_shown_as_a_range() -> None:
@@ -250,7 +252,7 @@ class Caller(nn.Module):
 def test_activations_are_brought_to_each_block_however_deep_they_lie() -> None:
     model = Caller()
     model.second.to("meta")
-    layout = Layout(units=units_of(model), devices_by_unit=("cpu", "meta"), routed=True)
+    layout = DeviceLayout(units=blocks_of(model), devices_by_unit=("cpu", "meta"), routed=True)
     layout.move(model)
     assert [param.device.type for param in model.parameters()] == ["cpu", "meta"]
     tensor, number = model(torch.ones(2))["both"]
@@ -263,7 +265,7 @@ def test_activations_are_those_that_each_block_keeps_for_backward() -> None:
     model = nn.Sequential(nn.Linear(6, 100), nn.Tanh(), nn.Linear(100, 3, bias=False))
     shard = torch.empty(10, 6, device="meta")
     found = [
-        activation_bytes(model, units_of(model), lambda run: run(shard).sum(), Precision(value=value))
+        activation_bytes(model, blocks_of(model), lambda run: run(shard).sum(), Precision(value=value))
         for value in ("fp32", "fp64")
     ]
     # the inputs of the first; what tanh gave, which is the input of the last as well
@@ -275,7 +277,7 @@ def test_a_model_that_looks_at_numbers_has_no_known_activations() -> None:
     from trainkit.numerics.precision import Precision
 
     model, shard = nn.Sequential(nn.Linear(2, 2)), torch.empty(1, 2, device="meta")
-    assert activation_bytes(model, units_of(model), lambda run: run(shard).sum().item(), Precision()) is None
+    assert activation_bytes(model, blocks_of(model), lambda run: run(shard).sum().item(), Precision()) is None
 
 
 def test_auto_weighs_the_activations_of_a_shard() -> None:
@@ -283,8 +285,8 @@ def test_auto_weighs_the_activations_of_a_shard() -> None:
 
     narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
-    alone, shard = Facts(num_gpus=2), {"objective": Classification(), "sample": (torch.zeros(8), 1)}
-    known = Facts(num_gpus=2, micro_size=4096, **shard)
+    alone, shard = PlanContext(num_gpus=2), {"objective": Classification(), "sample": (torch.zeros(8), 1)}
+    known = PlanContext(num_gpus=2, micro_size=4096, **shard)
     places = [DeviceMap().decided(lambda: model, facts).map for facts in (alone, known)]
     assert [sum(device == "cuda:0" for device in one.values()) for one in places] == [1, 2]
     assert [part.modules for part in DeviceMap().parts(model, known)] == ["0-1", "2-5"]

@@ -1,7 +1,7 @@
 """Axes are multiplied in one place."""
 
 from trainkit.errors import Problem
-from trainkit.strategies.mesh import Axes
+from trainkit.strategies.groups.mesh import Axes
 
 
 def test_ranks_of_the_last_axis_are_neighbours() -> None:

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from trainkit.strategies.optimizer import Stepper
+from trainkit.strategies.core.optimizer import OptimizerStepper
 
 
 def stepped(make, grads_of_steps, *, through_stepper):
     """Two parameters after some steps; None leaves a parameter out of a step."""
     params = [nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(2)]
     optimizer = make(params)
-    stepper = Stepper(optimizer, params)
+    stepper = OptimizerStepper(optimizer, params)
     for grads in grads_of_steps:
         given = [None if value is None else torch.full((3,), value) for value in grads]
         if through_stepper:

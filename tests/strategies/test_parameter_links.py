@@ -16,8 +16,8 @@ import torch
 from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
 from tests.support.serving import TOKEN, Farm, serving
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.parameter_server.greeting import Listener, connect
-from trainkit.strategies.parameter_server.links import Link
+from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener, connect
+from trainkit.strategies.parameter_server.wire.transport import Connection
 
 HEAD = struct.Struct("!4s16sIQ")
 
@@ -27,13 +27,13 @@ def ends():
     """Two links that talk to each other."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         first, second = socket.create_connection(server.getsockname()), server.accept()[0]
-    links = [Link(first, peer="b", timeout_s=0.3), Link(second, peer="a", timeout_s=0.3)]
+    links = [Connection(first, peer="b", timeout_s=0.3), Connection(second, peer="a", timeout_s=0.3)]
     yield links
     for link in links:
         link.close()
 
 
-def test_numbers_arrive_in_the_tensors_that_wait_for_them(ends: list[Link]) -> None:
+def test_numbers_arrive_in_the_tensors_that_wait_for_them(ends: list[Connection]) -> None:
     tensors = [torch.randn(3, 5), torch.tensor(7), torch.randn(4).bfloat16(), torch.randn(6, 4)[:, ::2], torch.empty(0)]
     ends[0].send("push", {"key": "a"}, tensors)
     frame = ends[1].receive()
@@ -43,7 +43,7 @@ def test_numbers_arrive_in_the_tensors_that_wait_for_them(ends: list[Link]) -> N
     assert all(torch.equal(one, other) for one, other in zip(tensors, into, strict=True))
 
 
-def test_more_numbers_than_expected_end_the_connection(ends: list[Link]) -> None:
+def test_more_numbers_than_expected_end_the_connection(ends: list[Connection]) -> None:
     ends[0].send("push", {}, [torch.zeros(4)])
     ends[1].receive()
     with pytest.raises(LinkError, match="a sent 16 bytes where 8 were expected"):
@@ -52,20 +52,20 @@ def test_more_numbers_than_expected_end_the_connection(ends: list[Link]) -> None
         ends[0].receive()
 
 
-def test_numbers_that_nobody_reads_end_the_connection(ends: list[Link]) -> None:
+def test_numbers_that_nobody_reads_end_the_connection(ends: list[Connection]) -> None:
     ends[0].send("pull", {}, [torch.zeros(4)])
     ends[1].receive()
     with pytest.raises(LinkError, match="a sent 16 bytes that nothing was expected to follow"):
         ends[1].receive()
 
 
-def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Link]) -> None:
+def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Connection]) -> None:
     ends[0]._connection.sendall(HEAD.pack(b"tkl1", b"pull", 100, 0) + b"{")
     with pytest.raises(LinkError, match=r"a says nothing: 0\.3 s"):
         ends[1].receive()
 
 
-def test_sending_leaves_the_patience_of_who_waits_alone(ends: list[Link]) -> None:
+def test_sending_leaves_the_patience_of_who_waits_alone(ends: list[Connection]) -> None:
     patience = ends[0]._connection.gettimeout()
     ends[0].send("order")
     assert ends[0]._connection.gettimeout() == patience
@@ -81,13 +81,13 @@ def test_who_pulls_when_the_run_ends_finds_the_connection_closed() -> None:
     worker.close()
 
 
-def test_text_that_is_too_long_is_not_sent(ends: list[Link]) -> None:
+def test_text_that_is_too_long_is_not_sent(ends: list[Connection]) -> None:
     with pytest.raises(ValueError, match="push: 70008 bytes of text, and a frame takes 65536"):
         ends[0].send("push", {"a": "x" * 70_000})
 
 
 def test_a_client_learns_that_the_other_end_holds_another_token_and_tells_it_nothing() -> None:
-    with Listener("ps:0", token=b"one") as listener:
+    with AuthenticatedListener("ps:0", token=b"one") as listener:
         listener.serve(lambda link: None)
         with pytest.raises(LinkError, match="ps:0 does not know the token of this run"):
             connect(listener.address, token=b"two", name="worker:1", peer="ps:0", timeout_s=3)

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.tasks import Task
-from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.parameter_server import ParameterServer
-from trainkit.strategies.parameter_server.policies import Staleness, told_staleness
+from trainkit.strategies.parameter_server.coordinator.staleness import Staleness, staleness_summary
 
-REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
+REPRODUCIBLE = PlanContext(numerics=Numerics(reproducible=True))
 
 
 @pytest.mark.parametrize(
@@ -20,12 +20,12 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
     [
         (
             ParameterServer(workers=2, spare_replicas=2),
-            Facts(),
+            PlanContext(),
             "strategy.spare_replicas=2: spares are among strategy.workers=2, and someone must compute. Use 1 or less.",
         ),
         (
             ParameterServer(spare_mode="replace"),
-            Facts(),
+            PlanContext(),
             "strategy.spare_mode=replace: has no effect without strategy.spare_replicas. Leave it out.",
         ),
         (
@@ -38,7 +38,7 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(staleness=Staleness(policy="scale")),
-            Facts(),
+            PlanContext(),
             (
                 "strategy.staleness.policy=scale: has no effect with strategy.mode=sync: no gradient is stale there. "
                 "Leave it out."
@@ -46,12 +46,12 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(warmup_steps=3),
-            Facts(),
+            PlanContext(),
             "strategy.warmup_steps=3: has no effect with strategy.mode=sync: no gradient is stale there. Leave it out.",
         ),
         (
             ParameterServer(mode="async", workers=3, spare_replicas=1),
-            Facts(),
+            PlanContext(),
             (
                 "strategy.spare_replicas=1: has no effect with strategy.mode=async: no step waits for all its "
                 "gradients there. Leave it out."
@@ -59,7 +59,7 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(mode="async", spare_mode="replace"),
-            Facts(),
+            PlanContext(),
             (
                 "strategy.spare_mode=replace: has no effect with strategy.mode=async: no step waits for all its "
                 "gradients there. Leave it out."
@@ -75,7 +75,7 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(mode="async"),
-            Facts(precision="fp16_mixed"),
+            PlanContext(precision="fp16_mixed"),
             (
                 "precision=fp16_mixed: has one loss scale, and gradients under way were computed at several. Use "
                 "precision=bf16_mixed."
@@ -83,12 +83,12 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(mode="async", staleness=Staleness(policy="drop")),
-            Facts(),
+            PlanContext(),
             "strategy.staleness.bound=null: is needed by strategy.staleness.policy=drop. Give a number of updates.",
         ),
         (
             ParameterServer(mode="async", staleness=Staleness(policy="lr", bound=3)),
-            Facts(),
+            PlanContext(),
             (
                 "strategy.staleness.bound=3: has no effect with strategy.staleness.policy=lr. Use drop or bound, or "
                 "leave it out."
@@ -104,12 +104,12 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(devices_per_worker=3),
-            Facts(num_gpus=2),
+            PlanContext(num_gpus=2),
             "strategy.devices_per_worker=3: and this host has 2 GPUs. Use that many, or fewer.",
         ),
         (
             ParameterServer(workers=3, devices_per_worker=2, spare_replicas=1, spare_mode="replace"),
-            Facts(),
+            PlanContext(),
             (
                 "strategy.devices_per_worker=2: with strategy.spare_mode=replace, an update is made of single shards. "
                 "Use duplicate, or 1."
@@ -117,24 +117,24 @@ REPRODUCIBLE = Facts(numerics=Numerics(reproducible=True))
         ),
         (
             ParameterServer(replay="nowhere"),
-            Facts(),
+            PlanContext(),
             "strategy.replay=nowhere: holds no updates.jsonl. Give the folder of a run with strategy=parameter_server.",
         ),
     ],
 )
 def test_what_cannot_be_is_said_before_anything_starts(
-    strategy: ParameterServer, facts: Facts, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    strategy: ParameterServer, facts: PlanContext, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert [str(problem) for problem in strategy.problems(facts)] == [expected]
 
 
-def launch(*roles: str) -> Facts:
+def launch(*roles: str) -> PlanContext:
     tasks = tuple(Task(role=role, index=roles[:rank].count(role), rank=rank) for rank, role in enumerate(roles))
-    made = Launch(
+    made = LaunchEnvironment(
         kind="a cluster spec", tasks=tasks, rank=0, local_rank=0, num_local=1, num_hosts=4, store=("10.0.0.1", 29400)
     )
-    return Facts(launch=made)
+    return PlanContext(launch=made)
 
 
 def test_a_launch_decides_how_many_tasks_there_are() -> None:
@@ -148,10 +148,10 @@ def test_a_launch_decides_how_many_tasks_there_are() -> None:
 
 
 def test_a_launch_without_roles_is_refused() -> None:
-    made = Launch(
+    made = LaunchEnvironment(
         kind="torchrun", tasks=workers(2), rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
     )
-    (problem,) = ParameterServer().problems(Facts(launch=made))
+    (problem,) = ParameterServer().problems(PlanContext(launch=made))
     assert str(problem) == (
         "strategy=parameter_server: torchrun started no task of the role chief nor ps. Name them all: cluster=spec "
         "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG."
@@ -160,7 +160,7 @@ def test_a_launch_without_roles_is_refused() -> None:
 
 def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:
     strategy = ParameterServer(workers=2, evaluator=True)
-    tasks = strategy.tasks(Facts(num_gpus=2))
+    tasks = strategy.tasks(PlanContext(num_gpus=2))
     assert [task.role for task in tasks if strategy.trains(task)] == ["chief"]
     assert [task.role for task in tasks if strategy.replaces(task)] == ["worker"]
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cpu", "cpu"]
@@ -168,8 +168,8 @@ def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:
 
 def test_workers_of_several_devices_take_the_gpus_in_turn() -> None:
     strategy = ParameterServer(workers=3, devices_per_worker=2)
-    assert [task.device for task in strategy.tasks(Facts(num_gpus=4))] == ["cuda:0", "cuda:2", "cuda:0", "cpu"]
-    assert (strategy.num_replicas(Facts()), replace(strategy, mode="async").num_replicas(Facts())) == (6, 2)
+    assert [task.device for task in strategy.tasks(PlanContext(num_gpus=4))] == ["cuda:0", "cuda:2", "cuda:0", "cpu"]
+    assert (strategy.num_replicas(PlanContext()), replace(strategy, mode="async").num_replicas(PlanContext())) == (6, 2)
     assert [strategy.num_slots(num_gpus) for num_gpus in (0, 4, 8)] == [7, 4, 6]
 
 
@@ -183,15 +183,15 @@ def test_it_says_when_it_is_another_training() -> None:
 
 
 def test_the_staleness_of_a_run_is_told_by_mean_and_95th_percentile() -> None:
-    assert told_staleness({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
+    assert staleness_summary({0: 5, 3: 90, 9: 5}) == {"mean": 3.15, "p95": 3, "counts": {"0": 5, "3": 90, "9": 5}}
 
 
 def test_rows_that_are_looked_up_when_they_are_needed_cannot_be_replayed() -> None:
     model = nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2))
     strategy = ParameterServer(mode="async", replay="run")
-    (problem,) = strategy.problems_with(model, Facts())
+    (problem,) = strategy.problems_with(model, PlanContext())
     assert str(problem) == (
         "strategy.replay=run: cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave "
         "it out."
     )
-    assert replace(strategy, mode="sync").problems_with(model, Facts()) == []
+    assert replace(strategy, mode="sync").problems_with(model, PlanContext()) == []

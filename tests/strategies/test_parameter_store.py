@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from tests.support.serving import TOKEN, serving, state_of
 from trainkit.errors import CheckpointError, TrainingError
 from trainkit.numerics.batch import lane_order
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.optimizer import Stepper, optimizer_state
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.held import Held
-from trainkit.strategies.parameter_server.shares import Shares, split_problems
-from trainkit.strategies.parameter_server.staging import lane_sum
-from trainkit.strategies.parameter_server.variables import Variable, tensors_of, variables_of
-from trainkit.strategies.reducers.lanes import LaneReducer
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
+from trainkit.strategies.parameter_server.server.shard import ServerShard
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
+from trainkit.strategies.parameter_server.wire.variables import Variable, tensors_of, variables_of
+from trainkit.strategies.reducers.deterministic import DeterministicReducer
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 COUNTS = [1, 2, 4]
 OPTIMIZERS = {
@@ -65,7 +65,7 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_updates_on_servers_are_those_of_one_optimizer_bit_for_bit(optimizer: str, servers: int) -> None:
     model, worked = Net(), Net()
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    stepper = Stepper(optimizer_of(optimizer)(named), list(named.values()))
+    stepper = OptimizerStepper(optimizer_of(optimizer)(named), list(named.values()))
     with serving(worked, optimizer_of(optimizer), servers=servers) as farm:
         worker = farm.client()
         for step in range(5):
@@ -102,9 +102,9 @@ def test_a_state_that_one_server_gave_goes_on_on_three() -> None:
 def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers: int) -> None:
     model = Net()
     pushed = [gradients(model, seed, missing=(2,) if seed == 3 else ()) for seed in range(shards)]
-    packing = Packing([param.shape for param in model.parameters() if param.requires_grad], torch.float32, CPU)
+    packing = FlatBuffer([param.shape for param in model.parameters() if param.requires_grad], torch.float32, CPU)
     partials = ((lane, lane_sum([clones(one) for one in pushed[lane::8]], None)) for lane in lane_order(8))
-    reducer = LaneReducer(lanes=8, rank=0, num_ranks=1)
+    reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
     held = ((lane, part) for lane, part in partials if lane < shards) if shards >= 8 else None
     held = held or ((lane, clones(pushed[lane])) for lane in lane_order(8) if lane < shards)
     expected = reducer.reduce(held, num_shards=shards, packing=packing)
@@ -152,7 +152,7 @@ def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
     with serving(model, optimizer_of("momentum"), servers=2) as farm:
         farm.chief.push("a", grads)
         assert not farm.chief.sum(["a"], check_finite=True).finite
-        farm.chief.discard()
+        farm.chief.discard_sum()
         farm.chief.apply(version=1, lr_factor=1.0)
         equal(farm.chief.state(), state_of(model))
         assert farm.chief.pull(tensors_of(model)) == 1
@@ -196,7 +196,7 @@ def test_what_was_dropped_cannot_be_applied() -> None:
     model = Net()
     with serving(model, optimizer_of("sgd"), servers=2) as farm:
         farm.chief.push("a", gradients(model, 1))
-        farm.chief.drop(["a", "never there"])
+        farm.chief.discard_staged(["a", "never there"])
         with pytest.raises(TrainingError, match="ps:0 refuses: no gradient a is here"):
             farm.chief.apply(version=1, lr_factor=1.0, keys=["a"])
         equal(farm.chief.state(), state_of(model))
@@ -213,9 +213,9 @@ def test_only_the_chief_gives_orders() -> None:
 
 def test_a_client_with_another_model_is_refused() -> None:
     with serving(Net(), optimizer_of("sgd")) as farm:
-        other = Shares(variables_of(nn.Linear(2, 2), torch.float32), 1)
+        other = VariableShards(variables_of(nn.Linear(2, 2), torch.float32), 1)
         with pytest.raises(TrainingError, match="ps:0 refuses: worker:1 has another model, or another number of serv"):
-            Servers.connect(farm.addresses, other, token=TOKEN, name="worker:1", timeout_s=5)
+            ParameterServerClient.connect(farm.addresses, other, token=TOKEN, name="worker:1", timeout_s=5)
 
 
 def test_a_checkpoint_of_another_model_is_refused() -> None:
@@ -231,7 +231,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
 def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(servers: int) -> None:
     sizes = [(50_000, 64), (64,), (256, 64), (256,), (64, 256), (64,), (1,), ()]
     variables = [Variable(name=f"v{i}", kind="param", shape=s, dtype=torch.float32) for i, s in enumerate(sizes)]
-    shares = Shares(variables, servers)
+    shares = VariableShards(variables, servers)
     fair = sum(variable.num_bytes for variable in variables) / servers
     assert [server for server in range(servers) if abs(shares.bytes_of(server) / fair - 1) > 0.1] == []
     assert len(shares.split) <= servers - 1
@@ -242,20 +242,20 @@ def test_servers_hold_equal_bytes_and_cut_at_most_one_variable_a_boundary(server
 
 
 def test_an_optimizer_that_looks_at_whole_matrices_is_refused_where_one_is_cut() -> None:
-    shares = Shares(variables_of(nn.Linear(64, 64, bias=False), torch.float32), 2)
-    [problem] = split_problems(shares, Facts(optimizer=torch.optim.Adafactor))
+    shares = VariableShards(variables_of(nn.Linear(64, 64, bias=False), torch.float32), 2)
+    [problem] = split_problems(shares, PlanContext(optimizer=torch.optim.Adafactor))
     assert str(problem) == (
         f"optimizer._target_={torch.optim.Adafactor.__module__}.Adafactor: Adafactor looks at whole parameters, and 2 "
         "servers would have parts of weight. Use an elementwise optimizer (torch.optim.AdamW), or strategy.servers=1."
     )
-    assert split_problems(Shares(shares.variables, 1), Facts(optimizer=torch.optim.Adafactor)) == []
-    assert split_problems(shares, Facts(optimizer=torch.optim.AdamW)) == []
+    assert split_problems(VariableShards(shares.variables, 1), PlanContext(optimizer=torch.optim.Adafactor)) == []
+    assert split_problems(shares, PlanContext(optimizer=torch.optim.AdamW)) == []
 
 
 def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are_promised() -> None:
-    shares = Shares([Variable(name="odd", kind="param", shape=(30, 100_001), dtype=torch.float32)], 2)
+    shares = VariableShards([Variable(name="odd", kind="param", shape=(30, 100_001), dtype=torch.float32)], 2)
     assert shares.bytes_of(0) == shares.bytes_of(1)
-    [problem] = split_problems(shares, Facts(numerics=Numerics(reproducible=True)))
+    [problem] = split_problems(shares, PlanContext(numerics=Numerics(reproducible=True)))
     assert str(problem) == (
         "numerics.reproducible=true: 2 servers would cut odd within 16 numbers that an optimizer steps together, and "
         "round otherwise than one device. Use strategy.servers=1, or false."
@@ -264,16 +264,16 @@ def test_a_cut_that_an_optimizer_feels_in_the_last_bit_is_refused_where_bits_are
 
 def test_what_is_being_sent_stays_as_it_is_while_an_update_goes_on_in_other_memory() -> None:
     model = Net()
-    pieces = Shares(variables_of(model, torch.float32), 1).pieces[0]
-    held = Held(pieces, torch.float32, optimizer_of("momentum"))
+    pieces = VariableShards(variables_of(model, torch.float32), 1).pieces[0]
+    held = ServerShard(pieces, torch.float32, optimizer_of("momentum"))
     held.load({**state_of(model), "buffer/table": model.table}, version=3)
-    loan = held.lend([piece.variable.kind == "param" for piece in pieces], torch.float32)
+    loan = held.begin_read([piece.variable.kind == "param" for piece in pieces], torch.float32)
     before, memory = loan.tensors[0].clone(), loan.tensors[0].data_ptr()
     for version in (4, 5):
         held.update([*gradients(model, version), *[None] * 6], version=version, lr_factor=1.0)
     assert torch.equal(loan.tensors[0], before)
-    held.give_back(loan)
-    late = held.lend([True] * len(pieces), torch.float32)
+    held.end_read(loan)
+    late = held.begin_read([True] * len(pieces), torch.float32)
     assert (loan.version, late.version) == (3, 5)
     assert late.tensors[0].data_ptr() != memory
     assert torch.equal(late.tensors[0], torch.cat([master.detach().flatten() for master in held.masters.values()]))

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
 from tests.support.serving import Farm, serving, state_of
-from trainkit.strategies.optimizer import Stepper, optimizer_state
-from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.variables import tensors_of
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.variables import tensors_of
 
 HEADS = 512
 """Bytes of a request's and an answer's head and text, at most."""
 
 
-def moved(worker: Servers, act: Callable[[], object]) -> dict[int, int]:
+def moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int, int]:
     """Bytes to and from each server while something is done."""
     before = [worker.sent_bytes, worker.received_bytes]
     act()
@@ -29,7 +29,7 @@ def moved(worker: Servers, act: Callable[[], object]) -> dict[int, int]:
     }
 
 
-def a_step(farm: Farm, worker: Servers, model: nn.Module, grads: list[Tensor | None]) -> dict[int, int]:
+def a_step(farm: Farm, worker: ParameterServerClient, model: nn.Module, grads: list[Tensor | None]) -> dict[int, int]:
     """Bytes of a push and a pull of everything."""
 
     def act() -> None:
@@ -121,7 +121,7 @@ def test_rows_and_values_make_the_update_of_one_optimizer_and_to_rounding_that_o
 ) -> None:
     model, dense = Table(), Table()
     steppers = {
-        one: Stepper(optimizer_of(optimizer)(dict(one.named_parameters())), list(one.parameters()))
+        one: OptimizerStepper(optimizer_of(optimizer)(dict(one.named_parameters())), list(one.parameters()))
         for one in (model, dense)
     }
     with serving(model, optimizer_of(optimizer), servers=servers) as farm:

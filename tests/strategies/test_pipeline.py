@@ -16,13 +16,13 @@ from trainkit.models.gpt import Gpt
 from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.objectives.classification import Classification
-from trainkit.objectives.own_loss import OwnLoss
-from trainkit.strategies.base import Facts, Numerics
+from trainkit.objectives.own_loss import ModelComputesLoss
+from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.pipeline import Pipeline
-from trainkit.strategies.pipeline.cutting import blocks_to_cut
-from trainkit.strategies.pipeline.program import Shape
-from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
-from trainkit.strategies.pipeline.tracing import trace
+from trainkit.strategies.pipeline.schedules import ideal_bubble, padded_microbatches
+from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
+from trainkit.strategies.pipeline.tracing.program import TensorMeta
+from trainkit.strategies.pipeline.tracing.trace import trace
 
 TOKENS = (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long))
 
@@ -33,13 +33,13 @@ def gpt() -> nn.Module:
 
 
 def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
-    known = Facts(sample=sample, **facts)
+    known = PlanContext(sample=sample, **facts)
     return [str(problem) for problem in strategy.problems(known) or strategy.problems_with(model, known)]
 
 
 def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str]:
     assert refusals(strategy, model, sample) == []
-    return [part.modules for part in strategy.parts(model, Facts(sample=sample))]
+    return [part.modules for part in strategy.parts(model, PlanContext(sample=sample))]
 
 
 def test_auto_fills_every_stage_with_runs_of_blocks_balanced_by_bytes() -> None:
@@ -121,7 +121,7 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
         ),
         (
             {},
-            {"objective": OwnLoss()},
+            {"objective": ModelComputesLoss()},
             (
                 "objective=OwnLoss: runs the model itself, and a pipeline has outputs on its last stage only. "
                 "Use a Supervised objective without a loss of its own."
@@ -279,7 +279,7 @@ def test_a_tensor_of_another_shape_than_the_trace_says_is_not_sent() -> None:
         "something else than when it was traced. Use strategy=mirrored."
     )
     with pytest.raises(TrainingError, match="a stage has computed") as caught:
-        Shape((2, 4), torch.float32).check(torch.zeros(3, 4))
+        TensorMeta((2, 4), torch.float32).check(torch.zeros(3, 4))
     assert str(caught.value) == said
 
 
@@ -298,8 +298,8 @@ def test_models_of_ours_are_cut_without_a_hint(model: nn.Module) -> None:
 
 
 def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that_need_it() -> None:
-    assert [taken("1f1b", count, 4) for count in (1, 3, 4, 7)] == [1, 3, 4, 7]
-    assert [taken("interleaved", count, 4) for count in (1, 3, 4, 7, 9)] == [1, 3, 4, 7, 10]
+    assert [padded_microbatches("1f1b", count, 4) for count in (1, 3, 4, 7)] == [1, 3, 4, 7]
+    assert [padded_microbatches("interleaved", count, 4) for count in (1, 3, 4, 7, 9)] == [1, 3, 4, 7, 10]
     assert ideal_bubble("gpipe", 4, num_ranks=4, stages_a_rank=1) == pytest.approx(3 / 7)
     assert ideal_bubble("interleaved", 4, num_ranks=4, stages_a_rank=2) == pytest.approx(3 / 11)
 
@@ -307,8 +307,8 @@ def test_a_microbatch_that_is_missing_is_filled_up_by_those_schedules_alone_that
 def test_auto_weighs_what_blocks_keep_of_a_shard_for_backward() -> None:
     narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
-    known = Facts(objective=Classification(), sample=(torch.zeros(8), 1), micro_size=4096)
-    maps = [Pipeline(stages=2).decided(lambda: model, facts).map for facts in (Facts(), known)]
+    known = PlanContext(objective=Classification(), sample=(torch.zeros(8), 1), micro_size=4096)
+    maps = [Pipeline(stages=2).decided(lambda: model, facts).map for facts in (PlanContext(), known)]
     assert [list(one.values()) for one in maps if isinstance(one, Mapping)] == [
         [0, 1, 1, 1, 1, 1],
         [0, 0, 1, 1, 1, 1],

@@ -13,18 +13,17 @@ from tests.contract.stepping import Case, train
 from tests.contract.test_sparse import SparseAdamWords
 from tests.support import zoo
 from tests.support.pool import Place, Pool, TaskError
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.strategies.base import Facts, Numerics
-from trainkit.strategies.collective import GroupCollective
-from trainkit.strategies.mirrored import Mirrored
-from trainkit.strategies.multi_worker_mirrored import MultiWorkerMirrored
-from trainkit.strategies.packing import Packing
+from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
+from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
 from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
-TWO_HOSTS = Launch(
+TWO_HOSTS = LaunchEnvironment(
     kind="torchrun",
     tasks=tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2)),
     rank=0,
@@ -83,15 +82,15 @@ REFUSED: list[tuple[Any, Any, list[str]]] = [
 
 @pytest.mark.parametrize(("settings", "facts", "expected"), REFUSED)
 def test_what_cannot_go_together_is_refused(settings: Any, facts: Any, expected: list[str]) -> None:
-    found = MultiWorkerMirrored(**settings).problems(Facts(**facts))
+    found = MultiWorkerMirrored(**settings).problems(PlanContext(**facts))
     assert [str(problem) for problem in found] == [f"strategy.{text}" for text in expected]
 
 
 @pytest.mark.parametrize("name", ["/gpu:0", "gpu:0", 0, "cuda:0", "/device:GPU:0"])
 def test_a_subset_of_the_devices_is_named_in_either_spelling(name: Any) -> None:
     strategy = Mirrored(devices=(name, "/gpu:2"))
-    assert strategy.problems(Facts(num_gpus=3)) == []
-    assert [task.device for task in strategy.tasks(Facts(num_gpus=3))] == ["cuda:0", "cuda:2"]
+    assert strategy.problems(PlanContext(num_gpus=3)) == []
+    assert [task.device for task in strategy.tasks(PlanContext(num_gpus=3))] == ["cuda:0", "cuda:2"]
 
 
 class Idle(zoo.Net):
@@ -140,7 +139,7 @@ def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
 
 
 def grouped(place: Place, hosts: list[int]) -> list[float]:
-    packing = Packing([torch.Size([3])], torch.float64, CPU)
+    packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
     reducer = FlatReducer(HierarchicalTransport(hosts, rank=place.rank, timeout_s=30))
     parts = iter([(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])])
     found: list[float] = reducer.reduce(parts, num_shards=4, packing=packing)[0].tolist()  # type: ignore[union-attr]
@@ -168,7 +167,7 @@ class Slow(LocalReducer):
 
 def choices(place: Place) -> list[Any]:
     collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    packing = Packing([torch.Size([1 << 18])], torch.float32, CPU)
+    packing = FlatBuffer([torch.Size([1 << 18])], torch.float32, CPU)
     # fast on one rank, slow on the other: the slower rank counts
     makers = {"first": lambda: Slow(0.03 * place.rank), "second": lambda: Slow(0.005)}
     fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.support import zoo
 from tests.support.pool import Place, Pool
-from trainkit.strategies.collective import GroupCollective
-from trainkit.strategies.replica_check import bits_hash, drifted_parameter
+from trainkit.strategies.core.replica_check import bits_hash, drifted_parameter
+from trainkit.strategies.groups.collective import GroupCollective
 
 CPU = torch.device("cpu")
 

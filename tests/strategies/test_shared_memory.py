@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.support.pool import Place, Pool
-from trainkit.cluster.processes import ProcessMark
+from trainkit.cluster.process_id import ProcessId
 from trainkit.errors import TrainingError
-from trainkit.run.last_words import write_last_words
-from trainkit.strategies.collective import GroupCollective
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers.segment import Segment
+from trainkit.run.process.error_report import write_error_report
+from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
+from trainkit.strategies.reducers.shared_segment import SharedMemorySegment
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 class Peer:
     """Rank 0 of two, whose other rank is the process given: it answers a gather as that process would."""
 
-    other: ProcessMark
+    other: ProcessId
     host: int | None = None
     opened: int = 1
     rank: int = 0
@@ -48,16 +48,16 @@ class Peer:
 
 
 @pytest.fixture
-def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], ProcessMark]]:
+def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], ProcessId]]:
     process = subprocess.Popen(["sleep", "60"])
     started = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-    yield process, ProcessMark(process.pid, int(started))
+    yield process, ProcessId(process.pid, int(started))
     process.kill()
     process.wait()
 
 
 def waiting(peer: Peer, timeout_s: float) -> TrainingError:
-    segment = Segment(peer, numel=8, dtype=torch.float32)
+    segment = SharedMemorySegment(peer, numel=8, dtype=torch.float32)
     with pytest.raises(TrainingError) as caught:
         segment.meet(timeout_s)
     return caught.value
@@ -69,35 +69,35 @@ def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(sleep
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
     error = waiting(Peer(mark), timeout_s=60)
     assert str(error) == "rank 1 ended while rank 0 waited for its gradients."
-    words = write_last_words(tmp_path / "words.json", 0, error)
-    assert words.aftermath
-    assert not words.final
+    words = write_error_report(tmp_path / "words.json", 0, error)
+    assert words.is_secondary
+    assert not words.is_permanent
 
 
 def test_a_later_process_with_its_number_is_not_taken_for_it(sleeper) -> None:
     _, mark = sleeper
-    error = waiting(Peer(ProcessMark(mark.pid, mark.started - 1)), timeout_s=60)
+    error = waiting(Peer(ProcessId(mark.pid, mark.started - 1)), timeout_s=60)
     assert str(error).startswith("rank 1 ended")
 
 
 def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(sleeper, tmp_path) -> None:
     error = waiting(Peer(sleeper[1]), timeout_s=0.01)
     assert str(error) == "rank 1 brought no gradients in 0.01 s (strategy.timeout_s), says rank 0."
-    assert write_last_words(tmp_path / "words.json", 0, error).aftermath
+    assert write_error_report(tmp_path / "words.json", 0, error).is_secondary
 
 
 @pytest.mark.parametrize(
     ("peer", "numel", "text"),
     [
-        (Peer(ProcessMark.own(), host=7), 8, "rank 1 is not on the host of rank 0, whose memory it would share."),
-        (Peer(ProcessMark.own(), opened=0), 8, "rank 1 may not open the memory that rank 0 would share."),
-        (Peer(ProcessMark.own()), 1 << 50, "there are no 12884901888 MiB of memory to share gradients in."),
+        (Peer(ProcessId.own(), host=7), 8, "rank 1 is not on the host of rank 0, whose memory it would share."),
+        (Peer(ProcessId.own(), opened=0), 8, "rank 1 may not open the memory that rank 0 would share."),
+        (Peer(ProcessId.own()), 1 << 50, "there are no 12884901888 MiB of memory to share gradients in."),
     ],
 )
 def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, numel: int, text: str) -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     with pytest.raises(TrainingError) as caught:
-        Segment(peer, numel=numel, dtype=torch.float32)
+        SharedMemorySegment(peer, numel=numel, dtype=torch.float32)
     assert str(caught.value).startswith(text)
     assert str(caught.value).endswith("Use strategy.reduce=backend.")
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # those of earlier tests may go meanwhile
@@ -105,7 +105,10 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
 
 def sums_of_many_steps(place: Place) -> list[float]:
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
-    transport, packing = SharedMemoryTransport(collective, timeout_s=30), Packing([torch.Size([5])], torch.float64, CPU)
+    transport, packing = (
+        SharedMemoryTransport(collective, timeout_s=30),
+        FlatBuffer([torch.Size([5])], torch.float64, CPU),
+    )
     found = []
     for step in range(300):
         transport.vector(packing).fill_(10.0**place.rank * step)
@@ -123,7 +126,7 @@ def test_no_rank_overtakes_another_in_many_steps(pool: Pool) -> None:
 
 def let_go_early(place: Place) -> str:
     collective = GroupCollective(rank=place.rank, num_ranks=2, device=CPU)
-    segment = Segment(collective, numel=8, dtype=torch.float32)
+    segment = SharedMemorySegment(collective, numel=8, dtype=torch.float32)
     if place.rank == 1:
         segment.close()
         return ""
@@ -139,6 +142,6 @@ def test_a_rank_that_failed_and_lives_on_tells_the_others_that_it_comes_no_more(
 
 def test_shared_memory_has_no_name_anywhere(pool: Pool) -> None:
     before = sorted(Path("/dev/shm").iterdir())
-    segment = Segment(Peer(ProcessMark.own()), numel=8, dtype=torch.float32)
+    segment = SharedMemorySegment(Peer(ProcessId.own()), numel=8, dtype=torch.float32)
     assert sorted(Path("/dev/shm").iterdir()) == before
     segment.close()

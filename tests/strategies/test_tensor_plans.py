@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.support import zoo
 from trainkit.models.gpt import Gpt
-from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.tensor_parallel import TensorParallel
-from trainkit.strategies.tensor_parallel.plans import fitted
+from trainkit.strategies.tensor_parallel.plans import match_plan
 
 SIZES: dict[str, Any] = {"vocab_size": 12, "context": 4, "num_layers": 2, "num_heads": 2, "width": 8}
 
@@ -23,11 +23,11 @@ def gpt(**sizes: Any) -> Gpt:
 
 
 def told(model: nn.Module, **settings: Any) -> list[str]:
-    return [str(problem) for problem in TensorParallel(**settings).problems_with(model, Facts())]
+    return [str(problem) for problem in TensorParallel(**settings).problems_with(model, PlanContext())]
 
 
 def test_the_plan_of_the_gpt_cuts_every_large_matrix() -> None:
-    fit = fitted(gpt(), "auto", 2)
+    fit = match_plan(gpt(), "auto", 2)
     whole = {name for name, _ in gpt().named_parameters()} - fit.dims.keys()
     assert {name.rpartition(".")[0].rpartition(".")[2] for name in whole} == {
         "positions",
@@ -39,17 +39,17 @@ def test_the_plan_of_the_gpt_cuts_every_large_matrix() -> None:
 
 
 def test_a_vocabulary_that_does_not_come_out_even_stays_whole() -> None:
-    assert not {name for name in fitted(gpt(vocab_size=13), "auto", 2).dims if "tokens" in name}
+    assert not {name for name in match_plan(gpt(vocab_size=13), "auto", 2).dims if "tokens" in name}
 
 
 @pytest.mark.parametrize("pattern", ["expand", "mlp.expand", "blocks.*.mlp.expand", "type:Li*r"])
 def test_a_pattern_is_a_name_the_end_of_one_a_glob_or_a_class(pattern: str) -> None:
-    names = {one.name for one in fitted(gpt(), {pattern: "colwise_gathered", "tokens": "rowwise"}, 2).chosen}
+    names = {one.name for one in match_plan(gpt(), {pattern: "colwise_gathered", "tokens": "rowwise"}, 2).chosen}
     assert names >= {"blocks.0.mlp.expand", "blocks.1.mlp.expand"}
 
 
 def test_the_first_pattern_that_names_a_module_has_it() -> None:
-    fit = fitted(gpt(), {"blocks.1.mlp.expand": "colwise_gathered", "expand": "colwise"}, 2)
+    fit = match_plan(gpt(), {"blocks.1.mlp.expand": "colwise_gathered", "expand": "colwise"}, 2)
     assert {one.name: one.style.name for one in fit.chosen} == {
         "blocks.0.mlp.expand": "colwise",
         "blocks.1.mlp.expand": "colwise_gathered",
@@ -181,11 +181,11 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    assert [str(problem) for problem in TensorParallel(**settings).problems(Facts())] == [message]
+    assert [str(problem) for problem in TensorParallel(**settings).problems(PlanContext())] == [message]
 
 
 def test_an_order_of_summation_cannot_be_kept() -> None:
-    facts = Facts(numerics=Numerics(reproducible=True))
+    facts = PlanContext(numerics=Numerics(reproducible=True))
     (problem,) = TensorParallel(degree=2).problems(facts)
     assert str(problem) == (
         "numerics.reproducible=true: is not kept where gradients are summed part by part. Use strategy=mirrored, or "
@@ -196,9 +196,9 @@ def test_an_order_of_summation_cannot_be_kept() -> None:
 def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
     plain, sharing = TensorParallel(degree=2, replicas=2), TensorParallel(degree=2, replicas=2, shard=True)
     whole = sum(param.numel() for param in gpt().parameters())
-    assert sum(plain.held(gpt(), Facts()).values()) == (whole - 72) // 2 + 72
-    assert sum(sharing.held(gpt(), Facts()).values()) == ((whole - 72) // 2 + 72) // 2
-    assert plain.gathered(gpt(), Facts()) == 0 < sharing.gathered(gpt(), Facts())
+    assert sum(plain.held(gpt(), PlanContext()).values()) == (whole - 72) // 2 + 72
+    assert sum(sharing.held(gpt(), PlanContext()).values()) == ((whole - 72) // 2 + 72) // 2
+    assert plain.gathered(gpt(), PlanContext()) == 0 < sharing.gathered(gpt(), PlanContext())
 
 
 def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:

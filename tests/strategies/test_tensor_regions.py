@@ -2,12 +2,12 @@
 
 import torch
 
-from trainkit.strategies.tensor_parallel.regions import Regions
+from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
 
 
 def drawn(place: int) -> list[float]:
     """Before, in and after a stretch of cut activations, in a block that all ranks enter with one key."""
-    regions = Regions(place=place, devices=[torch.device("cpu")], draws=True)
+    regions = ActivationRngRegions(place=place, devices=[torch.device("cpu")], draws=True)
     torch.default_generator.manual_seed(7)
     numbers = [float(torch.rand(()))]
     regions.enter("query")
@@ -29,7 +29,7 @@ def test_a_recomputation_draws_the_same() -> None:
 
 
 def test_a_model_that_draws_nothing_leaves_the_generators_alone() -> None:
-    regions = Regions(place=1, devices=[torch.device("cpu")], draws=False)
+    regions = ActivationRngRegions(place=1, devices=[torch.device("cpu")], draws=False)
     torch.default_generator.manual_seed(7)
     regions.enter("query")
     assert torch.default_generator.initial_seed() == 7

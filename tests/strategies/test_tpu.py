@@ -18,19 +18,19 @@ from torch import Tensor
 from tests.contract.stepping import Case, oracle, run_rank
 from tests.support import reference
 from trainkit.strategies import tpu
-from trainkit.strategies.base import Facts, Numerics
+from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.tpu import Tpu
 
 INSTALL = "In an environment of its own: pip install 'torch==2.9.0' 'torch_xla[tpu]==2.9.0'."
 
 
-def told(facts: Facts) -> list[str]:
+def told(facts: PlanContext) -> list[str]:
     return [str(problem) for problem in Tpu().problems(facts)]
 
 
 def test_where_torch_xla_is_missing_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tpu, "find_spec", lambda _: None)
-    assert told(Facts()) == [f"torch_xla: strategy=tpu needs it, and it is not installed. {INSTALL}"]
+    assert told(PlanContext()) == [f"torch_xla: strategy=tpu needs it, and it is not installed. {INSTALL}"]
 
 
 class Xla:
@@ -88,12 +88,12 @@ def test_every_step_is_handed_over_and_every_shard_is_keyed_and_spread(xla: Xla)
 def test_another_version_of_torch_is_refused(xla: Xla) -> None:
     xla.modules["torch_xla"].__version__ = "1.13.0"
     here = ".".join(torch.__version__.split(".")[:2])
-    assert told(Facts()) == [f"torch_xla: version 1.13 does not work with torch {here}. {INSTALL}"]
+    assert told(PlanContext()) == [f"torch_xla: version 1.13 does not work with torch {here}. {INSTALL}"]
 
 
 @pytest.mark.usefixtures("xla")
 def test_what_xla_cannot_keep_is_refused() -> None:
-    assert told(Facts(numerics=Numerics(reproducible=True), precision="fp16_mixed")) == [
+    assert told(PlanContext(numerics=Numerics(reproducible=True), precision="fp16_mixed")) == [
         "numerics.reproducible=true: XLA orders sums itself. Use strategy=mirrored, or leave it out.",
         ("precision=fp16_mixed: TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."),
     ]
@@ -105,7 +105,7 @@ def test_where_xla_finds_no_device_it_says_what_to_set(xla: Xla, monkeypatch: py
 
     monkeypatch.setattr(xla.modules["torch_xla.runtime"], "global_runtime_device_count", none)
     remedy = "On a TPU host set PJRT_DEVICE=TPU; PJRT_DEVICE=CPU tries it without one."
-    assert told(Facts()) == [f"torch_xla: finds no device (libtpu not found). {remedy}"]
+    assert told(PlanContext()) == [f"torch_xla: finds no device (libtpu not found). {remedy}"]
 
 
 @pytest.mark.engine

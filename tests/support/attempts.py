@@ -17,7 +17,7 @@ TOUCH: Final = "touch CANARY"
 _MLP: Final = {"_target_": "trainkit.models.mlp.Mlp", "in_features": 64, "out_features": 10, "hidden": [8]}
 _SYSTEM: Final = {"_target_": "torch.os.system", "command": TOUCH}
 _POPEN: Final = {"_target_": "subprocess.Popen", "args": ["touch", "CANARY"]}
-_STREAM: Final = {"_target_": "trainkit.data.iterable.Stream", "num_samples": 4}
+_STREAM: Final = {"_target_": "trainkit.data.reading.iterable.Stream", "num_samples": 4}
 _FILES: Final = {
     "_target_": "torch.utils.data.datapipes.iter.FileOpener",
     "datapipe": {"_target_": "torch.utils.data.datapipes.iter.IterableWrapper", "iterable": ["HERE/evil.pickle"]},
@@ -30,7 +30,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a module of torch's imports": ("model", _SYSTEM),
     "a module of trainkit's imports": (
         "model",
-        {"_target_": "trainkit.run.environment.subprocess.getoutput", "cmd": TOUCH},
+        {"_target_": "trainkit.run.folder.metadata.subprocess.getoutput", "cmd": TOUCH},
     ),
     "a class of subprocess through trainkit": (
         "data",
@@ -66,7 +66,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a class method of a module": ("model", {"_target_": "torch.nn.Embedding.from_pretrained", "embeddings": [[1.0]]}),
     "a method of a module": ("model", {"_target_": "torch.nn.Module.load_state_dict", "state_dict": {}}),
     "trainkit's own command line": ("model", {"_target_": "trainkit.cli.main", "argv": ["hydra.run.dir=CANARY"]}),
-    "a job of a sweep": ("model", {"_target_": "trainkit.verbs.train.sweep_job", "cfg": {}}),
+    "a job of a sweep": ("model", {"_target_": "trainkit.verbs.running.train.sweep_job", "cfg": {}}),
     # packages that are not allowed
     "os.system": ("model", {"_target_": "os.system", "command": TOUCH}),
     "os.system as data": ("data", {"_target_": "os.system", "command": TOUCH}),
@@ -110,7 +110,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "a callback": ("callbacks", _SYSTEM),
     "a logger": ("logger", _SYSTEM),
     "a cluster": ("cluster", _SYSTEM),
-    "a strategy": ("strategy", {"_target_": "trainkit.run.environment.subprocess.getoutput", "cmd": TOUCH}),
+    "a strategy": ("strategy", {"_target_": "trainkit.run.folder.metadata.subprocess.getoutput", "cmd": TOUCH}),
     "a schedule": ("schedule", _SYSTEM),
     "a precision": ("precision", _SYSTEM),
     "an optimizer": ("optimizer", {**_SYSTEM, "lr": 0.1}),
@@ -149,7 +149,7 @@ ATTEMPTS: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "an optimizer as model": ("model", {"_target_": "torch.optim.SGD", "lr": 0.1}),
     "a loader as data": ("data", {"_target_": "torch.utils.data.DataLoader", "dataset": [1]}),
     "a strategy as callback": ("callbacks", {"_target_": "trainkit.strategies.one_device.OneDevice"}),
-    "a plain class of trainkit's": ("data", {"_target_": "trainkit.engine.journal.Journal"}),
+    "a plain class of trainkit's": ("data", {"_target_": "trainkit.trainer.metrics_accumulator.MetricsAccumulator"}),
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.engine.manifest import MANIFEST
+from trainkit.trainer.manifest import MANIFEST
 
 __all__ = ["KINDS", "forge", "forge_header", "put", "within"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.engine.events import Callback, Row, Run
-from trainkit.strategies.base import Outcome
+from trainkit.strategies.base import StepOutcome
+from trainkit.trainer.events import Callback, Row, Run
 
 planted: set[tuple[str, int]] = set()
 """(hook, step) at which `Failing` fails."""
@@ -25,7 +25,7 @@ class Failing(Callback):
 
     counts: list[int] = field(default_factory=list, init=False, compare=False)
 
-    def step_end(self, run: Run, outcome: Outcome) -> None:
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
         fail_at("step_end", run.state.step)
 
     def log(self, run: Run, row: Row) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.zoo import CLASSES, FEATURES, fill
-from trainkit.engine.events import Callback, Run
-from trainkit.strategies.base import Outcome
+from trainkit.strategies.base import StepOutcome
+from trainkit.trainer.events import Callback, Run
 
 __all__ = ["EQUAL", "TwoLayers"]
 
@@ -185,7 +185,7 @@ class Tempered(TwoLayers):
 class Annealing(Callback):
     """Lowers the temperature of the model after every step."""
 
-    def step_end(self, run: Run, outcome: Outcome) -> None:
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """The model's own attribute, on every rank."""
         run.model.temperature = 2.0 / (1 + run.state.step)  # type: ignore[assignment]
 

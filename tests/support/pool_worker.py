@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from tests.support.pool import Place, Request
-from trainkit.config.allowed import allow_packages
+from trainkit.config.targets.allowed import allow_packages
 
 _COLLECT_EVERY: Final = 8
 """Requests between two collections. A model in a cycle of references keeps its process groups, and each of those keeps

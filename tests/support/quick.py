@@ -154,9 +154,9 @@ def _end_with(reader: int) -> None:
 
 def _run_trainkit(arguments: list[str]) -> int:
     from trainkit import __main__, cli
-    from trainkit.engine import failpoints
+    from trainkit.trainer import failpoints
 
-    failpoints.arm(os.environ)
+    failpoints.reload(os.environ)
     sys.argv = [str(__main__.__file__), *arguments]
     return cli.main(arguments)
 
@@ -173,7 +173,8 @@ def _run_pytest(arguments: list[str]) -> int:
 
 _IMPORTED: Final = {
     "trainkit": (
-        "torch._dynamo", "trainkit.verbs.train", "trainkit.api", "trainkit.run.runner", "trainkit.run.supervisor",
+        "torch._dynamo", "trainkit.verbs.running.train", "trainkit.api", "trainkit.run.runner",
+        "trainkit.run.supervisor.supervisor",
     ),
     "pytest": ("torch._dynamo", "torch.distributed", "pytest"),
 }  # fmt: skip

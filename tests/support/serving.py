@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from trainkit.errors import LinkError
-from trainkit.strategies.parameter_server.clients import Servers
-from trainkit.strategies.parameter_server.greeting import Listener
-from trainkit.strategies.parameter_server.server import serve
-from trainkit.strategies.parameter_server.shares import Shares
-from trainkit.strategies.parameter_server.variables import unsaved_of, variables_of
+from trainkit.strategies.parameter_server.server.main import serve
+from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
+from trainkit.strategies.parameter_server.wire.variables import unsaved_of, variables_of
 
 TOKEN = b"a token of 32 bytes, as a run has"
 
@@ -27,13 +27,20 @@ MakeOptimizer = Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]
 class Farm:
     """Servers that run, and the chief's connections to them."""
 
-    shares: Shares
+    shares: VariableShards
     addresses: list[tuple[str, int]]
-    chief: Servers
+    chief: ParameterServerClient
 
-    def client(self, name: str = "worker:0", **settings: object) -> Servers:
+    def client(self, name: str = "worker:0", **settings: object) -> ParameterServerClient:
         """Connections of a worker; the caller closes them."""
-        return Servers.connect(self.addresses, self.shares, token=TOKEN, name=name, timeout_s=30, **settings)  # type: ignore[arg-type]
+        return ParameterServerClient.connect(
+            self.addresses,
+            self.shares,
+            token=TOKEN,
+            name=name,
+            timeout_s=30,
+            **settings,  # type: ignore[arg-type]
+        )
 
 
 @contextmanager
@@ -41,10 +48,10 @@ def serving(
     model: nn.Module, make_optimizer: MakeOptimizer, *, servers: int = 1, loads: bool = True, timeout_s: float = 10
 ) -> Iterator[Farm]:
     """So many servers, holding the numbers of a model."""
-    shares = Shares(variables_of(model, torch.float32), servers)
+    shares = VariableShards(variables_of(model, torch.float32), servers)
     with ExitStack() as stack:
         over = Event()
-        listeners = [Listener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
+        listeners = [AuthenticatedListener(f"ps:{index}", token=TOKEN, timeout_s=5) for index in range(servers)]
         for index, listener in enumerate(listeners):
             settings = {"make_optimizer": make_optimizer, "timeout_s": timeout_s, "stopped": over.is_set}
             thread = Thread(target=_run, args=(listener, shares, index, settings))
@@ -52,7 +59,7 @@ def serving(
             stack.callback(thread.join)
         stack.callback(over.set)
         addresses = [listener.address for listener in listeners]
-        chief = Servers.connect(
+        chief = ParameterServerClient.connect(
             addresses, shares, token=TOKEN, name="chief", timeout_s=60
         )  # the first optimizer is slow
         stack.callback(chief.close)
@@ -60,10 +67,10 @@ def serving(
         if loads:
             chief.load_state(state_of(model), version=0, unsaved=unsaved_of(model))
         yield farm
-        chief.bye()
+        chief.shutdown()
 
 
-def _run(listener: Listener, shares: Shares, index: int, settings: Mapping[str, Any]) -> None:
+def _run(listener: AuthenticatedListener, shares: VariableShards, index: int, settings: Mapping[str, Any]) -> None:
     with suppress(LinkError):  # the test ended early, and says why itself
         serve(listener, shares, index, **settings)
 

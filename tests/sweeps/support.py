@@ -7,9 +7,9 @@ import sys
 import threading
 import time
 
-from trainkit.sweeps.jobs import Job, Listed
+from trainkit.sweeps.loop.job_sources import JobList, SweepJob
+from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.screen import PlainScreen
-from trainkit.sweeps.sweep import Sweep
 
 RUN = """
 import json, pathlib, sys
@@ -49,7 +49,7 @@ if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
 def job(folder, number, code, *words, slots=1, config="", seed=None):
     place = folder / str(number)
     command = (sys.executable, "-c", code, str(place), *map(str, words))
-    return Job(
+    return SweepJob(
         name=str(number),
         folder=place,
         overrides=("epochs=1", f"seed={number if seed is None else seed}"),
@@ -66,7 +66,7 @@ def sweep_in(folder, **settings):
 
 def run(sweep, *jobs):
     sweep.expect(jobs)
-    sweep.run(Listed(jobs))
+    sweep.run(JobList(jobs))
     return sweep.exit_codes
 
 

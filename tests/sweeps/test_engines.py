@@ -20,11 +20,11 @@ import trainkit
 from trainkit.config.compose import Composer
 from trainkit.config.compose.loader import Loader
 from trainkit.errors import ConfigError, MissingExtraError
-from trainkit.sweeps.engines.base import JobEngine
-from trainkit.sweeps.engines.described import Described, Driver, ended_file, run_described
-from trainkit.sweeps.engines.launching import ENGINES
-from trainkit.sweeps.engines.starting import Remote
-from trainkit.sweeps.processes import Start
+from trainkit.sweeps.backends.base import JobBackend
+from trainkit.sweeps.backends.job_spec import Driver, JobSpec, ended_file, run_described
+from trainkit.sweeps.backends.launching import ENGINES
+from trainkit.sweeps.backends.remote import Remote
+from trainkit.sweeps.loop.processes import Start
 
 WAITS = "import time; time.sleep(60)"
 POLITE = """
@@ -35,14 +35,14 @@ pathlib.Path(sys.argv[1]).touch(); time.sleep(60)
 """
 
 
-def engine_class(launcher) -> type[JobEngine]:
+def engine_class(launcher) -> type[JobBackend]:
     module, name = ENGINES[launcher]
-    return getattr(import_module(f"trainkit.sweeps.engines.{module}"), name)
+    return getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
 
 
 def described(folder, code, *words, driver=None):
     path = folder / "1.json"
-    Described(
+    JobSpec(
         command=(sys.executable, "-c", code, *map(str, words)),
         environ={"GIVEN": "7"},
         cwd=str(folder),
@@ -108,14 +108,14 @@ def test_a_secret_reaches_a_job_and_no_file(tmp_path):
 
 def test_engines_that_write_jobs_to_a_disk_carry_no_secret():
     kinds = {
-        name: getattr(import_module(f"trainkit.sweeps.engines.{file}"), kind) for name, (file, kind) in ENGINES.items()
+        name: getattr(import_module(f"trainkit.sweeps.backends.{file}"), kind) for name, (file, kind) in ENGINES.items()
     }
     carrying = {name for name, kind in kinds.items() if kind.carries_secrets}
     assert carrying == {"joblib"}
 
 
 def test_a_run_that_has_begun_goes_on(tmp_path):
-    told = Described.read(described(tmp_path, "pass"))
+    told = JobSpec.read(described(tmp_path, "pass"))
     assert told.line == told.command
     (tmp_path / "run").mkdir()
     (tmp_path / "run/resolved.yaml").touch()
@@ -205,7 +205,7 @@ def test_slurm_needs_its_commands(monkeypatch):
 
 
 def test_nothing_but_a_function_of_a_module_is_pickled():
-    assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.engines.described"
+    assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.backends.job_spec"
     assert callable(run_described.checkpoint)
 
 

@@ -12,16 +12,16 @@ from torch import nn
 
 import trainkit
 from tests.support.second_device import META, SecondDevice
-from trainkit.config.watched import Watched
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
-from trainkit.sweeps.entries import read_entry
-from trainkit.sweeps.leaderboard import Leaderboard
-from trainkit.verbs import ensemble as verb
-from trainkit.verbs.call import Call
+from trainkit.sweeps.results.job_results import read_entry
+from trainkit.sweeps.results.leaderboard import Leaderboard
+from trainkit.verbs.support.call import Call
+from trainkit.verbs.using import ensemble as verb
 
 RUN = ("recipe=null", "epochs=1", "model.batch_norm=true", "callbacks=[]", "logger=[]", "quiet=true")
-LOSS = Watched(metric="val/loss", mode="min")
+LOSS = MonitoredMetric(metric="val/loss", mode="min")
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_folds_are_no_members(tmp_path):
     entries = [read_entry(tmp_path, job=job, exit_code=None) for job in ("0-2", "3-5")]
     from dataclasses import replace
 
-    from trainkit.sweeps.ensemble import best_of
+    from trainkit.sweeps.results.ensemble import best_of
 
     board = Leaderboard.of([replace(one, metrics={"val/loss": 1.0}, spread={"val/loss": 0.1}) for one in entries], LOSS)
     with pytest.raises(ConfigError, match=r"its runs are folds, each scored on other samples\. Train the points"):

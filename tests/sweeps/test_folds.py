@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.sweeps.test_leaderboard import made
-from trainkit.sweeps.leaderboard import collect
+from trainkit.sweeps.results.leaderboard import collect
 
 RATES = ("0.1", "0.2")
 

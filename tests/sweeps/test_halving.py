@@ -3,11 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainkit.config.watched import Watched
-from trainkit.sweeps.jobs import Job
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.spaces.halving import Halving
 
-LOSS = Watched(metric="val/loss", mode="min")
+LOSS = MonitoredMetric(metric="val/loss", mode="min")
 
 
 class Runs:
@@ -18,7 +18,7 @@ class Runs:
 
     def job(self, overrides, number, *, going_on=None):
         folder = self.root / str(number) if going_on is None else going_on.folder
-        return Job(name=folder.name, folder=folder, overrides=tuple(overrides), command=tuple(overrides))
+        return SweepJob(name=folder.name, folder=folder, overrides=tuple(overrides), command=tuple(overrides))
 
     def train(self, job):
         stop = next((int(line.partition("=")[2]) for line in job.command if line.startswith("stop_at")), None)
@@ -105,7 +105,7 @@ def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path):
         runs.train(job)
         source.ended(job, 0)
     known = {
-        (point,): Job(name=str(number), folder=tmp_path / str(number), overrides=(point,), command=())
+        (point,): SweepJob(name=str(number), folder=tmp_path / str(number), overrides=(point,), command=())
         for number, point in enumerate(points)
     }
     again = Runs(tmp_path, by_number)
@@ -120,5 +120,5 @@ def test_a_point_that_stands_twice_runs_once(tmp_path):
 
 def test_more_is_better_where_the_metric_says_so(tmp_path):
     runs = Runs(tmp_path, by_number)
-    goal = Watched(metric="val/loss", mode="max")
+    goal = MonitoredMetric(metric="val/loss", mode="max")
     assert runs.all_of(runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2, goal=goal))[-1] == ("0", None)

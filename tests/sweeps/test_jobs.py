@@ -12,9 +12,9 @@ import pytest
 
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
-from trainkit.run.lock import locked
-from trainkit.sweeps.jobs import Listed, free_folder
-from trainkit.sweeps.slots import Slots
+from trainkit.run.folder.lock import locked
+from trainkit.sweeps.loop.job_sources import JobList, free_folder
+from trainkit.sweeps.loop.slots import Slots
 
 
 def rows(folder):
@@ -132,7 +132,7 @@ def test_a_job_that_will_not_stop_is_ended(tmp_path):
 
 
 def test_the_search_stops_a_job_in_good_order(tmp_path, capfd):
-    class Search(Listed):
+    class Search(JobList):
         heard = ()
 
         def watch(self, job):
@@ -158,7 +158,7 @@ def test_two_sweeps_never_share_a_folder(tmp_path):
 def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path):
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.support import *;"
-        "from trainkit.sweeps.slots import Slots;"
+        "from trainkit.sweeps.loop.slots import Slots;"
         "place = Path(sys.argv[1]); hang = 'import os, sys, time; print(os.getpid(), flush=True); time.sleep(60)';"
         "run(sweep_in(place, slots=Slots(count=2)), job(place, 0, hang), job(place, 1, hang))"
     )

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config import watched
-from trainkit.config.own_folders import with_config_dirs
-from trainkit.config.watched import Watched
-from trainkit.sweeps import jobs, leaderboard
-from trainkit.sweeps.leaderboard import Leaderboard, collect, read_entry, swept, write
+from trainkit.config import monitored_metric as watched
+from trainkit.config.config_folders import with_config_dirs
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.sweeps.loop import job_sources as jobs
+from trainkit.sweeps.results import leaderboard
+from trainkit.sweeps.results.leaderboard import Leaderboard, collect, read_entry, varied_overrides, write
 
-ACCURACY = Watched(metric="val/accuracy", mode="max")
+ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 
 def made(root, name, *, accuracy=None, status="finished", seconds=6.13, eval_keys="{metric: val/accuracy}"):
@@ -80,7 +81,7 @@ def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path):
 
 def test_less_is_better_where_the_metric_says_so(tmp_path):
     entries = board_of(tmp_path).entries
-    least = Leaderboard.of(entries, Watched(metric="val/accuracy", mode="min"))
+    least = Leaderboard.of(entries, MonitoredMetric(metric="val/accuracy", mode="min"))
     assert [entry.job for entry in least.entries] == ["0", "1", "2", "3"]
 
 
@@ -94,8 +95,8 @@ def test_a_result_that_says_finished_is_not_believed_where_the_process_failed(tm
 
 
 def test_the_overrides_are_those_that_not_every_job_has():
-    assert swept([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
-    assert swept([]) == []
+    assert varied_overrides([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
+    assert varied_overrides([]) == []
 
 
 def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path):
@@ -172,7 +173,7 @@ def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path):
 
 
 def test_the_page_ends_with_the_commands_for_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.config.allowed._OPENED", Counter())  # the tests allow themselves
+    monkeypatch.setattr("trainkit.config.targets.allowed._OPENED", Counter())  # the tests allow themselves
     best = row(tmp_path, "0", 0.5) | {"overrides": ["callbacks=[]", "sweep.name=rates", "seed=3"]}
     board = swept_folder(tmp_path, [best])
     assert board.commands(Path("rates")) == [

@@ -12,8 +12,8 @@ import pytest
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
 from trainkit.config.schema import Eval, RunConfig
 from trainkit.sweeps import resuming
+from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity
-from trainkit.sweeps.slots import Slots
 
 SLOW = "import time; time.sleep(0.2)\n" + RUN
 LONG_ENOUGH = 8

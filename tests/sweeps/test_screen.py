@@ -7,8 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
-from trainkit.sweeps import jobs, screen, stopping
-from trainkit.sweeps.progress import Progress, Watch, last_line
+from trainkit.sweeps import screen
+from trainkit.sweeps.loop import job_sources as jobs
+from trainkit.sweeps.loop import stopping
+from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
 from trainkit.sweeps.screen import Line, PlainScreen, TableScreen, View, table_of
 
 

@@ -10,12 +10,12 @@ import pytest
 from tests.support import quick
 from tests.sweeps.support import sweep_in
 from trainkit.config.compose import Composer
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.schema import Sweep as Settings
-from trainkit.config.watched import Watched
-from trainkit.sweeps.entries import read_entries
-from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.results.job_results import read_entries
 
-ACCURACY = Watched(metric="val/accuracy", mode="max")
+ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 TRAIN = """
 import json, pathlib, signal, sys, time
@@ -45,7 +45,7 @@ def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(tmp_path, 
         word = "good" if number < 3 else "bad"
         folder = tmp_path / str(number)
         command = (sys.executable, "-c", TRAIN, str(folder), word)
-        return Job(name=str(number), folder=folder, overrides=tuple(overrides), command=command)
+        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=command)
 
     study = open_study(tmp_path, settings=Settings(trials=5), goal=ACCURACY, num_steps=9)
     space = Composer().space(["optimizer.lr=interval(0,1)"])

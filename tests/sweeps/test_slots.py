@@ -8,8 +8,8 @@ import pytest
 from tests.sweeps.support import job, run, sweep_in
 from trainkit.config.schema import Sweep as Settings
 from trainkit.errors import ConfigError
-from trainkit.sweeps import slots as module
-from trainkit.sweeps.slots import Slots, numbering_problems
+from trainkit.sweeps.loop import slots as module
+from trainkit.sweeps.loop.slots import Slots, numbering_problems
 
 
 def slots_of(num_gpus=0, num_cores=8, environ=None, **settings):
@@ -78,12 +78,12 @@ def test_what_cannot_be_is_refused():
 
 
 def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts():
-    from trainkit.strategies.base import Facts
+    from trainkit.strategies.base import PlanContext
     from trainkit.strategies.one_device import OneDevice
 
     def found(device):
         strategy = OneDevice(device=device)
-        return numbering_problems(lambda gpus: strategy.problems(Facts(num_gpus=gpus)), there=2, own=1)
+        return numbering_problems(lambda gpus: strategy.problems(PlanContext(num_gpus=gpus)), there=2, own=1)
 
     (problem,) = found("cuda:1")
     assert str(problem) == (
@@ -129,6 +129,6 @@ def test_jobs_beside_each_other_see_other_gpus(tmp_path):
     ],
 )
 def test_a_job_takes_the_devices_of_its_strategy(strategy, num_gpus, slots):
-    from trainkit.config.build import build
+    from trainkit.config.targets.build import build
 
     assert build({"_target_": f"trainkit.strategies.{strategy}"}).num_slots(num_gpus) == slots

@@ -4,11 +4,12 @@ import doctest
 
 import pytest
 
-from trainkit.config import searching
+from trainkit.config.check import search_keys as searching
 from trainkit.config.compose import Composer, space
 from trainkit.errors import ConfigError
-from trainkit.sweeps.spaces import drawing, halving
-from trainkit.sweeps.spaces.asking import asked
+from trainkit.sweeps.spaces import halving
+from trainkit.sweeps.spaces import random_search as drawing
+from trainkit.sweeps.spaces.request import asked
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +155,7 @@ def test_an_absent_optuna_is_told_with_the_line_that_installs_it(composer, monke
 
 
 def drawn(composer, *arguments, trials):
-    return drawing.drawn(composer.space(arguments), trials=trials, seed=7)
+    return drawing.sample(composer.space(arguments), trials=trials, seed=7)
 
 
 def test_random_points_lie_in_their_space_and_follow_the_log(composer):

@@ -6,10 +6,10 @@ import pytest
 
 import trainkit
 from tests.sweeps.test_leaderboard import made
-from trainkit.config.resuming import compose_anew
+from trainkit.config.resume import compose_anew
 from trainkit.errors import ConfigError
-from trainkit.verbs import top
-from trainkit.verbs.call import Call
+from trainkit.verbs.looking import top
+from trainkit.verbs.support.call import Call
 
 RUN = (
     "recipe=null",

@@ -9,13 +9,13 @@ optuna = pytest.importorskip("optuna")
 from optuna.trial import TrialState  # noqa: E402
 
 from trainkit.config.compose import Composer  # noqa: E402
+from trainkit.config.monitored_metric import MonitoredMetric  # noqa: E402
 from trainkit.config.schema import Sweep as Settings  # noqa: E402
-from trainkit.config.watched import Watched  # noqa: E402
 from trainkit.errors import ConfigError  # noqa: E402
-from trainkit.sweeps.jobs import Job  # noqa: E402
+from trainkit.sweeps.loop.job_sources import SweepJob  # noqa: E402
 from trainkit.sweeps.spaces.trials import Trials, distributions, open_study  # noqa: E402
 
-LOSS = Watched(metric="val/loss", mode="min")
+LOSS = MonitoredMetric(metric="val/loss", mode="min")
 RATE = ("optimizer.lr=tag(log,interval(0.001,0.1))",)
 
 
@@ -37,7 +37,7 @@ class Bench:
     def job(self, overrides, number, *, going_on=None):
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
-        return Job(name=str(number), folder=folder, overrides=tuple(overrides), command=())
+        return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=())
 
     def told(self, job, step, loss):
         with (job.folder / "metrics.jsonl").open("a") as file:

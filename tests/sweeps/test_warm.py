@@ -13,11 +13,11 @@ import pytest
 
 from tests.support.settings import latest
 from tests.sweeps.support import run, sweep_in
-from trainkit.sweeps.jobs import Job
-from trainkit.sweeps.processes import Start
-from trainkit.sweeps.slots import Slots
-from trainkit.sweeps.sweep import LOG
-from trainkit.sweeps.warming import WarmStarter
+from trainkit.sweeps.loop.fork_server import WarmStarter
+from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.loop.processes import Start
+from trainkit.sweeps.loop.slots import Slots
+from trainkit.sweeps.loop.sweep import LOG
 
 pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of a warm process are of Linux")
 
@@ -27,7 +27,7 @@ TRAIN = ("recipe=null", "model.dropout=0.2", "steps=12", "callbacks=[]", "logger
 def training(folder, name, *overrides):
     arguments = latest(*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
     command = (sys.executable, "-m", "trainkit", *arguments)
-    return Job(name=name, folder=folder / name, overrides=overrides, command=command)
+    return SweepJob(name=name, folder=folder / name, overrides=overrides, command=command)
 
 
 def order(folder, news, *arguments):
@@ -43,7 +43,7 @@ def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
     slots = Slots(count=1, threads=1)
     before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")
     with WarmStarter(slots.threads) as start:
-        start.keep({"_target_": "trainkit.data.digits.Digits", "scaling": "unit"})
+        start.keep({"_target_": "trainkit.data.sets.digits.Digits", "scaling": "unit"})
         sweep = sweep_in(tmp_path, slots=slots, start=start)
         assert run(sweep, before, training(tmp_path, "fork", "seed=3")) == {"before": 0, "fork": 0}
     run(sweep_in(tmp_path / "other", slots=slots), training(tmp_path / "other", "fresh", "seed=3"))

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.values import at_least
-from trainkit.config.watched import Watched
-from trainkit.engine.events import Callback, Row, Run
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import maths
+from trainkit.trainer.events import Callback, Row, Run
 
 __all__ = ["EarlyStop"]
 
@@ -39,7 +39,7 @@ class EarlyStop(Callback):
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Compare, count, and stop."""
-        watched = Watched.of(run.cfg.eval)
+        watched = MonitoredMetric.of(run.cfg.eval)
         name = watched.metric
         split = name.partition("/")[0]
         figures = [figure for figure in metrics if figure.startswith(f"{split}/")]

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainkit.bounded_json import expect_map, parse_json
-from trainkit.engine.events import Callback, Row, Run
 from trainkit.errors import AbsentFileError
 from trainkit.reading import open_regular, read_lines, size_of
 from trainkit.storage import naming
+from trainkit.trainer.events import Callback, Row, Run
 
 __all__ = ["MetricsFile", "keep_until"]
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.values import above
-from trainkit.config.watched import Watched
-from trainkit.engine.events import Callback, Row, Run
 from trainkit.fields import cosmetic
 from trainkit.report.drawing import Drawing, lr_request, metrics_request
+from trainkit.trainer.events import Callback, Row, Run
 
 __all__ = ["Plots", "lr_points"]
 
@@ -65,7 +65,7 @@ class Plots(Callback):
         self._collect()
 
     def _draw_metrics(self, run: Run) -> None:
-        watched = Watched.of(run.cfg.eval)
+        watched = MonitoredMetric.of(run.cfg.eval)
         metrics, folder = run.folder / "metrics.jsonl", run.folder / "plots"
         self._start(
             "loss.png",

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 from torch.profiler import ProfilerActivity, profile
 
 from trainkit.config.values import at_least
-from trainkit.engine.events import Callback, Run
 from trainkit.fields import cosmetic
 from trainkit.storage import naming
-from trainkit.strategies.base import Outcome
+from trainkit.strategies.base import StepOutcome
+from trainkit.trainer.events import Callback, Run
 
 __all__ = ["Profiler"]
 
@@ -44,7 +44,7 @@ class Profiler(Callback):
         """Find out which steps to record."""
         self._running.first = run.state.step + self.skip_steps
 
-    def step_end(self, run: Run, outcome: Outcome) -> None:
+    def step_end(self, run: Run, outcome: StepOutcome) -> None:
         """Start after the steps to skip, end after those to record."""
         if run.state.step < self._running.first or not run.is_owner:
             return

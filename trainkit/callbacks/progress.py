@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.values import above
-from trainkit.config.watched import Watched
-from trainkit.engine.events import Callback, Row, Run
 from trainkit.fields import cosmetic
 from trainkit.report.live import LiveLine, Pace, Reading, live_line
+from trainkit.trainer.events import Callback, Row, Run
 
 __all__ = ["Progress"]
 
@@ -50,7 +50,7 @@ class Progress(Callback):
 
     def eval_end(self, run: Run, metrics: Row) -> None:
         """Show what the evaluation found."""
-        name = Watched.of(run.cfg.eval).metric
+        name = MonitoredMetric.of(run.cfg.eval).metric
         if name in metrics:
             self._shown.metric = (name, metrics[name])
         self._show(run)

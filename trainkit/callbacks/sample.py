@@ -11,10 +11,10 @@ from typing import Annotated, Any, ClassVar
 import torch
 
 from trainkit.config.values import above, at_least
-from trainkit.engine.events import Callback, Run
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic
 from trainkit.storage import naming
+from trainkit.trainer.events import Callback, Run
 
 __all__ = ["Sample"]
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from trainkit.engine.events import Callback, Run
 from trainkit.report.tables import print_closing, print_summary
+from trainkit.trainer.events import Callback, Run
 
-__all__ = ["Closing", "Opening"]
+__all__ = ["FinalSummary", "StartupSummary"]
 
 
-class Opening(Callback):
+class StartupSummary(Callback):
     """Prints the effective values before the first step; part of every run."""
 
     prints: ClassVar[bool] = True
@@ -26,7 +26,7 @@ class Opening(Callback):
         print_summary(f"{run.cfg.name}  {_short(run.folder)}", rows, notes=run.notes)
 
 
-class Closing(Callback):
+class FinalSummary(Callback):
     """Prints result, folder and the commands to look at it and to resume: the last word of every run."""
 
     prints: ClassVar[bool] = True

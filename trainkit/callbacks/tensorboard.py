@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from trainkit.config.values import above
-from trainkit.engine.events import Callback, Row, Run
 from trainkit.fields import cosmetic
 from trainkit.report.events import EventFile
 from trainkit.report.png import grid, png_bytes
+from trainkit.trainer.events import Callback, Row, Run
 
 __all__ = ["TensorBoard", "images_in"]
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 
 __all__ = ["Cluster"]
 
@@ -18,7 +18,7 @@ class Cluster(ABC):
     """Whether it starts the processes of a run itself, be it one, and watches over them."""
 
     @abstractmethod
-    def launch(self, environ: Mapping[str, str]) -> Launch | None:
+    def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """The launch that this process belongs to; None: it is the only one, and starts what the run needs.
 
         A pure function of the config and the environment.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.launchers.mpi import mpich, open_mpi
 from trainkit.cluster.launchers.slurm import slurm
 from trainkit.cluster.launchers.torch import by_hand, pet, torchrun
@@ -22,12 +22,12 @@ VARIABLE: Final = "TRAINKIT_LAUNCHER"
 """The environment variable that says which launcher to believe, or `none`."""
 
 
-def _tf_config(environ: Mapping[str, str]) -> Launch | None:
+def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     said = read_tf_config(environ)
     return None if said is None else launch_of(said.members, said.task, kind=said.variable)
 
 
-LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], Launch | None]]] = {
+LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | None]]] = {
     "torchrun": torchrun,
     "environment": by_hand,
     "tf_config": _tf_config,
@@ -47,7 +47,7 @@ _MARKS: Final = {
 }  # fmt: skip
 
 
-def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> Launch | None:
+def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment | None:
     """The launch that a process belongs to; a pure function.
 
     Args:
@@ -90,7 +90,7 @@ def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: st
     return None if half is None else _shared(half, environ)
 
 
-def _shared(launch: Launch, environ: Mapping[str, str]) -> Launch | None:
+def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """The launch, unless this process is all there is of it."""
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") if launch.kind == "torchrun" else "0"
     if launch.num_ranks == 1 and restarts == "0":
@@ -98,7 +98,7 @@ def _shared(launch: Launch, environ: Mapping[str, str]) -> Launch | None:
     return replace(launch, ignore=f"{VARIABLE}=none")
 
 
-def _forced(name: str, environ: Mapping[str, str]) -> Launch | None:
+def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
     origin = "environment" if environ.get(VARIABLE) == name else ""
     key = VARIABLE if origin else "cluster.launcher"
     if name not in LAUNCHERS:

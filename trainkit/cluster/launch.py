@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from trainkit.cluster.address import Address
 from trainkit.cluster.tasks import Task
 
-__all__ = ["Launch", "workers"]
+__all__ = ["LaunchEnvironment", "workers"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Launch:
+class LaunchEnvironment:
     """What a process knows of the group it was started in, before it has met the others.
 
     Example:
-        >>> launch = Launch(
+        >>> launch = LaunchEnvironment(
         ...     kind="torchrun", tasks=workers(4), rank=3, local_rank=1, num_local=2, num_hosts=2,
         ...     store=("10.0.0.1", 29400), ignore="TRAINKIT_LAUNCHER=none",
         ... )

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from trainkit.cluster.base import Cluster
 from trainkit.cluster.detect import detect
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.fields import placement
 
 __all__ = ["Local"]
@@ -28,6 +28,6 @@ class Local(Cluster):
     ] = "auto"
     """What started this process; auto: what TRAINKIT_LAUNCHER says, else what is found; none: nothing that matters."""
 
-    def launch(self, environ: Mapping[str, str]) -> Launch | None:
+    def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """The launch that this process belongs to, as `trainkit.cluster.detect` finds it."""
         return detect(environ, launcher=self.launcher)

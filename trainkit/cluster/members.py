@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from trainkit.cluster.address import Address, is_loopback
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import closest
 from trainkit.errors import Problem
@@ -109,7 +109,7 @@ def tasks_of(members: Members) -> tuple[tuple[Task, ...], tuple[Address, ...]]:
     return tasks, tuple(Address.parse(text) for _, _, text in placed)
 
 
-def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> Launch:
+def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> LaunchEnvironment:
     """The launch that a cluster without problems describes, for one of its tasks.
 
     The ranks meet at the address of rank 0. Tasks with the same host, as written, share it; a task that has a host to
@@ -118,7 +118,7 @@ def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> Launch:
     tasks, addresses = tasks_of(members)
     rank = next(item.rank for item in tasks if (item.role, item.index) == task)
     hosts = [address.canonical.host for address in addresses]
-    return Launch(
+    return LaunchEnvironment(
         kind=kind,
         tasks=tasks,
         rank=rank,

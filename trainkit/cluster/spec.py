@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.members import ROLES, launch_of, member_problems, parse_task, task_problem
 from trainkit.cluster.tf_config import TfConfig, read_tf_config
 from trainkit.errors import ConfigError, Problem
@@ -49,7 +49,7 @@ class Spec(Cluster):
         listed = {role: (value,) if isinstance(value, str) else tuple(value or ()) for role, value in values.items()}
         return {role: texts for role, texts in listed.items() if texts}
 
-    def launch(self, environ: Mapping[str, str]) -> Launch | None:
+    def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         """The launch of this cluster, for this process; None where it has one task.
 
         Raises:

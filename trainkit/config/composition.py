@@ -7,22 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.config.documents import Document
-from trainkit.config.origins import NOWHERE, KeyPath, Level, Origin, dotted
+from trainkit.config.provenance import NOWHERE, KeyPath, Level, Origin, dotted
 from trainkit.config.schema import RunConfig
-from trainkit.config.secret_keys import secret_keys
-from trainkit.config.secrets import redacted
+from trainkit.config.secrets.keys import secret_keys
+from trainkit.config.secrets.secrets import redacted
+from trainkit.config.yaml_documents import Document
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED
 
-__all__ = ["ChoiceFile", "Composition", "path_of"]
+__all__ = ["Composition", "ConfigFile", "path_of"]
 
 _SWEEPER: Final = "hydra/sweeper="
 _LAUNCHER: Final = "hydra/launcher="
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChoiceFile:
+class ConfigFile:
     """A file that took part in a composition."""
 
     group: str
@@ -50,7 +50,7 @@ class Composition:
     """Where each key was set."""
     choices: Mapping[str, str | list[str] | None] = field(default_factory=dict)
     """Group -> choice; a list for callbacks and logger."""
-    files: tuple[ChoiceFile, ...] = ()
+    files: tuple[ConfigFile, ...] = ()
     """The files it was composed of, in ascending precedence."""
     overrides: tuple[str, ...] = ()
     """The arguments it was composed of, without Hydra's own."""
@@ -73,11 +73,11 @@ class Composition:
     run_dir_given: bool = False
     """Whether the user named `run_dir`: then it is this folder and no other."""
 
-    def noting(self, notes: Iterable[str]) -> Composition:
+    def with_notes(self, notes: Iterable[str]) -> Composition:
         """The same with further notes."""
         return replace(self, notes=(*self.notes, *notes))
 
-    def located(self, error: ConfigError) -> ConfigError:
+    def with_origins(self, error: ConfigError) -> ConfigError:
         """An error met later, with the place that set each key where it names none."""
         problems = [
             item if item.origin else replace(item, origin=self.origin(item.key).where) for item in error.problems

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainkit.config.composition import Composition
-from trainkit.config.origins import is_path_key, leaves
+from trainkit.config.provenance import is_path_key, leaves
 from trainkit.config.texts import path_rule
 from trainkit.errors import Problem
 

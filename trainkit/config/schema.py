@@ -26,6 +26,7 @@ from trainkit.config.values import (
 )
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import cosmetic, maths, placement, speed
+from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
 __all__ = [
@@ -361,7 +362,7 @@ class RunConfig:
         problems = list(_misfits(cls, values, ()))
         if problems:
             raise ConfigError(problems)
-        return typing.cast("RunConfig", _built(cls, values))
+        return typing.cast("RunConfig", _built(cls, with_current_targets(values)))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `resolved.yaml` holds them."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from trainkit.config.schema import Loader as LoaderSettings
-from trainkit.data.collate import collate, narrow, to_device
-from trainkit.data.iterable import Stream
-from trainkit.data.reading import Reader
-from trainkit.data.sources import collated, whole_arrays
+from trainkit.data.reading.collate import collate, narrow, to_device
+from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.reader import Reader
+from trainkit.data.reading.sources import collated, whole_arrays
+from trainkit.data.reading.workers import Request, read_ahead, shut_down, unwrap_worker_result
 from trainkit.data.splits import size_of
-from trainkit.data.workers import Request, opened, read_ahead, shut_down
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import sample_key
 
@@ -42,7 +42,7 @@ class EvalBatches:
     of the split, which is not to be counted (`num_counted`).
 
     Example:
-        >>> from trainkit.data.digits import Digits
+        >>> from trainkit.data.sets.digits import Digits
         >>> batches = EvalBatches(Digits(split="val"), batch_size=100, rank=0, num_ranks=1,
         ...                       device=torch.device("cpu"), settings=LoaderSettings())
         >>> [len(labels) for _, labels in batches]
@@ -117,7 +117,7 @@ class EvalBatches:
         ahead = read_ahead(self._dataset, requests, seed=0, device=self._device, settings=self._settings)
         try:
             for batch in ahead:
-                yield opened(batch)
+                yield unwrap_worker_result(batch)
         finally:
             shut_down(ahead)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainkit.config.schema import Cv
-from trainkit.data.iterable import Stream
+from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.hashing import hash64
@@ -36,7 +36,7 @@ def folded(splits: Mapping[str, Any], cv: Cv) -> Mapping[str, Any]:
         ConfigError: more folds than samples, or samples that have no places.
 
     Example:
-        >>> from trainkit.data.digits import Digits
+        >>> from trainkit.data.sets.digits import Digits
         >>> parts = folded({"train": Digits(split="train")}, Cv(folds=5, fold=0))
         >>> {name: len(part) for name, part in parts.items()}
         {'train': 1149, 'val': 288}
@@ -98,7 +98,7 @@ def labels_of(dataset: Any) -> NDArray[np.int64] | None:
     whole numbers.
 
     Example:
-        >>> from trainkit.data.digits import Digits
+        >>> from trainkit.data.sets.digits import Digits
         >>> np.bincount(labels_of(Digits(split="val"))).tolist()
         [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
     """

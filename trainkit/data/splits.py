@@ -7,8 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from trainkit.config.build import build, resolve_target
-from trainkit.config.kinds import PLACES
+from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.kinds import PLACES
 from trainkit.errors import DataError
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.hashing import key32, name_id
@@ -26,7 +26,7 @@ def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
     nothing has `train` and `val` where it takes `split`, and only `train` where it does not.
 
     Example:
-        >>> splits_of({"_target_": "trainkit.data.digits.Digits"})
+        >>> splits_of({"_target_": "trainkit.data.sets.digits.Digits"})
         ('train', 'val')
     """
     target = resolve_target(node["_target_"], PLACES["data"])
@@ -51,7 +51,7 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
         DataError: a split has no samples, or a dataset says no length.
 
     Example:
-        >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.digits.Digits"}).items()}
+        >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.sets.digits.Digits"}).items()}
         {'train': 1437, 'val': 360}
     """
     if (kept := _KEPT.get(_name_of(node))) is not None:
@@ -103,7 +103,7 @@ def size_of(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} has no length, so that no epoch can be planned. An iterable dataset is read through "
-            "trainkit.data.iterable.Stream, which is told num_samples."
+            "trainkit.data.reading.iterable.Stream, which is told num_samples."
         )
     return len(dataset)
 

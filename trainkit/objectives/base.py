@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainkit.errors import DataError
 
-__all__ = ["Collective", "Loss", "Metric", "Model", "Objective", "Supervised", "Tally", "split_batch"]
+__all__ = ["Collective", "Loss", "Metric", "Model", "Objective", "RunningMean", "Supervised", "split_batch"]
 
 Model = Callable[..., Any]
 """What an objective runs: an nn.Module, or whatever a strategy made of it."""
@@ -127,11 +127,11 @@ class Supervised(Objective):
         """Sum the loss of outputs that are already there (the last stage of a pipeline calls this)."""
 
 
-class Tally:
+class RunningMean:
     """A numerator and a count, kept on the device until they are needed.
 
     Example:
-        >>> tally = Tally()
+        >>> tally = RunningMean()
         >>> tally.add(torch.tensor(3.0), 4)
         >>> tally.add(torch.tensor(1.0), 4)
         >>> float(tally.total), tally.count

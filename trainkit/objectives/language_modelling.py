@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainkit.fields import cosmetic
-from trainkit.objectives.base import Collective, Loss, Metric, Supervised, Tally, split_batch
+from trainkit.objectives.base import Collective, Loss, Metric, RunningMean, Supervised, split_batch
 from trainkit.objectives.metrics import fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
@@ -68,7 +68,7 @@ class Perplexity(Metric):
     """e to the mean loss of a token: as many equally likely tokens would be as hard to tell apart."""
 
     def __init__(self) -> None:
-        self._tally = Tally()
+        self._tally = RunningMean()
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""

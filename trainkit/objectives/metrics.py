@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import ConfigError, Problem
-from trainkit.objectives.base import Collective, Loss, Metric, Tally
+from trainkit.objectives.base import Collective, Loss, Metric, RunningMean
 
 __all__ = ["MeanOf", "TopK", "TorchMetric", "fresh_metrics", "gather_ragged"]
 
@@ -27,7 +27,7 @@ class TopK(Metric):
 
     def __init__(self, k: int = 1) -> None:
         self._k = k
-        self._tally = Tally()
+        self._tally = RunningMean()
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""
@@ -49,7 +49,7 @@ class MeanOf(Metric):
 
     def __init__(self, sum_and_count: Any) -> None:
         self._sum_and_count = sum_and_count
-        self._tally = Tally()
+        self._tally = RunningMean()
 
     def update(self, loss: Loss, batch: Any) -> None:
         """Count one batch."""

@@ -11,14 +11,15 @@ from torch import Tensor
 
 from trainkit.errors import DataError, TrainingError
 from trainkit.fields import cosmetic
+from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective
 from trainkit.objectives.metrics import fresh_metrics
 
-__all__ = ["OwnLoss"]
+__all__ = ["ModelComputesLoss"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnLoss(Objective):
+class ModelComputesLoss(Objective):
     """The model is given the whole batch and reports a mean loss; it counts as that mean times its number of targets.
 
     A batch that is a dict is passed by name, a tuple in order. The loss is the output's `loss`, its first element,
@@ -27,7 +28,7 @@ class OwnLoss(Objective):
     Example:
         >>> model = lambda inputs, labels: {"loss": inputs.mean(), "logits": inputs}
         >>> batch = {"inputs": torch.tensor([1.0, 3.0, 5.0]), "labels": torch.tensor([0, 1, -100])}
-        >>> float(OwnLoss().loss(model, batch).loss_sum)
+        >>> float(ModelComputesLoss().loss(model, batch).loss_sum)
         6.0
     """
 
@@ -86,3 +87,8 @@ def _part(output: Any, name: str, position: int) -> Any:
     if hasattr(output, name):
         return getattr(output, name)
     return output[position] if isinstance(output, tuple) and len(output) > position else None
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by the name that it once had."""
+    return moved_attribute(__name__, name)

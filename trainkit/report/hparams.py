@@ -11,8 +11,8 @@ from typing import Any
 from tensorboard.compat.proto import summary_pb2
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-from trainkit.engine.ownership import Owner
 from trainkit.report.events import EventFile
+from trainkit.trainer.ownership import OwnershipToken
 
 __all__ = ["write_hparams"]
 
@@ -32,7 +32,7 @@ def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finis
         name: of the job.
         finished: whether it ended as it should.
     """
-    owner = Owner.found(folder.parent)
+    owner = OwnershipToken.found(folder.parent)
     suffix = f".{_SUFFIX}" if owner is None else f".{owner.token}.{_SUFFIX}"
     ours = re.compile(rf"events\.out\.tfevents\.\d+\..*\.\d+\.\d+{re.escape(suffix)}")  # as EventFile names them
     for earlier in folder.glob(f"events.out.tfevents.*{suffix}"):

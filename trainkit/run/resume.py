@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.config.semantics import fingerprint, other_training
-from trainkit.engine.manifest import scan
 from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
-from trainkit.run.folder import RunFolder
-from trainkit.run.status import look_at
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
+from trainkit.trainer.manifest import list_complete
 
 __all__ = ["Start", "adopt", "find_start"]
 
@@ -54,7 +54,7 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
     run, checkpoints = (
         (path, path / "checkpoints") if (path / "resolved.yaml").is_file() else (path.parent.parent, path)
     )
-    if not (run / "resolved.yaml").is_file() or not (scan(checkpoints) or (path / "manifest.json").is_file()):
+    if not (run / "resolved.yaml").is_file() or not (list_complete(checkpoints) or (path / "manifest.json").is_file()):
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
     adopted = _same_training(cfg, run)
@@ -62,7 +62,7 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
 
 
 def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
-    if run_dir is not None and scan(run_dir / "checkpoints"):
+    if run_dir is not None and list_complete(run_dir / "checkpoints"):
         adopted = _same_training(cfg, run_dir)
         return Start(cfg=adopted, folder=RunFolder(run_dir), note=_continues(RunFolder(run_dir)))
     if run_dir is not None and (run_dir / "resolved.yaml").is_file():
@@ -89,18 +89,18 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
 
 
 def _unfinished(folder: RunFolder) -> bool:
-    return bool(scan(folder.checkpoints)) and look_at(folder).state != "finished"
+    return bool(list_complete(folder.checkpoints)) and read_status(folder).state != "finished"
 
 
 def _continues(folder: RunFolder) -> str:
-    found = look_at(folder)
+    found = read_status(folder)
     ended = "" if found.state == "unknown" or found.is_running else f", which {found.told()}"
     return f"resume=auto: continues {folder.path}{ended}"
 
 
 def _refuse_running(folder: RunFolder) -> None:
     """Refuse a run that certainly runs; of one on another host only its age is known, and it may have been killed."""
-    found = look_at(folder)
+    found = read_status(folder)
     if found.is_running and not found.note:
         rule = (
             f"{folder.path}, the newest unfinished run of this training, {found.told()}. Wait until it has ended, stop "

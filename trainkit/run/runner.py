@@ -13,37 +13,37 @@ from typing import Any
 from torch import nn
 
 from trainkit.cluster.identity import Identity
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets import redacted, refuse_to_carry
-from trainkit.config.semantics import fingerprint
-from trainkit.engine.checkpoint import refuse_small_disk
+from trainkit.config.secrets.secrets import redacted, refuse_to_carry
 from trainkit.errors import AbsentFileError, StorageError
 from trainkit.numerics.determinism import reproducible_process
 from trainkit.reading import read_map
-from trainkit.run.assisting import assist
-from trainkit.run.awaiting import evaluate_all, findings_of
-from trainkit.run.beginning import begin_where_it_stood
-from trainkit.run.building import build_callbacks
-from trainkit.run.compiling import compiling_told
-from trainkit.run.cut_facts import coupling_of, cut_notes
-from trainkit.run.environment import write_environment, write_resolved
-from trainkit.run.folder import RunFolder
-from trainkit.run.heartbeat import Beats, beats_of
-from trainkit.run.limits import TimeLimits
-from trainkit.run.memory import abstract_model, checkpoint_bytes
-from trainkit.run.model_facts import model_notes
-from trainkit.run.out_of_memory import telling_of_memory
-from trainkit.run.outcome import Report, best_and_last, failure_of, reported, unless_exit
-from trainkit.run.own_watch import CountedBeats, OwnWatch
-from trainkit.run.plan import RunPlan, make_plan
-from trainkit.run.proof_records import last_proof
-from trainkit.run.recording import recorded_run
+from trainkit.run.folder.metadata import write_environment, write_resolved
+from trainkit.run.folder.proof_records import last_proof
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.run_record import recorded_run
+from trainkit.run.hang_detection.compile_events import report_compiling
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.self_watch import BeatCounter, SelfWatch
+from trainkit.run.planning.build import build_callbacks
+from trainkit.run.planning.cut_notes import coupling_of, cut_notes
+from trainkit.run.planning.memory import checkpoint_bytes, meta_model
+from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.out_of_memory import explain_oom
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.process.heartbeat import Beats, beats_of
+from trainkit.run.process.signals import StopFlag
 from trainkit.run.resume import Start, find_start
-from trainkit.run.session import Session
-from trainkit.run.stopping import StopFlag
+from trainkit.run.session.auxiliary import run_auxiliary
+from trainkit.run.session.outcome import Report, best_and_last, failure_of, reported, unless_exit
+from trainkit.run.session.restore import restore_or_init
+from trainkit.run.session.session import TaskSession
+from trainkit.run.supervisor.await_evaluator import evaluate_all, findings_of
 from trainkit.storage import reporting
 from trainkit.strategies.flight_recorder import FlightRecorder
+from trainkit.trainer.checkpoint import refuse_small_disk
 
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "refuse_lack_of_room", "resumed_from", "run_task", "train"]
 
@@ -60,7 +60,7 @@ def train(
     run_dir: Path | None = None,
     notes: Sequence[str] = (),
     job: Job | None = None,
-    launch: Launch | None = None,
+    launch: LaunchEnvironment | None = None,
 ) -> dict[str, Any]:
     """Train, in this process or in as many as the strategy needs.
 
@@ -81,9 +81,9 @@ def train(
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
             return _train(cfg, run_dir=run_dir, notes=notes, job=job)
-        from trainkit.run.joining import train_launched  # noqa: PLC0415 - most runs are started by nobody else
+        from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs are started by nobody else
 
-        return train_launched(cfg, launch, run_dir=run_dir, notes=notes, job=job)
+        return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job)
 
 
 def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: Job | None) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
     plan = make_plan(start.cfg)
     if plan.engine is not None:
         refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
-    model = abstract_model(plan)
+    model = meta_model(plan)
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
@@ -101,18 +101,18 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
         def run() -> Result:
             record.follow_pulse()
             if plan.engine is not None:
-                from trainkit.run.engines.driver import run_on  # noqa: PLC0415 - most runs need none
+                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs need none
 
                 return run_on(plan.engine, plan, folder)
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
-                beats = CountedBeats(beats_of(identity, folder))
+                beats = BeatCounter(beats_of(identity, folder))
                 limits = TimeLimits.of(cfg.supervisor)
-                with StopFlag() as stop, OwnWatch(limits, folder, read=lambda _rank: beats.count()):
+                with StopFlag() as stop, SelfWatch(limits, folder, read=lambda _rank: beats.count()):
                     return run_task(
                         resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow, beats=beats
                     )
-            from trainkit.run.supervisor import supervise  # noqa: PLC0415 - one device needs none
+            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - one device needs none
 
             return supervise(
                 folder.resolved,
@@ -124,7 +124,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
                 limits=TimeLimits.of(cfg.supervisor),
                 pass_fds=(lock,),
                 secrets=secrets,
-                assistants=plan.assistants,
+                assistants=plan.auxiliary_ranks,
                 replaceable=plan.replaceable,
             )
 
@@ -145,7 +145,7 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
 
     Args:
         plan: the run.
-        model: from `abstract_model`.
+        model: from `meta_model`.
         folder: the run folder, where it exists.
         run_dir: where it is to be made; None: below `outputs/<name>`.
 
@@ -189,7 +189,7 @@ def run_task(
     confirm: Callable[[], None] | None = None,
     report: Report | None = None,
     follow: Callable[[Callable[[], int]], None] | None = None,
-    beats: CountedBeats | None = None,
+    beats: BeatCounter | None = None,
 ) -> dict[str, Any] | None:
     """Do one task of a run in this process.
 
@@ -213,7 +213,7 @@ def run_task(
     """
     is_owner = identity.task.rank == 0
     begun = time.perf_counter()
-    session: Session | None = None
+    session: TaskSession | None = None
 
     def step() -> int:
         return -1 if session is None else session.run.state.step
@@ -223,12 +223,12 @@ def run_task(
         try:
             told = beats or beats_of(identity, folder)
             plan = plan or make_plan(cfg)
-            if identity.task.rank in plan.assistants:
-                work = evaluate_all if identity.task.is_evaluator else assist
-                with compiling_told(told):
+            if identity.task.rank in plan.auxiliary_ranks:
+                work = evaluate_all if identity.task.is_evaluator else run_auxiliary
+                with report_compiling(told):
                     work(plan, identity, folder, requested=lambda: stop.requested, on_phase=told or _unheard)
                 return None
-            with reporting(folder.path), telling_of_memory(plan, identity.task, lambda: None):
+            with reporting(folder.path), explain_oom(plan, identity.task, lambda: None):
                 session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=told)
         except BaseException as error:
             lost = reported(error, report)
@@ -245,22 +245,22 @@ def run_task(
                     one(lambda: session.run.state.step)
             with (
                 reporting(folder.path),
-                telling_of_memory(plan, identity.task, lambda: session.run.state.step),
-                compiling_told(told),
+                explain_oom(plan, identity.task, lambda: session.run.state.step),
+                report_compiling(told),
             ):
                 trained = session.train()
-            result = {**trained, "seconds_total": time.perf_counter() - begun, **_places(folder, plan)}
+            result = {**trained, "seconds_total": time.perf_counter() - begun, **_checkpoint_paths(folder, plan)}
         except BaseException as error:
             error.add_note(f"rank {identity.task.rank}, step {session.run.state.step}")
             lost = reported(error, report)
             session.save_last(error)
             ending = unless_exit(error, report, session.run.state.step)
-            failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_places(folder, plan)}
-            _end(session, failed, folder, ending)
+            failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_checkpoint_paths(folder, plan)}
+            _close_and_record(session, failed, folder, ending)
             if ending is not error:
                 raise ending from error
             raise
-        _end(session, result, folder, requested=lambda: stop.requested)
+        _close_and_record(session, result, folder, requested=lambda: stop.requested)
     return result if is_owner else None
 
 
@@ -268,8 +268,8 @@ def _unheard(phase: str, step: int) -> None:
     """Take a beat that nobody listens to."""
 
 
-def _end(
-    session: Session,
+def _close_and_record(
+    session: TaskSession,
     result: dict[str, Any],
     folder: RunFolder,
     error: BaseException | None = None,
@@ -301,22 +301,22 @@ def _open(
     *,
     confirm: Callable[[], None] | None,
     report: Report | None,
-    beats: Beats | CountedBeats | None,
-) -> Session:
-    session = Session(
+    beats: Beats | BeatCounter | None,
+) -> TaskSession:
+    session = TaskSession(
         plan,
         identity=identity,
         folder=folder.path,
         callbacks=build_callbacks(plan.cfg),
         fingerprint=fingerprint(plan.cfg),
         requested=lambda: stop.requested,
-        notes=(*_notes(folder), *_missing(plan, identity)),
+        notes=(*_notes(folder), *_lost_replica_note(plan, identity)),
         confirm=confirm,
         on_phase=beats,
         within_steps=beats is not None and beats.within_steps,
     )
     try:
-        begin_where_it_stood(session, folder.checkpoints)
+        restore_or_init(session, folder.checkpoints)
     except BaseException as error:
         reported(error, report)
         session.close(failed=True)
@@ -324,13 +324,13 @@ def _open(
     return session
 
 
-def _missing(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
+def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
     """Says that replicas are lost, where some are."""
     planned, present = len(plan.tasks), identity.num_ranks
     return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
 
 
-def _places(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
+def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
     """Return where checkpoints lie, how the run is resumed, and the last proof of this training on this placement."""
     return {**best_and_last(folder), "resume": folder.resume_command, "proved": last_proof(plan)}
 

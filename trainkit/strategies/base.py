@@ -13,32 +13,33 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
-from trainkit.cluster.launch import Launch
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
+from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.numerics.precision import LossScale, Precision
 from trainkit.objectives.base import Collective, Objective
-from trainkit.strategies.pieces import Piece, Pieces
-from trainkit.strategies.shaping import Compiles
+from trainkit.strategies.model_transforms import Compiles
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
 __all__ = [
-    "Bench",
     "Data",
-    "Facts",
     "LeftOut",
+    "LossWeighting",
     "Numerics",
-    "Outcome",
-    "Part",
     "Placed",
-    "Position",
-    "Rule",
+    "PlanContext",
+    "StagePart",
     "Status",
+    "StepContext",
+    "StepCounter",
+    "StepOutcome",
     "Strategy",
+    "TaskContext",
     "Ticket",
-    "Training",
-    "Update",
-    "Weighing",
+    "UpdateParams",
+    "UpdateRule",
 ]
 
 
@@ -56,7 +57,7 @@ class Status(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class UpdateParams:
     """What an update needs to know, where it happens."""
 
     lr_factor: float
@@ -65,7 +66,7 @@ class Update:
     """Clip the gradient to this global norm."""
 
 
-Rule = Callable[[int], Update]
+UpdateRule = Callable[[int], UpdateParams]
 """Update of a version: the number of updates the parameters have seen."""
 
 
@@ -85,7 +86,7 @@ class LeftOut:
 
 
 @dataclass(slots=True)
-class Outcome:
+class StepOutcome:
     """What a try at a step gave. Tensors stay on the device: reading one waits for it."""
 
     step: int
@@ -103,7 +104,7 @@ class Outcome:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Weighing:
+class LossWeighting:
     """How much a sample weighs in the loss; from the objective and one sample, so that every rank agrees."""
 
     per_sample: float | None
@@ -113,16 +114,16 @@ class Weighing:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Training:
+class StepContext:
     """What every step of a training needs; the same on every rank."""
 
     plan: BatchPlan
     """How steps are cut into shards."""
     objective: Objective
     """Scores a shard."""
-    weighing: Weighing
+    weighing: LossWeighting
     """How the loss is normalised."""
-    rule: Rule
+    rule: UpdateRule
     """The update of a version."""
 
 
@@ -134,7 +135,7 @@ class Data(Protocol):
         ...
 
 
-class Position(Protocol):
+class StepCounter(Protocol):
     """How far the training is."""
 
     @property
@@ -163,7 +164,7 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class PlanContext:
     """What a strategy may judge a config by, before any process starts."""
 
     numerics: Numerics = field(default_factory=Numerics)
@@ -180,12 +181,12 @@ class Facts:
     """A sample of the training data, for shapes; None where none can be had."""
     micro_size: int = 1
     """Samples of the largest shard, where that is decided."""
-    launch: Launch | None = None
+    launch: LaunchEnvironment | None = None
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class StagePart:
     """A stretch of a model that is on one device, where a replica spans several."""
 
     stage: int
@@ -208,9 +209,9 @@ class Placed:
     """Where batches must be."""
     device_types: tuple[str, ...] = ()
     """The types of all devices that the model is on; that of `device` where nothing is said."""
-    collective: Collective
+    data_ranks: Collective
     """Sums of small tensors over the data ranks; every process of the run takes part and gets the answer."""
-    everyone: Collective = None  # type: ignore[assignment]  # set below
+    all_ranks: Collective = None  # type: ignore[assignment]  # set below
     """The same over all processes of the run, where several compute a replica; else `collective`."""
     loss_scale: LossScale
     """The current loss scale."""
@@ -218,11 +219,11 @@ class Placed:
     """The numbers the training is made of."""
     lanes: int | None = None
     """Lanes of the order of summation; None where it is free."""
-    figures: dict[str, float] = field(default_factory=dict)
+    step_metrics: dict[str, float] = field(default_factory=dict)
     """What the strategy has measured of the latest step, for the next row of metrics."""
     on_phase: Callable[[str, int], None] | None = None
     """Is told (phase, step) when forward, backward, reduce or update begins, so that a hang can be located."""
-    open_data: Callable[[torch.device], Data] | None = None
+    make_loader: Callable[[torch.device], Data] | None = None
     """Opens training data by tickets that nobody knows beforehand, for what computes beside the loop."""
     folder: Path | None = None
     """The run folder, for a strategy that keeps a record of its own; set once it is placed."""
@@ -230,26 +231,26 @@ class Placed:
     def __post_init__(self) -> None:
         """One device and one process a replica, where nothing else is said."""
         self.device_types = self.device_types or (self.device.type,)
-        self.everyone = self.everyone or self.collective
+        self.all_ranks = self.all_ranks or self.data_ranks
 
     @property
-    def is_owner(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this process writes what a run writes once."""
-        return self.everyone.rank == 0
+        return self.all_ranks.rank == 0
 
     @property
     def rank(self) -> int:
         """The data rank of this process."""
-        return self.collective.rank
+        return self.data_ranks.rank
 
     @property
     def num_ranks(self) -> int:
         """Data ranks of the run."""
-        return self.collective.num_ranks
+        return self.data_ranks.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bench:
+class TaskContext:
     """What a task works with that assists the rank that trains, in a process of its own (`Strategy.assist`)."""
 
     identity: Identity
@@ -262,7 +263,7 @@ class Bench:
     """The numbers to use."""
     numerics: Numerics
     """The numbers settings."""
-    training: Training
+    training: StepContext
     """Plan, objective and update rule."""
     num_steps: int
     """Steps of the whole training."""
@@ -292,7 +293,7 @@ class Strategy(ABC):
     """What it calls as one, and torch.compile may make one of: the whole model, its blocks, or nothing."""
 
     defers: ClassVar[bool] = False
-    """Whether `place` takes a model without numbers, and makes those it needs from `initial_values(model)`."""
+    """Whether `place` takes a model without numbers, and makes those it needs from `lazy_init_values(model)`."""
 
     holds_pieces: ClassVar[bool] = False
     """Whether ranks hold what others lack, so that a checkpoint is written and weights are hashed by all together."""
@@ -311,58 +312,58 @@ class Strategy(ABC):
         return self.changes_maths
 
     @abstractmethod
-    def problems(self, facts: Facts) -> list[Problem]:
+    def problems(self, facts: PlanContext) -> list[Problem]:
         """What is wrong with this strategy in these surroundings; pure, before any process starts."""
 
-    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:  # noqa: ARG002 - most take any model
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:  # noqa: ARG002 - most take any model
         """What is wrong with it for this model, which may be on the meta device; pure, before any process starts.
 
         Asked where `problems` found none.
         """
         return []
 
-    def proof_problems(self, facts: Facts) -> list[Problem]:  # noqa: ARG002 - most compute in another way than one device
+    def proof_problems(self, facts: PlanContext) -> list[Problem]:  # noqa: ARG002 - most compute in another way than one device
         """Return why a comparison with one device shows nothing, where this strategy runs the same code; pure."""
         return []
 
-    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Strategy:  # noqa: ARG002 - most leave nothing open
+    def decided(self, build: Callable[[], nn.Module], facts: PlanContext) -> Strategy:  # noqa: ARG002 - most leave nothing open
         """The strategy with what it leaves to be decided by the model, which `build` makes without its numbers; pure.
 
         Asked where `problems_with` found none, in every process before `place`.
         """
         return self
 
-    def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:  # noqa: ARG002 - most keep a replica whole
+    def parts(self, model: nn.Module, facts: PlanContext) -> tuple[StagePart, ...]:  # noqa: ARG002 - most keep a replica whole
         """How a replica is cut, for the plan; nothing where it is whole. Pure."""
         return ()
 
-    def held(self, model: nn.Module, facts: Facts) -> Mapping[str, int]:  # noqa: ARG002 - most hold all of it
+    def held(self, model: nn.Module, facts: PlanContext) -> Mapping[str, int]:  # noqa: ARG002 - most hold all of it
         """Elements of each parameter that a device holds, of those that hold most, by canonical name; pure.
 
         All of them, unless ranks hold parts of the model.
         """
         return {name: param.numel() for name, param in model.named_parameters()}
 
-    def gathered(self, model: nn.Module, facts: Facts) -> int:  # noqa: ARG002 - most have all of it all the time
+    def gathered(self, model: nn.Module, facts: PlanContext) -> int:  # noqa: ARG002 - most have all of it all the time
         """Elements of parameters and of gradients that a device has for a while, besides those it holds; pure."""
         return 0
 
     @abstractmethod
-    def tasks(self, facts: Facts) -> tuple[Task, ...]:
+    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
         """The processes it needs, by role; a single one runs in the process that asks.
 
         In a launch these are the launch's own, each with its device; only that of this process need be exact.
         """
 
     def trains(self, task: Task) -> bool:  # noqa: ARG002 - in most strategies all do
-        """Whether a task runs the engine's loop; pure. The others are given to `assist`. Rank 0 always trains."""
+        """Return whether a task runs the training loop; pure. The others run `run_auxiliary`. Rank 0 always trains."""
         return True
 
     def replaces(self, task: Task) -> bool:  # noqa: ARG002 - in most strategies none can be
         """Whether a task that dies is started again alone, while the others go on; pure. It joins them by itself."""
         return False
 
-    def assist(self, bench: Bench) -> None:
+    def assist(self, bench: TaskContext) -> None:
         """Do the part of a task that does not train, until the rank that trains has ended it.
 
         Raises:
@@ -372,15 +373,15 @@ class Strategy(ABC):
 
     def num_processes(self, num_gpus: int) -> int:
         """The processes it starts on a host of so many GPUs."""
-        return len(self.tasks(Facts(num_gpus=num_gpus)))
+        return len(self.tasks(PlanContext(num_gpus=num_gpus)))
 
     def num_slots(self, num_gpus: int) -> int:
         """The GPUs that a job of a sweep needs on a host of so many; where it uses none, a core a process."""
-        tasks = self.tasks(Facts(num_gpus=num_gpus))
+        tasks = self.tasks(PlanContext(num_gpus=num_gpus))
         return len({task.device for task in tasks if task.device.startswith("cuda")}) or len(tasks)
 
     @abstractmethod
-    def num_replicas(self, facts: Facts) -> int:
+    def num_replicas(self, facts: PlanContext) -> int:
         """Replicas that get their own shards."""
 
     @abstractmethod
@@ -400,9 +401,10 @@ class Strategy(ABC):
         """Put the model where it is computed; collective over the ranks of the run.
 
         Args:
-            model: initialised on the CPU in float32, alike on every rank, and shaped (`trainkit.strategies.shaping`):
-                forward passes that are recomputed or compiled are in place. On the meta device where the strategy
-                `defers`, unless the constructor does not allow it: `initial_values(model)` is None then.
+            model: initialised on the CPU in float32, alike on every rank, and shaped
+                (`trainkit.strategies.model_transforms`): forward passes that are recomputed or compiled are in place.
+                On the meta device where the strategy `defers`, unless the constructor does not allow it:
+                `lazy_init_values(model)` is None then.
             identity: who this process is.
             precision: the numbers to use.
             numerics: the numbers settings.
@@ -422,7 +424,9 @@ class Strategy(ABC):
         """The shards of a step that this rank computes."""
 
     @abstractmethod
-    def tickets(self, plan: BatchPlan, position: Position, placed: Any, until: int | None = None) -> Iterator[Ticket]:
+    def tickets(
+        self, plan: BatchPlan, position: StepCounter, placed: Any, until: int | None = None
+    ) -> Iterator[Ticket]:
         """What to compute here, step after step, from the position on; the same again while it does not move.
 
         Args:
@@ -438,8 +442,8 @@ class Strategy(ABC):
         placed: Any,
         ticket: Ticket,
         batches: Sequence[Any],
-        training: Training,
-    ) -> Outcome:
+        training: StepContext,
+    ) -> StepOutcome:
         """Compute a ticket and update the parameters; collective.
 
         Args:
@@ -471,12 +475,16 @@ class Strategy(ABC):
         """
         return False
 
-    def pieces(self, placed: Any) -> Pieces:
+    def pieces(self, placed: Any) -> ShardedState:
         """What this rank writes of `state` into a checkpoint; every part of it is written by one rank.
 
         All of it by the owner, unless ranks hold what others lack (`holds_pieces`).
         """
-        return {name: (Piece.whole(tensor),) for name, tensor in self.state(placed).items()} if placed.is_owner else {}
+        return (
+            {name: (TensorShard.whole(tensor),) for name, tensor in self.state(placed).items()}
+            if placed.is_rank0
+            else {}
+        )
 
     @abstractmethod
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -535,3 +543,8 @@ class Strategy(ABC):
     def abort(self, placed: Any) -> None:
         """Break the connections of a rank that has failed, without waiting for the other ranks."""
         self.leave(placed)
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by the name that it once had."""
+    return moved_attribute(__name__, name)

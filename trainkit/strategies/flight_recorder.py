@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.cluster.processes import host_mark
+from trainkit.cluster.process_id import host_id
 from trainkit.errors import CollectiveMismatchError, UnreadableError
 from trainkit.reading import open_descriptor, open_regular
 from trainkit.strategies.collective_records import HEAD, SIZE, Collective, mismatch, read_record, slot_of, write_record
@@ -84,7 +84,7 @@ class FlightRecorder:
             self._memory = mmap.mmap(descriptor, SIZE)
         finally:
             os.close(descriptor)
-        HEAD.pack_into(self._memory, 0, host_mark(), os.getpid())
+        HEAD.pack_into(self._memory, 0, host_id(), os.getpid())
         self._previous, _current = _current, self
         self._methods = {name: vars(dist.ProcessGroup)[name] for name in _NAMES if name in vars(dist.ProcessGroup)}
         for name in self._methods:
@@ -140,7 +140,7 @@ class FlightRecorder:
             self._peers[rank] = None
             with contextlib.suppress(OSError, ValueError, UnreadableError), open_regular(self._file_of(rank)) as file:
                 memory = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
-                if HEAD.unpack_from(memory, 0)[0] == host_mark():
+                if HEAD.unpack_from(memory, 0)[0] == host_id():
                     self._peers[rank] = memory
         return self._peers[rank]
 

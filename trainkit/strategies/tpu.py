@@ -20,12 +20,12 @@ from trainkit.numerics.batch import Ticket
 from trainkit.numerics.hashing import key32
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss
-from trainkit.strategies.alone import Alone
-from trainkit.strategies.base import Facts, Outcome, Training
-from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.replica import Held, Replica
-from trainkit.strategies.shaping import Compiles
-from trainkit.strategies.spread import OnOneDevice, Spread
+from trainkit.strategies.base import PlanContext, StepContext, StepOutcome
+from trainkit.strategies.core.placement import Placement, SingleDevicePlacement
+from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.groups.single_process import SingleProcess
+from trainkit.strategies.model_transforms import Compiles
 
 __all__ = ["Tpu"]
 
@@ -34,14 +34,14 @@ _VERSION: Final = "2.9.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tpu(Alone):
+class Tpu(SingleProcess):
     """Train one replica on XLA devices.
 
     A step is traced and compiled by XLA, and compiled anew for every shape of a shard: ragged last batches cost a
     compilation once.
 
     Example:
-        >>> Tpu().tasks(Facts())
+        >>> Tpu().tasks(PlanContext())
         (Task(role='worker', index=0, rank=0, device='xla:0'),)
     """
 
@@ -51,7 +51,7 @@ class Tpu(Alone):
     spmd: Annotated[bool, placement] = True
     """Spread the samples of every shard over all devices; false: one device."""
 
-    def problems(self, facts: Facts) -> list[Problem]:
+    def problems(self, facts: PlanContext) -> list[Problem]:
         """What is to be installed; what XLA cannot keep."""
         found = [*(_missing() or _without_devices()), *self.launch_problems(facts)]
         if facts.numerics.reproducible:
@@ -66,35 +66,35 @@ class Tpu(Alone):
         """What XLA draws."""
         return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
 
-    def tasks(self, facts: Facts) -> tuple[Task, ...]:  # noqa: ARG002
+    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
         """One task for all devices."""
         return (Task(role="worker", index=0, rank=0, device="xla:0"),)
 
-    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Spread:  # noqa: ARG002
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Placement:  # noqa: ARG002
         """The XLA device; with SPMD, all of them as one."""
         if self.spmd:
             _xla("runtime").use_spmd()  # before the first tensor is there
-        return OnOneDevice(device=_xla().device())
+        return SingleDevicePlacement(device=_xla().device())
 
-    def make_replica(self, held: Held, **rest: Any) -> Replica:
+    def make_replica(self, held: PlacedModel, **rest: Any) -> Replica:
         """As anywhere, but for the optimizer: not a fused one, which XLA has none of."""
         _unfuse(rest["stepper"].optimizer)
         return super().make_replica(held, **rest)
 
-    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> ShardStep:
         """What computes a ticket."""
         if self.spmd:
             batches = [_spread_out(batch) for batch in batches]
         return _XlaWork(placed, ticket, batches, training)
 
-    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
         """Trace a step and hand it to the device."""
         outcome = super().step(placed, ticket, batches, training)
         _xla().sync()
         return outcome
 
 
-class _XlaWork(StepWork):
+class _XlaWork(ShardStep):
     """A try at a step; what the device draws is keyed by step and shard."""
 
     def _forward(self, shard: int, batch: Any) -> Loss:

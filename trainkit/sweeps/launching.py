@@ -17,18 +17,18 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
 from trainkit.config.schema import Sweep as Settings
-from trainkit.config.secrets import missing_secrets
+from trainkit.config.secrets.secrets import missing_secrets
 from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
-from trainkit.run.environment import num_cores
-from trainkit.sweeps.jobs import Job, Listed, Source, free_folder
-from trainkit.sweeps.processes import start_fresh
-from trainkit.sweeps.record import FILE
+from trainkit.run.folder.metadata import num_cores
+from trainkit.sweeps.loop.fork_server import WarmStarter
+from trainkit.sweeps.loop.job_sources import JobList, JobSource, SweepJob, free_folder
+from trainkit.sweeps.loop.processes import start_fresh
+from trainkit.sweeps.loop.slots import Slots, numbering_problems
+from trainkit.sweeps.loop.sweep import Sweep
+from trainkit.sweeps.results.sweep_state import FILE
 from trainkit.sweeps.resuming import identity
-from trainkit.sweeps.slots import Slots, numbering_problems
-from trainkit.sweeps.sweep import Sweep
-from trainkit.sweeps.warming import WarmStarter
 
 __all__ = ["Launching"]
 
@@ -52,7 +52,7 @@ class Launching:
         self._folder = _folder_of(config, self.settings)
         with open_dict(config):
             config.hydra.sweep.dir = str(self._folder)  # the sweeper too writes into it
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, SweepJob] = {}
         self._sweep: Sweep | None = None
         self._warm: WarmStarter | None = None
         self._kept = False
@@ -90,17 +90,17 @@ class Launching:
         setup_globals()
         with self._warmed(len(job_overrides)):
             composed = [self._composed(list(line), first + place) for place, line in enumerate(job_overrides)]
-            jobs: dict[str, Job] = {}
+            jobs: dict[str, SweepJob] = {}
             for _, job in composed:
                 if job.name in jobs:
                     _say(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
                 jobs[job.name] = job
             self.sweep.expect(jobs.values())
-            self.run(Listed(jobs.values()))
+            self.run(JobList(jobs.values()))
         codes = self.sweep.exit_codes
         return [_returned(config, job, codes.get(job.name)) for config, job in composed]
 
-    def run(self, source: Source) -> None:
+    def run(self, source: JobSource) -> None:
         """Run all jobs of a source, and show the leaderboard.
 
         Raises:
@@ -124,7 +124,7 @@ class Launching:
             yield
         self._warm, self.sweep.start = None, start_fresh
 
-    def job(self, overrides: Sequence[str], number: int, *, going_on: Job | None = None) -> Job:
+    def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         """One point as a job.
 
         Args:
@@ -137,7 +137,9 @@ class Launching:
         """
         return self._composed(list(overrides), number, going_on)[1]
 
-    def _composed(self, overrides: list[str], number: int, going_on: Job | None = None) -> tuple[DictConfig, Job]:
+    def _composed(
+        self, overrides: list[str], number: int, going_on: SweepJob | None = None
+    ) -> tuple[DictConfig, SweepJob]:
         config = self._loader.load_sweep_config(self._config, overrides)
         with open_dict(config):
             config.hydra.job.id = str(number)
@@ -152,7 +154,7 @@ class Launching:
         known = self._jobs.get(key) if going_on is None else going_on
         name, folder = (known.name, known.folder) if known is not None else self._place(config, key)
         command, secrets = self._loader.command([*overrides, *self._loader.hydra_arguments], folder)
-        job = Job(
+        job = SweepJob(
             name=name,
             folder=folder,
             overrides=tuple(map(redacted_argument, overrides)),
@@ -180,7 +182,7 @@ class Launching:
         return folder.relative_to(self.sweep.folder).as_posix(), folder
 
     def _slots_of(self, cfg: RunConfig) -> int:
-        from trainkit.config.build import build  # noqa: PLC0415 - imports the target
+        from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
 
         slots = self.sweep.slots
         return int(build(cfg.strategy, "strategy").num_slots(slots.count if slots.on_gpus else 0))
@@ -188,12 +190,12 @@ class Launching:
     def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
         if not self.sweep.slots.on_gpus:
             return []
-        from trainkit.config.build import build  # noqa: PLC0415 - imports the target
-        from trainkit.strategies.base import Facts  # noqa: PLC0415 - imports torch
+        from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
+        from trainkit.strategies.base import PlanContext  # noqa: PLC0415 - imports torch
 
         strategy = build(cfg.strategy, "strategy")
         return numbering_problems(
-            lambda num_gpus: strategy.problems(Facts(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
+            lambda num_gpus: strategy.problems(PlanContext(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
         )
 
     def _label(self, overrides: Sequence[str]) -> str:
@@ -236,7 +238,7 @@ def _run_config(config: DictConfig) -> RunConfig:
     return RunConfig.from_dict(plain)  # type: ignore[arg-type]
 
 
-def _returned(config: DictConfig, job: Job, code: int | None) -> JobReturn:
+def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
     done = JobReturn()
     done.overrides = list(job.overrides)
     done.cfg = config

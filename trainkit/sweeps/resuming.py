@@ -6,12 +6,13 @@ import hashlib
 import json
 from typing import Any, Final
 
-from trainkit.config.origins import dotted, leaves
+from trainkit.config.identity import tag_of
+from trainkit.config.provenance import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secret_keys import secret_keys
-from trainkit.config.secrets import redacted
-from trainkit.config.semantics import tag_of
+from trainkit.config.secrets.keys import secret_keys
+from trainkit.config.secrets.secrets import redacted
 from trainkit.fields import Tag
+from trainkit.moved import with_original_targets
 from trainkit.redaction import variable_of
 
 __all__ = ["identity"]
@@ -39,7 +40,8 @@ def identity(cfg: RunConfig) -> str:
         and path[0] != _OF_THE_SWEEP
         and tag_of(cfg, path).tag is not Tag.cosmetic
     }
-    return hashlib.sha256(json.dumps(counted, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _canonical(value: Any) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from trainkit.cluster.address import derived_port
-from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.launchers.slurm import step_place
 from trainkit.cluster.variables import Variables
 
@@ -17,7 +17,7 @@ _URI: Final = re.compile(r"tcp6?://(\[[^\]]+\]|[^,:\[\]]+)")
 _BATCH_IDS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
-def open_mpi(environ: Mapping[str, str]) -> Launch | None:
+def open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """A process of Open MPI's mpirun.
 
     Open MPI does not say where rank 0 is. The ranks meet at MASTER_ADDR; without it, at 127.0.0.1 where all share a
@@ -35,7 +35,7 @@ def open_mpi(environ: Mapping[str, str]) -> Launch | None:
     return _launch("Open MPI", read, (rank, size), local, host=uri[1] if uri else None, name=name)
 
 
-def mpich(environ: Mapping[str, str]) -> Launch | None:
+def mpich(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """A process of an mpiexec that speaks PMI: MPICH, Intel MPI, MVAPICH.
 
     Under `srun --mpi=pmi2` the same variables stand beside SLURM's, which say more: that is a step of SLURM. PMI names
@@ -53,12 +53,12 @@ def mpich(environ: Mapping[str, str]) -> Launch | None:
 
 def _launch(
     kind: str, read: Variables, place: tuple[int, int], local: tuple[int, int], *, host: str | None, name: str
-) -> Launch:
+) -> LaunchEnvironment:
     (rank, size), (local_rank, num_local) = place, local
     alone = num_local == size
     store = read.store("127.0.0.1" if alone else host, derived_port(f"{kind} {name}"))
     read.finish()
-    return Launch(
+    return LaunchEnvironment(
         kind=kind,
         tasks=workers(size),
         rank=rank,

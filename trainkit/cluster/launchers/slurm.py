@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from trainkit.cluster.address import derived_port
-from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
 from trainkit.cluster.variables import Variables
 from trainkit.config.texts import whole_number
@@ -42,7 +42,7 @@ def _typed_in(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_PTY_PORT")) and environ.get("SLURM_STEP_ID") == "0" and named
 
 
-def slurm(environ: Mapping[str, str]) -> Launch | None:
+def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """A task of a step of several.
 
     The ranks meet at the first node of the step, where rank 0 is, at a port that follows from the ids of job and step.
@@ -67,7 +67,7 @@ def slurm(environ: Mapping[str, str]) -> Launch | None:
     store = read.store("127.0.0.1" if alone else nodes[0], derived_port(job))
     attempt = read.number("SLURM_RESTART_COUNT", default=0)
     read.finish()
-    return Launch(
+    return LaunchEnvironment(
         kind="SLURM",
         tasks=workers(size),
         rank=rank,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trainkit.cluster.address import is_loopback
-from trainkit.cluster.launch import Launch, workers
+from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.variables import Variables
 
 __all__ = ["by_hand", "pet", "torchrun"]
 
 
-def torchrun(environ: Mapping[str, str]) -> Launch | None:
+def torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """A worker of a torchrun agent; Spark's TorchDistributor and Kubeflow's trainer start the same.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
@@ -27,7 +27,7 @@ def torchrun(environ: Mapping[str, str]) -> Launch | None:
     read.finish()
     name = environ["TORCHELASTIC_RUN_ID"]
     agent = environ.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("true", "1")
-    return Launch(
+    return LaunchEnvironment(
         kind="torchrun",
         tasks=workers(size),
         rank=rank,
@@ -41,7 +41,7 @@ def torchrun(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
-def by_hand(environ: Mapping[str, str]) -> Launch | None:
+def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: what torch's own `env://` reads.
 
     Without LOCAL_RANK and LOCAL_WORLD_SIZE, ranks that meet at a loopback address share a host, and others have one
@@ -62,7 +62,7 @@ def by_hand(environ: Mapping[str, str]) -> Launch | None:
         read.report("LOCAL_RANK", f"must be less than LOCAL_WORLD_SIZE={num_local}.")
     read.finish()
     told = alone or bool(environ.get("LOCAL_WORLD_SIZE"))
-    return Launch(
+    return LaunchEnvironment(
         kind="RANK and WORLD_SIZE",
         tasks=workers(size),
         rank=rank,
@@ -74,7 +74,7 @@ def by_hand(environ: Mapping[str, str]) -> Launch | None:
     )
 
 
-def pet(environ: Mapping[str, str]) -> Launch | None:
+def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """PET_*, by which Kubernetes operators configure torchrun, in a container that does not start torchrun.
 
     A node is one process then, and takes its devices unless PET_NPROC_PER_NODE=1. What only its agents can do is
@@ -99,7 +99,7 @@ def pet(environ: Mapping[str, str]) -> Launch | None:
     read.finish()
     if size == 1:
         return None
-    return Launch(
+    return LaunchEnvironment(
         kind="PET_NNODES",
         tasks=workers(size),
         rank=rank,

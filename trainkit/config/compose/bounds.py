@@ -18,7 +18,7 @@ from omegaconf.grammar_parser import parse
 
 from trainkit.bounded_yaml import MAX_DEPTH
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.origins import KeyPath, dotted, leaves
+from trainkit.config.provenance import KeyPath, dotted, leaves
 from trainkit.errors import ConfigError, Problem
 
 __all__ = [

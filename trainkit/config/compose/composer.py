@@ -12,18 +12,18 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from trainkit.config.allowed import refuse_packages
 from trainkit.config.compose.bounds import argument_problem
-from trainkit.config.compose.composing import Composing
+from trainkit.config.compose.composing import CompositionBuilder
 from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.repeating import repeated
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition
-from trainkit.config.documents import read_document
 from trainkit.config.grammar import COMMAND_LINE, unreadable
-from trainkit.config.origins import Level, dotted
-from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.paths import shipped_conf, shipped_recipes
+from trainkit.config.provenance import Level, dotted
 from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.targets.allowed import refuse_packages
+from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
 from trainkit.process_list import hide_from_process_list
 
@@ -105,10 +105,10 @@ class Composer:
                 not have, and another has, are left out.
         """
         with hydra_state():
-            composition = Composing(self, overrides).run()
+            composition = CompositionBuilder(self, overrides).run()
             if for_others and (foreign := foreign_keys(composition)):
                 kept = [line for line in overrides if _key_of(line) not in foreign]
-                composition = Composing(self, kept).run()
+                composition = CompositionBuilder(self, kept).run()
         hide_from_process_list(overrides)  # by now it is known what the user's classes mark as secret
         return composition
 

@@ -15,26 +15,26 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.layers import Layers, first_line, shown
 from trainkit.config.compose.repeating import repeated
-from trainkit.config.composition import ChoiceFile, Composition
-from trainkit.config.documents import Document
+from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.origins import Layered, Level, Origin, lookup
-from trainkit.config.places import shipped_conf, shipped_recipes
+from trainkit.config.paths import shipped_conf, shipped_recipes
+from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.config.secrets import redacted
+from trainkit.config.secrets.secrets import redacted
 from trainkit.config.values import closest
+from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
 if TYPE_CHECKING:
     from trainkit.config.compose.composer import Composer
 
-__all__ = ["Composing"]
+__all__ = ["CompositionBuilder"]
 
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 
-class Composing:
+class CompositionBuilder:
     """One composition on its way."""
 
     def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
@@ -56,7 +56,7 @@ class Composing:
         choices = self._choices(defaults, files)
         swapped = self._swapped(task, files, choices)
         layers = self.layers
-        layers.lay(files, swapped)
+        layers.merge(files, swapped)
         hydra = copy.deepcopy(layers.hydra.values.get("hydra", {}))
         for override in defaults.config_overrides:
             self._apply(override, layers.tree)
@@ -183,7 +183,7 @@ class Composing:
                         where = f"{shown(document.file)}:{line}"
                         yield Problem(key=group, value=value, rule="takes one choice, not a list.", origin=where)
 
-    def _files(self, defaults: DefaultsList) -> list[ChoiceFile]:
+    def _files(self, defaults: DefaultsList) -> list[ConfigFile]:
         """The files in ascending precedence: config.yaml, choices, recipes."""
         files = []
         shipped = (shipped_conf(), shipped_recipes())
@@ -199,18 +199,18 @@ class Composing:
             package = tuple(part for part in (default.package or "").split(".") if part and part != "_global_")
             own = any(document.file.is_relative_to(folder) for folder in shipped)
             files.append(
-                ChoiceFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
+                ConfigFile(group=group, name=name, package=package, level=level, document=document, shipped=own)
             )
         return sorted(files, key=lambda file: file.level)
 
-    def _choices(self, defaults: DefaultsList, files: Sequence[ChoiceFile]) -> dict[str, str | list[str] | None]:
+    def _choices(self, defaults: DefaultsList, files: Sequence[ConfigFile]) -> dict[str, str | list[str] | None]:
         known: dict[str, Any] = dict(defaults.overrides.known_choices)
         for group in LIST_GROUPS:
             known[group] = [file.name for file in files if file.group == group]
         return {name: known[name] for name in sorted(known)}
 
     def _swapped(
-        self, task: Sequence[Override], files: Sequence[ChoiceFile], choices: Mapping[str, Any]
+        self, task: Sequence[Override], files: Sequence[ConfigFile], choices: Mapping[str, Any]
     ) -> dict[str, str]:
         """Groups whose choice in the recipe the command line replaced -> what to say about it."""
         recipes = [file.document for file in files if file.level == Level.recipe]
@@ -225,7 +225,7 @@ class Composing:
                 swapped[group] = f"{override.input_line} replaces {'+'.join(_names(before)) or 'nothing'}"
         return swapped
 
-    def _apply(self, override: Override, tree: Layered) -> None:
+    def _apply(self, override: Override, tree: TrackedTree) -> None:
         """Put one argument over the files."""
         path = tuple(override.key_or_group.split("."))
         if override.package is not None:
@@ -240,7 +240,7 @@ class Composing:
             tree.put(path, value, _ARGUMENT)
 
 
-def _hydra_choices(files: Sequence[ChoiceFile]) -> dict[str, str]:
+def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
     """What files choose for Hydra's own groups; the file of the highest precedence decides."""
     items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
     return {group_in(str(key)): value for item in items for key, value in item.items()}

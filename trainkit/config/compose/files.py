@@ -19,8 +19,8 @@ from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
 from trainkit.config.composition import Composition
-from trainkit.config.documents import Document, is_choice_path, read_document
 from trainkit.config.schema import LIST_GROUPS
+from trainkit.config.yaml_documents import Document, is_choice_path, read_document
 from trainkit.errors import ConfigError, Problem
 
 CONFIG: Final = "config"

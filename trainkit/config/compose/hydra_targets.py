@@ -1,7 +1,7 @@
 """What Hydra's own node may name: its plugins and callbacks, and the handlers of Python's `logging`.
 
 Hydra and `logging.config` call whatever a text in this node names, so it is held to the rule of every `_target_`
-(`trainkit.config.allowed`) before either of them reads it.
+(`trainkit.config.targets.allowed`) before either of them reads it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any, Final
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
-from trainkit.config.allowed import TARGET, root_of
-from trainkit.config.build import imported
-from trainkit.config.origins import dotted
+from trainkit.config.provenance import dotted
+from trainkit.config.targets.allowed import TARGET, root_of
+from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["refuse_hydra_targets"]

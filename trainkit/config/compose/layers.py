@@ -13,14 +13,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.bounds import TooManyReferencesError, bounded_references, reference_problem
-from trainkit.config.composition import ChoiceFile
-from trainkit.config.exclusive import settle
-from trainkit.config.origins import KeyPath, Layered, Level, Origin, dotted, is_path_key, leaves, lookup
-from trainkit.config.places import shipped_conf, shipped_recipes
-from trainkit.config.references import dereferenced, reference_paths
+from trainkit.config.composition import ConfigFile
+from trainkit.config.mutually_exclusive import resolve
+from trainkit.config.paths import shipped_conf, shipped_recipes
+from trainkit.config.provenance import KeyPath, Level, Origin, TrackedTree, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS
-from trainkit.config.secret_keys import import_marks
-from trainkit.config.secrets import redacted
+from trainkit.config.secrets.keys import import_marks
+from trainkit.config.secrets.references import dereferenced, reference_paths
+from trainkit.config.secrets.secrets import redacted
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["Layers", "first_line", "shown"]
@@ -30,13 +30,13 @@ class Layers:
     """The values of one composition on their way, and what there is to say about them."""
 
     def __init__(self) -> None:
-        self.tree = Layered()
-        self.hydra = Layered()
+        self.tree = TrackedTree()
+        self.hydra = TrackedTree()
         """What the files and arguments say about Hydra itself."""
         self.notes: list[str] = []
         self.problems: list[Problem] = []
 
-    def lay(self, files: Sequence[ChoiceFile], swapped: Mapping[str, str]) -> None:
+    def merge(self, files: Sequence[ConfigFile], swapped: Mapping[str, str]) -> None:
         """Put files over one another, in ascending precedence.
 
         Args:
@@ -47,7 +47,7 @@ class Layers:
             self._lay(file, rank, swapped)
 
     def finish(
-        self, files: Sequence[ChoiceFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
+        self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
     ) -> dict[str, Any]:
         """Once the arguments lie on top: names, exclusive keys, interpolations, and reports on the files.
 
@@ -58,7 +58,7 @@ class Layers:
         """
         import_marks(self.tree.values, packages)
         self._complete(choices)
-        notes, problems = settle(self.tree)
+        notes, problems = resolve(self.tree)
         self.notes += notes
         self.problems += problems
         values = self._resolved()
@@ -66,7 +66,7 @@ class Layers:
         self._shadowed(files)
         return values
 
-    def _lay(self, file: ChoiceFile, rank: int, swapped: Mapping[str, str]) -> None:
+    def _lay(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
         """Put one file's values over those below."""
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
         dropped: dict[str, list[str]] = {}
@@ -88,7 +88,7 @@ class Layers:
             what = f"what the recipe set in {group} is dropped with it ({', '.join(keys)})"
             self.notes.append(f"{swapped[group]}: {what}")
 
-    def _put(self, tree: Layered, file: ChoiceFile, rank: int, path: KeyPath, value: Any) -> None:
+    def _put(self, tree: TrackedTree, file: ConfigFile, rank: int, path: KeyPath, value: Any) -> None:
         """Put a value and everything below it, each key with its own line."""
         inner = path[len(file.package) :]
         line = file.document.lines.get(inner)
@@ -174,7 +174,7 @@ class Layers:
             values = values[name]
         values[path[-1]] = value
 
-    def _traps(self, files: Sequence[ChoiceFile]) -> None:
+    def _traps(self, files: Sequence[ConfigFile]) -> None:
         """Report scalars that YAML 1.1 rewrites, unless another place set the key anew."""
         for file in files:
             name = shown(file.document.file)
@@ -185,7 +185,7 @@ class Layers:
                 if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
                     self.problems.append(Problem(key=dotted(path), value=trap.text, rule=trap.rule, origin=where))
 
-    def _shadowed(self, files: Sequence[ChoiceFile]) -> None:
+    def _shadowed(self, files: Sequence[ConfigFile]) -> None:
         """Say which shipped files the user's own folders hide."""
         for file in files:
             if file.shipped:

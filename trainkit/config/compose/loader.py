@@ -23,7 +23,7 @@ from trainkit.config.compose.files import CONFIG, HydraFiles
 from trainkit.config.compose.hydra_targets import refuse_hydra_targets
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import replacing
-from trainkit.config.secrets import hidden_arguments, redacted
+from trainkit.config.secrets.secrets import hidden_arguments, redacted
 from trainkit.errors import ConfigError
 from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 

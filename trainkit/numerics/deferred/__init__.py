@@ -6,7 +6,7 @@ one temporary tensor at a time, so that the generator goes on as it would have. 
 made alone, with the bits that building the whole on the CPU would have given it.
 """
 
-from trainkit.numerics.deferred.building import InitialValues, build_deferred, initial_values
+from trainkit.numerics.deferred.building import InitialValues, build_deferred, lazy_init_values
 from trainkit.numerics.deferred.tape import CannotDeferError
 
-__all__ = ["CannotDeferError", "InitialValues", "build_deferred", "initial_values"]
+__all__ = ["CannotDeferError", "InitialValues", "build_deferred", "lazy_init_values"]

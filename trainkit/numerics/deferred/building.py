@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.numerics.deferred.posing import posing
+from trainkit.numerics.deferred.fake_device import posing
 from trainkit.numerics.deferred.recording import Recorder
-from trainkit.numerics.deferred.tape import CannotDeferError, Seen
+from trainkit.numerics.deferred.tape import CannotDeferError, TensorVersion
 
-__all__ = ["InitialValues", "build_deferred", "initial_values"]
+__all__ = ["InitialValues", "build_deferred", "lazy_init_values"]
 
 
 class InitialValues(Mapping[str, Tensor]):
@@ -24,14 +24,14 @@ class InitialValues(Mapping[str, Tensor]):
     numbers. Making one costs the time and memory of initialising that tensor, and no more: ask for one at a time.
     """
 
-    def __init__(self, noted: Mapping[str, Seen | Tensor]) -> None:
+    def __init__(self, noted: Mapping[str, TensorVersion | Tensor]) -> None:
         self._noted = noted
 
     def __getitem__(self, name: str) -> Tensor:
         """The numbers of a tensor."""
         noted = self._noted[name]
         with torch.no_grad():
-            return noted.value() if isinstance(noted, Seen) else noted.clone()
+            return noted.value() if isinstance(noted, TensorVersion) else noted.clone()
 
     def __iter__(self) -> Iterator[str]:
         """The names of parameters, then of buffers."""
@@ -43,7 +43,7 @@ class InitialValues(Mapping[str, Tensor]):
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model on the meta device; `initial_values` of it then gives its numbers.
+    """Build a model on the meta device; `lazy_init_values` of it then gives its numbers.
 
     Args:
         build: builds it; what it draws comes from torch's default generator, which ends as if it had been built whole.
@@ -59,18 +59,18 @@ def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
     Example:
         >>> with torch.random.fork_rng(devices=[]):
         ...     model = build_deferred(lambda: nn.Linear(3, 2))
-        >>> model.weight.device.type, initial_values(model)["weight"].shape
+        >>> model.weight.device.type, lazy_init_values(model)["weight"].shape
         ('meta', torch.Size([2, 3]))
     """
     recorder = Recorder()
     with posing(recorder.poses), recorder:
         model = build()
-    noted: dict[str, Seen | Tensor] = {}
+    noted: dict[str, TensorVersion | Tensor] = {}
     for name, tensor in _named(model):
         tape = recorder.tape_of(tensor)
         if tape is None and tensor.is_meta:
             raise CannotDeferError(name)
-        noted[name] = tensor.detach().clone() if tape is None else Seen.of(tensor, tape)
+        noted[name] = tensor.detach().clone() if tape is None else TensorVersion.of(tensor, tape)
     _empty(model)
     for module in model.modules():
         _fill_attributes(module, recorder)
@@ -81,7 +81,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
 _VALUES: WeakKeyDictionary[nn.Module, InitialValues] = WeakKeyDictionary()
 
 
-def initial_values(model: nn.Module) -> InitialValues | None:
+def lazy_init_values(model: nn.Module) -> InitialValues | None:
     """The numbers that a deferred model begins with; None for a model that has its numbers."""
     return _VALUES.get(model)
 
@@ -118,4 +118,4 @@ def _fill_attributes(module: nn.Module, recorder: Recorder) -> None:
 
 def _filled(leaf: Any, recorder: Recorder) -> Any:
     tape = recorder.tape_of(leaf) if isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter) else None
-    return leaf if tape is None else Seen.of(leaf, tape).value()
+    return leaf if tape is None else TensorVersion.of(leaf, tape).value()

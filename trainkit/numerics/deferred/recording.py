@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainkit.numerics.deferred.posing import without_numbers
-from trainkit.numerics.deferred.tape import CannotDeferError, Entry, Seen, Tape, memory
+from trainkit.numerics.deferred.fake_device import without_numbers
+from trainkit.numerics.deferred.tape import CannotDeferError, Entry, Tape, TensorVersion, memory
 
 __all__ = ["Recorder"]
 
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _real(self, value: Any) -> Any:
         tape = self.tape_of(value) if isinstance(value, Tensor) else None
-        return value if tape is None else Seen.of(value, tape).value()
+        return value if tape is None else TensorVersion.of(value, tape).value()
 
     def _deferred(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, Tensor):
             return value
         tape = self.tape_of(value)
-        return value.clone() if tape is None else Seen.of(value, tape)
+        return value.clone() if tape is None else TensorVersion.of(value, tape)
 
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Carry a random operation out on temporary tensors, for what it does to the generator; results on meta."""
@@ -130,7 +130,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _scratch(self, like: Tensor) -> Tensor:
         """Memory to draw into, of the looks of a tensor; the same for all, as large as the largest."""
-        seen = Seen(Tape(0), 0, tuple(like.shape), like.stride(), 0, like.dtype)
+        seen = TensorVersion(Tape(0), 0, tuple(like.shape), like.stride(), 0, like.dtype)
         length = sum((size - 1) * stride for size, stride in zip(seen.size, seen.stride, strict=True)) + 1
         needed = length * like.dtype.itemsize if like.numel() else 0
         if self._drawn_into.nbytes() < needed:

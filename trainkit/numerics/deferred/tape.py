@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["CannotDeferError", "Entry", "Seen", "Tape", "memory", "rewound"]
+__all__ = ["CannotDeferError", "Entry", "Tape", "TensorVersion", "memory", "replay_with_rng"]
 
 _LARGE: Final = 1 << 20
 _EMPTY: Final = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -30,7 +30,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TensorVersion:
     """A tensor as an operation saw it: a view of a tape, after so many of its entries."""
 
     tape: Tape
@@ -41,7 +41,7 @@ class Seen:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor, tape: Tape) -> Seen:
+    def of(cls, tensor: Tensor, tape: Tape) -> TensorVersion:
         """How a tensor of the meta device looks at its tape, as that is now."""
         geometry = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return cls(tape, len(tape.entries), *geometry, tensor.dtype)
@@ -98,25 +98,25 @@ class _Replay:
         def real(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.clone()  # an operation may write to it
-            if not isinstance(value, Seen):
+            if not isinstance(value, TensorVersion):
                 return value
             if value.tape is tape and value.version == place:
                 return value.on(storage)
             return value.on(self.storage(value.tape, value.version)).clone(memory_format=torch.preserve_format)
 
         args, kwargs = tree_map(real, (entry.args, entry.kwargs))
-        results = rewound(entry.func, args, kwargs, entry.random)
+        results = replay_with_rng(entry.func, args, kwargs, entry.random)
         if entry.output is None:
             return storage
         made = _tensors(results)[entry.output]
         if made.stride() != entry.stride or made.storage_offset() or made.untyped_storage().nbytes() != tape.num_bytes:
             storage = memory(tape.num_bytes)
-            Seen(tape, 0, entry.size, entry.stride, 0, made.dtype).on(storage).copy_(made)
+            TensorVersion(tape, 0, entry.size, entry.stride, 0, made.dtype).on(storage).copy_(made)
             return storage
         return made.untyped_storage()
 
 
-def rewound(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Tensor | None) -> Any:
+def replay_with_rng(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Tensor | None) -> Any:
     """Call an operation with the generator as it was before it was first called; the generator itself stays."""
     if state is None:
         return func(*args, **kwargs)

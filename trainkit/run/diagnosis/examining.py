@@ -23,7 +23,7 @@ from trainkit.run.diagnosis.matching import Hypothesis, Matching
 from trainkit.run.diagnosis.plain_loop import PlainLoop
 from trainkit.run.diagnosis.probe import MOMENTUM, gradient_between, probe_config, probe_rate, transitions
 from trainkit.run.diagnosis.updates import Replay, clipped, update_hypotheses
-from trainkit.run.plan import make_plan
+from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
 
 __all__ = ["Examiner", "Probed"]

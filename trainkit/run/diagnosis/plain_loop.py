@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.cluster.identity import Identity
-from trainkit.data.loader import Loader
-from trainkit.engine.checkpoint import load, newest_valid
-from trainkit.run.building import make_optimizer, shaped_model
+from trainkit.data.reading.loader import Loader
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
-from trainkit.run.plan import RunPlan
+from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Ticket
 from trainkit.strategies.one_device import OneDevice
+from trainkit.trainer.checkpoint import load, newest_valid
 
 __all__ = ["PlainLoop"]
 
@@ -36,12 +36,12 @@ class PlainLoop:
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
-        model = shaped_model(plan.cfg, plan.parts.strategy)  # compiled code draws other random numbers
+        model = transformed_model(plan.cfg, plan.components.strategy)  # compiled code draws other random numbers
         self._placed = OneDevice().place(
             model,
             identity=Identity.solo(plan.tasks[0].device),
-            precision=plan.parts.precision,
-            numerics=plan.parts.numerics,
+            precision=plan.components.precision,
+            numerics=plan.components.numerics,
             make_optimizer=make_optimizer(plan.cfg, model),
         )
         self.params = self._placed.params
@@ -89,7 +89,7 @@ class PlainLoop:
         """Open the data for steps that are asked for in ascending order."""
         plan = self.plan
         self._loader = Loader(
-            plan.parts.datasets["train"],
+            plan.components.datasets["train"],
             plan=plan.batch,
             shards_at=lambda step: tuple(range(plan.batch.num_shards(step))),
             device=self._placed.device,
@@ -118,7 +118,7 @@ class PlainLoop:
         plan = self.plan.batch
         batches = self._loader.fetch(Ticket(step, tuple(range(plan.num_shards(step)))))
         before = self.buffers()
-        numerics = self.plan.parts.numerics
+        numerics = self.plan.components.numerics
         for shard, batch in enumerate(batches):
             if only is not None and shard not in only:
                 continue
@@ -148,7 +148,7 @@ class PlainLoop:
         )
 
     def _shard(self, step: int, keyed_as: int, batch: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-        placed, objective = self._placed, self.plan.parts.objective
+        placed, objective = self._placed, self.plan.components.objective
         placed.keys.enter(step=step, shard=keyed_as, objective=objective)
         loss = objective.loss(placed.model, batch)
         after = self.buffers()

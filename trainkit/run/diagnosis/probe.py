@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from trainkit.config.schema import RunConfig
-from trainkit.engine.checkpoint import load, scan
 from trainkit.run.diagnosis.evidence import Expected, Tensors
+from trainkit.trainer.checkpoint import list_complete, load
 
 __all__ = ["MOMENTUM", "gradient_between", "probe_config", "probe_rate", "transitions"]
 
@@ -72,7 +72,7 @@ def transitions(
         initial: the tensors before step 0.
     """
     before, updates = initial, 0
-    for checkpoint in sorted(scan(folder / "checkpoints"), key=lambda one: one.step):
+    for checkpoint in sorted(list_complete(folder / "checkpoints"), key=lambda one: one.step):
         after = load(checkpoint.folder).tensors
         if checkpoint.step == updates + 1:
             yield updates, before, after

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from trainkit.config.schema import RunConfig
-from trainkit.run.building import make_optimizer
 from trainkit.run.diagnosis import causes
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors, combine
 from trainkit.run.diagnosis.gradients import read_as_contiguous
 from trainkit.run.diagnosis.matching import Hypothesis
-from trainkit.strategies.optimizer import restore_optimizer_state
+from trainkit.run.planning.build import make_optimizer
+from trainkit.strategies.core.optimizer import restore_optimizer_state
 
 __all__ = ["Replay", "clipped", "update_hypotheses"]
 

@@ -17,18 +17,27 @@ from trainkit.fields import maths, placement
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Bench, Facts, Numerics, Outcome, Placed, Position, Ticket, Training
-from trainkit.strategies.collective import LocalCollective
-from trainkit.strategies.parameter_server.limits import limits
-from trainkit.strategies.parameter_server.office import Office
-from trainkit.strategies.parameter_server.policies import Staleness
-from trainkit.strategies.parameter_server.setting import Setting, hold_a_share, work
-from trainkit.strategies.parameter_server.shares import Shares, split_problems
-from trainkit.strategies.parameter_server.tables import sparse_tables
-from trainkit.strategies.parameter_server.variables import variables_of
+from trainkit.strategies.base import (
+    Numerics,
+    Placed,
+    PlanContext,
+    StepContext,
+    StepCounter,
+    StepOutcome,
+    TaskContext,
+    Ticket,
+)
+from trainkit.strategies.core.synchronous import Synchronous
+from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.strategies.model_transforms import Compiles
+from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
+from trainkit.strategies.parameter_server.coordinator.state import CoordinatorState
+from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
+from trainkit.strategies.parameter_server.validation import limits
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
+from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.parameter_server.worker.sparse_embeddings import sparse_tables
 from trainkit.strategies.reducers import LocalReducer, Reducer
-from trainkit.strategies.shaping import Compiles
-from trainkit.strategies.synchronous import Synchronous
 
 __all__ = ["ParameterServer"]
 
@@ -46,7 +55,7 @@ class ParameterServer(Synchronous):
     and every gradient is an update of its own when it comes: another training, which depends on who is faster.
 
     Example:
-        >>> [str(task) for task in ParameterServer(workers=2, servers=1, evaluator=True).tasks(Facts())]
+        >>> [str(task) for task in ParameterServer(workers=2, servers=1, evaluator=True).tasks(PlanContext())]
         ['chief:0', 'worker:0', 'ps:0', 'evaluator:0']
 
     Source: Dean et al. 2012, Large Scale Distributed Deep Networks; Li et al. 2014, Scaling Distributed Machine
@@ -87,20 +96,22 @@ class ParameterServer(Synchronous):
         mixes = self.spare_mode == "replace" and self.spare_replicas > 0
         return (self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full"
 
-    def problems(self, facts: Facts) -> list[Problem]:
+    def problems(self, facts: PlanContext) -> list[Problem]:
         """What does not go together."""
         return limits(self, facts)
 
-    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
         """An optimizer that is not elementwise, where a variable would be cut by rows."""
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
-        found = split_problems(Shares(variables_of(model, precision.master_dtype), self.num_servers(facts)), facts)
+        found = split_problems(
+            VariableShards(variables_of(model, precision.master_dtype), self.num_servers(facts)), facts
+        )
         if self.replay is not None and self.mode == "async" and sparse_tables(model):
             rule = "cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave it out."
             found.append(Problem(key="strategy.replay", value=self.replay, rule=rule))
         return found
 
-    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> ParameterServer:  # noqa: ARG002 - no model needed
+    def decided(self, build: Callable[[], nn.Module], facts: PlanContext) -> ParameterServer:  # noqa: ARG002 - no model needed
         """With the numbers of tasks that a launch has."""
         return replace(self, workers=self.num_workers(facts), servers=self.num_servers(facts))
 
@@ -116,26 +127,26 @@ class ParameterServer(Synchronous):
         said = ", ".join(text for text, holds in why.items() if holds)
         return (f"parameter_server: {said}: another training than that of one device.",)
 
-    def num_workers(self, facts: Facts) -> int:
+    def num_workers(self, facts: PlanContext) -> int:
         """Processes that compute."""
         return self._count(facts, self.workers, ("chief", "worker"), 2)
 
-    def num_servers(self, facts: Facts) -> int:
+    def num_servers(self, facts: PlanContext) -> int:
         """Processes that hold variables."""
         return self._count(facts, self.servers, ("ps",), 1)
 
     @staticmethod
-    def _count(facts: Facts, said: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
+    def _count(facts: PlanContext, said: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
         if facts.launch is not None:
             return sum(task.role in roles for task in facts.launch.tasks)
         return default if said == "auto" else said
 
-    def num_replicas(self, facts: Facts) -> int:
+    def num_replicas(self, facts: PlanContext) -> int:
         """The devices of the workers that a step needs; in `async` each worker takes whole ones."""
         workers = 1 if self.mode == "async" else max(self.num_workers(facts) - self.spare_replicas, 1)
         return workers * self.devices_per_worker
 
-    def tasks(self, facts: Facts) -> tuple[Task, ...]:
+    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
         """The chief, the other workers, the servers, the evaluator; workers share the GPUs of a host."""
         if facts.launch is not None:
             place = facts.launch.local_rank
@@ -152,10 +163,10 @@ class ParameterServer(Synchronous):
 
     def num_slots(self, num_gpus: int) -> int:
         """The GPUs of all workers; without any, a core a process and a thread that computes."""
-        computing = self.num_workers(Facts()) * self.devices_per_worker
+        computing = self.num_workers(PlanContext()) * self.devices_per_worker
         if num_gpus:
             return min(computing, num_gpus)
-        return len(self.tasks(Facts())) + computing - self.num_workers(Facts())
+        return len(self.tasks(PlanContext())) + computing - self.num_workers(PlanContext())
 
     def trains(self, task: Task) -> bool:
         """The chief alone."""
@@ -194,13 +205,13 @@ class ParameterServer(Synchronous):
             "make_optimizer": make_optimizer,
         }
         place = super().place
-        return Office.open(self._setting(), identity, lambda one: place(one, **rest), model)
+        return CoordinatorState.open(self._setting(), identity, lambda one: place(one, **rest), model)
 
-    def assist(self, bench: Bench) -> None:
+    def assist(self, bench: TaskContext) -> None:
         """What workers and servers do, until the chief says bye."""
         setting = self._setting()
         if bench.identity.task.role == "ps":
-            hold_a_share(setting, bench)
+            run_server(setting, bench)
             return
         replica = super().place(
             bench.model,
@@ -209,16 +220,18 @@ class ParameterServer(Synchronous):
             numerics=bench.numerics,
             make_optimizer=bench.make_optimizer,
         )
-        work(setting, bench, replica)
+        run_worker(setting, bench, replica)
 
     def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
         """Nothing is known beforehand: shards are for whoever is free."""
         del plan, step, placed
         return ()
 
-    def tickets(self, plan: BatchPlan, position: Position, placed: Any, until: int | None = None) -> Iterator[Ticket]:
+    def tickets(
+        self, plan: BatchPlan, position: StepCounter, placed: Any, until: int | None = None
+    ) -> Iterator[Ticket]:
         """Empty ones: wait for the next update."""
-        placed.begin(plan, position.step, until)
+        placed.start(plan, position.step, until)
         while True:
             yield Ticket(position.step, ())
 
@@ -226,10 +239,10 @@ class ParameterServer(Synchronous):
         """Never: the servers hold the variables, and workers go on changing them."""
         return False
 
-    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> Outcome:
+    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
         """The next update, of whatever workers have computed."""
         del ticket, batches
-        outcome: Outcome = placed.next_update(training)
+        outcome: StepOutcome = placed.next_update(training)
         return outcome
 
     def state(self, placed: Any) -> dict[str, Tensor]:
@@ -263,9 +276,9 @@ class ParameterServer(Synchronous):
         """Send everybody home."""
         placed.close()
 
-    def _setting(self) -> Setting:
-        return Setting(
-            num_servers=self.num_servers(Facts()),
+    def _setting(self) -> PsSettings:
+        return PsSettings(
+            num_servers=self.num_servers(PlanContext()),
             num_devices=self.devices_per_worker,
             mode=self.mode,
             spares=self.spare_replicas,

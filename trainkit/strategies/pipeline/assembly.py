@@ -8,19 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trainkit.strategies.buffers import StepBuffers
-from trainkit.strategies.pipeline.calling import StagedForward
-from trainkit.strategies.pipeline.cutting import Cut
+from trainkit.strategies.core.buffers import StepBuffers
+from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.pipeline.groups import holders_of, meet
 from trainkit.strategies.pipeline.replica import PipelineReplica
 from trainkit.strategies.pipeline.schedules import ScheduleName
-from trainkit.strategies.pipeline.segment import Blocks
-from trainkit.strategies.replica import Held
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.staged_forward import StagedForward
+from trainkit.strategies.pipeline.tracing.stage_module import Blocks
 
 __all__ = ["assemble"]
 
 
-def assemble(held: Held, cut: Cut, *, stages: int, schedule: ScheduleName, rest: dict[str, Any]) -> PipelineReplica:
+def assemble(
+    held: PlacedModel, cut: StageAssignment, *, stages: int, schedule: ScheduleName, rest: dict[str, Any]
+) -> PipelineReplica:
     """Make the replica of one rank, and let a call of its model go through all stages; collective.
 
     Args:
@@ -30,7 +32,7 @@ def assemble(held: Held, cut: Cut, *, stages: int, schedule: ScheduleName, rest:
         schedule: how microbatches flow.
         rest: what every replica has.
     """
-    everyone, model = rest["everyone"], held.model
+    everyone, model = rest["all_ranks"], held.model
     place = everyone.rank % stages
     holders = holders_of(model, cut, stages)
     blocks = {stage: _blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
@@ -57,7 +59,7 @@ def assemble(held: Held, cut: Cut, *, stages: int, schedule: ScheduleName, rest:
     return replica
 
 
-def _blocks(model: nn.Module, cut: Cut, stage: int) -> Blocks:
+def _blocks(model: nn.Module, cut: StageAssignment, stage: int) -> Blocks:
     inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
     owned = {name: tensor for name, tensor in _named(model) if id(tensor) not in inside}
     members = cut.members(stage)

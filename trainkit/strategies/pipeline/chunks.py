@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 
-from trainkit.strategies.pipeline.program import Program, Stretch
-from trainkit.strategies.pipeline.segment import Segment
+from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
+from trainkit.strategies.pipeline.tracing.stage_module import StageModule
 
-__all__ = ["Chunk", "ChunkStage", "Clock"]
+__all__ = ["BusyTimer", "Chunk", "ChunkStage"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Chunk:
     """False for a repeat: it leaves no trace."""
 
 
-class Clock:
+class BusyTimer:
     """Seconds that this rank computes; on devices that compute beside the host they mean nothing."""
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Clock:
         self.busy_s += time.perf_counter() - start
 
 
-class Surroundings:
+class MicrobatchHooks:
     """What a stage does around each microbatch; see `PipelineReplica`."""
 
-    clock: Clock
+    clock: BusyTimer
 
     def before_forward(self, chunk: Chunk) -> None:
         """Keys and buffers of its shard."""
@@ -84,15 +84,15 @@ class ChunkStage(PipelineStage):
 
     def __init__(
         self,
-        segment: Segment,
-        stretch: Stretch,
+        segment: StageModule,
+        stretch: StageProgram,
         program: Program,
         *,
         stage: int,
         num_stages: int,
         device: torch.device,
         group: ProcessGroup,
-        around: Surroundings,
+        around: MicrobatchHooks,
         autocast: Callable[[], Any],
     ) -> None:
         received = stretch.received if stage else tuple(range(program.num_inputs))

@@ -11,17 +11,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.collective import broadcast_values
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.pipeline.cutting import Cut
-from trainkit.strategies.replica_check import bits_hash
+from trainkit.strategies.core.replica_check import bits_hash
+from trainkit.strategies.groups.collective import broadcast_values
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["Groups", "drifted", "holders_of", "meet"]
 
 _NOTHING = torch.zeros((), dtype=torch.int64)
 
 
-def holders_of(model: nn.Module, cut: Cut, num_ranks: int) -> dict[str, tuple[int, ...]]:
+def holders_of(model: nn.Module, cut: StageAssignment, num_ranks: int) -> dict[str, tuple[int, ...]]:
     """Parameter or buffer, by canonical name -> the places in the pipeline whose stages hold it.
 
     Most are on one. A tied one is on each stage that has one of its names; what the model owns itself is on all.
@@ -62,7 +62,7 @@ class Groups:
             found = {at: one for at, one in enumerate(tensors) if one is not None and holders[at] == places}
             if found:
                 parts = list(found.values())
-                packing = Packing.like(parts, parts[0].dtype, parts[0].device)
+                packing = FlatBuffer.like(parts, parts[0].dtype, parts[0].device)
                 flat = packing.pack(parts)
                 dist.all_reduce(flat, group=group)
                 for at, total in zip(found, packing.views(flat), strict=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from trainkit.strategies.maps.units import Unit
-from trainkit.strategies.pipeline.program import Held, Program
+from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
 
 __all__ = ["in_forward_order", "leaders_among"]
 
 
-def in_forward_order(units: Sequence[Unit], programs: Sequence[Program]) -> tuple[Unit, ...]:
+def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:
     """Return blocks in the order in which a model calls them first.
 
     A block that is not called follows the block before it.
@@ -32,7 +32,7 @@ def in_forward_order(units: Sequence[Unit], programs: Sequence[Program]) -> tupl
     return tuple(unit for _, unit in sorted(zip(keys, units, strict=True), key=lambda pair: pair[0]))
 
 
-def leaders_among(units: Sequence[Unit], programs: Sequence[Program]) -> list[int]:
+def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[int]:
     """Return for each block the first one whose stage it must share, by position: itself where it is free.
 
     Blocks must be together from one call of a block to its next one, from a block to code that uses its tensors, and
@@ -49,7 +49,7 @@ def leaders_among(units: Sequence[Unit], programs: Sequence[Program]) -> list[in
     return leaders
 
 
-def _together(units: Sequence[Unit], program: Program) -> Iterator[tuple[int, int]]:
+def _together(units: Sequence[Block], program: Program) -> Iterator[tuple[int, int]]:
     position = {unit.name: at for at, unit in enumerate(units)}
     places = program.stages_of_calls(position)
     yield from ((after, before) for before, after in pairwise(places) if after < before)
@@ -59,7 +59,7 @@ def _together(units: Sequence[Unit], program: Program) -> Iterator[tuple[int, in
             homes.setdefault(name, set()).add(at)
     for call, place in zip(program.calls, places, strict=True):
         for one in call.reads() if call.block is None else ():
-            if isinstance(one, Held) and one.name in homes and place not in homes[one.name]:
+            if isinstance(one, ParamRef) and one.name in homes and place not in homes[one.name]:
                 nearest = min(homes[one.name], key=lambda at: abs(at - place))
                 yield min(nearest, place), max(nearest, place)
     for calls in program.shared_memory():

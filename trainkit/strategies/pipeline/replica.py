@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.contents import Contents
-from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage, Clock, Surroundings
-from trainkit.strategies.pipeline.cutting import Cut
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.pipeline.chunks import BusyTimer, Chunk, ChunkStage, MicrobatchHooks
 from trainkit.strategies.pipeline.groups import Groups
-from trainkit.strategies.pipeline.judging import run_problems
-from trainkit.strategies.pipeline.program import Program, Stretch
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
-from trainkit.strategies.pipeline.segment import Blocks, Segment
-from trainkit.strategies.pipeline.tracing import CannotCut, trace
-from trainkit.strategies.pipeline.watching import contents_outside
-from trainkit.strategies.replica import Replica
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
+from trainkit.strategies.pipeline.tracing.python_state import contents_outside
+from trainkit.strategies.pipeline.tracing.stage_module import Blocks, StageModule
+from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace
+from trainkit.strategies.pipeline.validation import run_problems
 
 __all__ = ["PipelineReplica", "Traced", "shape_key"]
 
@@ -34,16 +34,16 @@ class Traced:
     """What the model does with inputs of one shape, cut into stages."""
 
     program: Program
-    stretches: tuple[Stretch, ...]
-    segments: dict[int, Segment]
+    stretches: tuple[StageProgram, ...]
+    segments: dict[int, StageModule]
     """Stage -> what computes it, for the stages of this rank."""
 
 
 @dataclass(kw_only=True)
-class PipelineReplica(Replica, Surroundings):
+class PipelineReplica(Replica, MicrobatchHooks):
     """The stages of one rank."""
 
-    cut: Cut
+    cut: StageAssignment
     """All stages."""
     num_stage_ranks: int
     """Ranks of the replica; stage i is on rank i modulo this."""
@@ -62,7 +62,7 @@ class PipelineReplica(Replica, Surroundings):
     """The forward pass of the model as a whole; calling the model goes through the stages instead."""
     score: Callable[[Sequence[Tensor], int], Tensor] | None = None
     """What the last stage scores a microbatch with in this step: (outputs, its number) -> where backward begins."""
-    clock: Clock = field(default_factory=Clock)
+    clock: BusyTimer = field(default_factory=BusyTimer)
     settled: bool = False
     """Whether the first step has shown which buffers are updated and which parameters are used."""
     changed: list[float] = field(default_factory=list)
@@ -70,7 +70,7 @@ class PipelineReplica(Replica, Surroundings):
     versions: list[tuple[int, int]] = field(default_factory=list)
     traced: dict[ShapeKey, Traced] = field(default_factory=dict)
     schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = field(default_factory=dict)
-    own_code: Contents | None = None
+    own_code: ObjectSnapshot | None = None
     """What the attributes of the model's own code held when the traces were made."""
     step_now: int = 0
     """The step whose microbatches are computed."""
@@ -100,7 +100,7 @@ class PipelineReplica(Replica, Surroundings):
                 raise TrainingError("; ".join(map(str, problems)))
             stretches = program.cut(self.cut.stage_of, self.cut.num_stages)
             segments = {
-                stage: Segment(self.blocks[stage], stretches[stage], program.shapes) for stage in self.stages_here
+                stage: StageModule(self.blocks[stage], stretches[stage], program.shapes) for stage in self.stages_here
             }
             self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
         return self.traced[key]
@@ -191,7 +191,7 @@ class PipelineReplica(Replica, Surroundings):
         del order
         names = list(self.params)
         own = [at for at, place in enumerate(held) if self.is_home(names[place])]
-        rows = self.everyone.gather(norms[own])
+        rows = self.all_ranks.gather(norms[own])
         return torch.cat(rows[: self.num_stage_ranks])
 
 

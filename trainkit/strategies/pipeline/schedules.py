@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from trainkit.strategies.pipeline.chunks import ChunkStage
 
-__all__ = ["ScheduleName", "ideal_bubble", "make_schedule", "several_a_rank", "taken"]
+__all__ = ["ScheduleName", "ideal_bubble", "make_schedule", "padded_microbatches", "several_a_rank"]
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -18,13 +18,13 @@ def several_a_rank(schedule: ScheduleName) -> bool:
     return schedule in ("interleaved", "zero_bubble")
 
 
-def taken(schedule: ScheduleName, count: int, num_ranks: int) -> int:
+def padded_microbatches(schedule: ScheduleName, count: int, num_ranks: int) -> int:
     """The microbatches that a schedule takes, `count` or a few more: what is missing are repeats that count nothing.
 
     Interleaved and zero-bubble schedules go through their microbatches in equal rounds of at least one a rank.
 
     Example:
-        >>> [taken("interleaved", count, 2) for count in (1, 2, 3, 5)]
+        >>> [padded_microbatches("interleaved", count, 2) for count in (1, 2, 3, 5)]
         [1, 2, 3, 6]
     """
     if not several_a_rank(schedule):

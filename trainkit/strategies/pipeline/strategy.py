@@ -14,36 +14,37 @@ from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
-from trainkit.numerics.deferred import initial_values
+from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective, Supervised
-from trainkit.strategies.base import Facts, Numerics, Part, Training
-from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.grouped import Grouped
-from trainkit.strategies.maps.activations import activations_in
-from trainkit.strategies.maps.fitting import model_bytes
-from trainkit.strategies.maps.syntax import collapsed
-from trainkit.strategies.pieces import Piece, Pieces, assembled
-from trainkit.strategies.pipeline.cutting import Cut, cut_blocks, names_parts
-from trainkit.strategies.pipeline.holding import Kept
-from trainkit.strategies.pipeline.judging import misfits
-from trainkit.strategies.pipeline.limits import Limits
+from trainkit.strategies.base import Numerics, PlanContext, StagePart, StepContext
+from trainkit.strategies.core.replica import PlacedModel, Replica, replica_state, restore_replica
+from trainkit.strategies.core.sparse import sparse_problems
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.groups.process_group import ProcessGroupStrategy
+from trainkit.strategies.partition.activations import activations_in
+from trainkit.strategies.partition.solver import model_bytes
+from trainkit.strategies.partition.syntax import collapsed
+from trainkit.strategies.pipeline.memory_limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
-from trainkit.strategies.pipeline.trying import programs_of
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, names_parts
+from trainkit.strategies.pipeline.stage_params import StageParams
+from trainkit.strategies.pipeline.tracing.trial import programs_of
+from trainkit.strategies.pipeline.validation import misfits
 from trainkit.strategies.reducers import LocalReducer, Reducer
-from trainkit.strategies.replica import Held, Replica, replica_state, restore_replica
-from trainkit.strategies.sparse import sparse_problems
-from trainkit.strategies.stored import chosen, name_in
+from trainkit.strategies.tensors.lazy_state import name_in, select
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 __all__ = ["Pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pipeline(Grouped):
+class Pipeline(ProcessGroupStrategy):
     """Train stages of one replica on a rank each, with the shards of a step as microbatches.
 
     Example:
-        >>> Pipeline(stages=4, replicas=2).num_replicas(Facts()), len(Pipeline(stages=4, replicas=2).tasks(Facts()))
+        >>> strategy, context = Pipeline(stages=4, replicas=2), PlanContext()
+        >>> strategy.num_replicas(context), len(strategy.tasks(context))
         (2, 8)
     """
 
@@ -92,7 +93,7 @@ class Pipeline(Grouped):
         """Stages of the model."""
         return self.stages * self.stages_a_rank
 
-    def problems(self, facts: Facts) -> list[Problem]:
+    def problems(self, facts: PlanContext) -> list[Problem]:
         """Schedules and stages that do not go together, and what concerns every strategy of several processes."""
         found = []
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
@@ -121,44 +122,46 @@ class Pipeline(Grouped):
     def _limits(self) -> Limits:
         return Limits(given=self.max_memory, num_ranks=self.stages)
 
-    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
         """What is wrong with the map for this model, and with the model for a pipeline."""
         cut = self._cut(model, facts.precision, facts)
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, StageAssignment):
             return cut
         sparse = sparse_problems(model, "which are not summed")
         return self._exceeded(model, cut, facts) or sparse or self._misfits(model, cut, facts)
 
-    def _misfits(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
+    def _misfits(self, model: nn.Module, cut: StageAssignment, facts: PlanContext) -> list[Problem]:
         """What the model does that does not fit its stages, with the map of `auto` where that fits."""
         programs = programs_of(model, facts.sample)
         if isinstance(programs, list):
             return programs
         better = self._cut_by(None, model, facts.precision, facts)
-        return misfits(cut, programs) and misfits(cut, programs, better=better if isinstance(better, Cut) else None)
+        return misfits(cut, programs) and misfits(
+            cut, programs, better=better if isinstance(better, StageAssignment) else None
+        )
 
-    def _exceeded(self, model: nn.Module, cut: Cut, facts: Facts) -> list[Problem]:
+    def _exceeded(self, model: nn.Module, cut: StageAssignment, facts: PlanContext) -> list[Problem]:
         if self.max_memory is None:
             return []
         precision = Precision(value=facts.precision)  # type: ignore[arg-type]
         kept = activations_in(facts, precision)(model, cut.units)
         return self._limits.exceeded(cut, model_bytes(precision), kept)
 
-    def parts(self, model: nn.Module, facts: Facts) -> tuple[Part, ...]:
+    def parts(self, model: nn.Module, facts: PlanContext) -> tuple[StagePart, ...]:
         """The stages of the first replica."""
         cut = self._cut(model, facts.precision, facts)
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, StageAssignment):
             return ()
         bytes_of = model_bytes(Precision(value=facts.precision))  # type: ignore[arg-type]
         devices = [task.device for task in self.tasks(replace(facts, launch=None))]
         return tuple(_part(cut, stage, bytes_of, devices[stage % self.stages]) for stage in range(cut.num_stages))
 
-    def held(self, model: nn.Module, facts: Facts) -> Mapping[str, int]:
+    def held(self, model: nn.Module, facts: PlanContext) -> Mapping[str, int]:
         """What the fullest rank holds."""
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, facts.precision, facts)
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, StageAssignment):
             return super().held(model, facts)
         holders = holders_of(model, cut, self.stages)
         sizes = {name: param.numel() for name, param in model.named_parameters()}
@@ -167,22 +170,22 @@ class Pipeline(Grouped):
         ]
         return max(by_place, key=lambda held: sum(held.values()))
 
-    def decided(self, build: Callable[[], nn.Module], facts: Facts) -> Pipeline:
+    def decided(self, build: Callable[[], nn.Module], facts: PlanContext) -> Pipeline:
         """With a stage for each block: what a shard keeps in each, and their order, are known here, not in `spread`."""
         model = build()
         if isinstance(self.map, Mapping) and not names_parts(model, self.map):
             return self
         cut = self._cut(model, facts.precision, facts)
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, StageAssignment):
             raise ConfigError(cut)
         return replace(self, map={unit.name: stage for unit, stage in zip(cut.units, cut.stages, strict=True)})
 
-    def _cut(self, model: nn.Module, value: str, facts: Facts | None = None) -> Cut | list[Problem]:
+    def _cut(self, model: nn.Module, value: str, facts: PlanContext | None = None) -> StageAssignment | list[Problem]:
         return self._cut_by(self.map if isinstance(self.map, Mapping) else None, model, value, facts)
 
     def _cut_by(
-        self, given: Mapping[str, int | str] | None, model: nn.Module, value: str, facts: Facts | None
-    ) -> Cut | list[Problem]:
+        self, given: Mapping[str, int | str] | None, model: nn.Module, value: str, facts: PlanContext | None
+    ) -> StageAssignment | list[Problem]:
         precision = Precision(value=value)  # type: ignore[arg-type]
         programs = () if facts is None else programs_of(model, facts.sample)
         return cut_blocks(
@@ -202,7 +205,7 @@ class Pipeline(Grouped):
         """None of its own: stages are added up with those alike."""
         return LocalReducer()
 
-    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Kept:
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> StageParams:
         """What this rank keeps of the model.
 
         Raises:
@@ -211,27 +214,27 @@ class Pipeline(Grouped):
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
         cut = self._cut(model, precision.value)
-        if not isinstance(cut, Cut):
+        if not isinstance(cut, StageAssignment):
             raise ConfigError(cut)
         place = identity.task.rank % self.stages
         names = frozenset(name for name, ranks in holders_of(model, cut, self.stages).items() if place in ranks)
-        return Kept(device=torch.device(identity.task.device), names=names)
+        return StageParams(device=torch.device(identity.task.device), names=names)
 
-    def hold(self, model: nn.Module, precision: Precision, spread: Any) -> Held:
+    def hold(self, model: nn.Module, precision: Precision, spread: Any) -> PlacedModel:
         """Keep the tensors of this rank's stages, and copies of higher precision of these alone."""
-        spread.release(model, initial_values(model))
+        spread.release(model, lazy_init_values(model))
         held = super().hold(model, precision, spread)
         params = _here(held.params)
-        return Held(
+        return PlacedModel(
             model=held.model, params=params, masters=params if held.masters is held.params else _here(held.masters)
         )
 
-    def make_replica(self, held: Held, **rest: Any) -> Replica:
+    def make_replica(self, held: PlacedModel, **rest: Any) -> Replica:
         """The stages of this rank, in groups with the ranks that have the same; collective."""
         from trainkit.strategies.pipeline.assembly import assemble  # noqa: PLC0415 - heavy
 
         cut = self._cut(held.model, rest["precision"].value)
-        assert isinstance(cut, Cut)
+        assert isinstance(cut, StageAssignment)
         return assemble(held, cut, stages=self.stages, schedule=self.schedule, rest=rest)
 
     def align(self, replica: Any) -> None:
@@ -242,34 +245,34 @@ class Pipeline(Grouped):
         if replica.masters_apart:
             replica.groups.align(replica.masters, replica.holders)
 
-    def work(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+    def work(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> ShardStep:
         """What sends the shards of this replica through the stages."""
         from trainkit.strategies.pipeline.work import PipelineWork  # noqa: PLC0415 - heavy
 
         return PipelineWork(placed, ticket, batches, training)
 
-    def pieces(self, placed: Any) -> Pieces:
+    def pieces(self, placed: Any) -> ShardedState:
         """The tensors of this rank's stages; of the first replica, and those of several stages by the first of them."""
         if placed.rank:
             return {}
         found = self._own_state(placed)
-        return {key: (Piece.whole(tensor),) for key, tensor in found.items() if placed.is_home(name_in(key))}
+        return {key: (TensorShard.whole(tensor),) for key, tensor in found.items() if placed.is_home(name_in(key))}
 
     def state(self, placed: Any) -> dict[str, Tensor]:
         """Parameters in the masters' dtype, buffers, optimizer slots of all stages; collective."""
-        return assembled(self.pieces(placed), placed.everyone)
+        return gather_full(self.pieces(placed), placed.all_ranks)
 
     def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
         """Take over this rank's tensors of a checkpoint of any strategy."""
         foreign = {name for name, param in placed.model.named_parameters() if param.is_meta and param.requires_grad}
-        restore_replica(placed, chosen(tensors, lambda key: name_in(key) not in foreign))
+        restore_replica(placed, select(tensors, lambda key: name_in(key) not in foreign))
 
     def check_replicas(self, placed: Any) -> str | None:
         """The first parameter whose bits are not the same on all ranks that hold it; collective."""
         from trainkit.strategies.pipeline.groups import drifted  # noqa: PLC0415 - torch.distributed
 
         params = {name: param for name, param in placed.model.named_parameters() if not param.is_meta}
-        return drifted(params, placed.holders, placed.everyone, num_ranks=self.stages)
+        return drifted(params, placed.holders, placed.all_ranks, num_ranks=self.stages)
 
     def _own_state(self, placed: Replica) -> dict[str, Tensor]:
         return {key: tensor for key, tensor in replica_state(placed).items() if not tensor.is_meta}
@@ -284,10 +287,10 @@ def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: param for name, param in params.items() if not param.is_meta}
 
 
-def _part(cut: Cut, stage: int, bytes_of: Any, device: str) -> Part:
+def _part(cut: StageAssignment, stage: int, bytes_of: Any, device: str) -> StagePart:
     units = cut.members(stage)
     own = {id(tensor): tensor for unit in units for _, tensor in unit.tensors()}.values()
-    return Part(
+    return StagePart(
         stage=stage,
         modules=", ".join(collapsed([unit.name for unit in units])),
         num_params=sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter)),

@@ -12,18 +12,18 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Supervised, split_batch
-from trainkit.strategies.base import Training
-from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.layouts import in_layout
+from trainkit.strategies.base import StepContext
+from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
 from trainkit.strategies.pipeline.replica import PipelineReplica, Traced, shape_key
-from trainkit.strategies.pipeline.schedules import ideal_bubble, taken
-from trainkit.strategies.pipeline.segment import filled
+from trainkit.strategies.pipeline.schedules import ideal_bubble, padded_microbatches
+from trainkit.strategies.pipeline.tracing.stage_module import filled
+from trainkit.strategies.tensors.layouts import in_layout
 
 __all__ = ["PipelineWork"]
 
 
-class PipelineWork(StepWork):
+class PipelineWork(ShardStep):
     """One try at a step: forward and backward of its shards through the stages, and what they add up to.
 
     Args:
@@ -35,7 +35,7 @@ class PipelineWork(StepWork):
 
     replica: PipelineReplica
 
-    def __init__(self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Any], training: Training) -> None:
+    def __init__(self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> None:
         super().__init__(replica, ticket, batches, training)
         self._now: Sequence[Chunk] = ()
         self._inputs: dict[int, Any] = {}
@@ -70,7 +70,7 @@ class PipelineWork(StepWork):
             inputs, targets = split_batch(batch)
             tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
             self._inputs[shard] = inputs
-            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._share(shard))
+            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._shard_fraction(shard))
             groups.setdefault(shape_key(inputs), []).append(chunk)
         return list(groups.values())
 
@@ -88,15 +88,15 @@ class PipelineWork(StepWork):
             ideal_s += count / (1 - bubble) * bubble
         if groups and replica.device.type == "cpu":  # elsewhere the host runs ahead of the device
             elapsed = time.perf_counter() - start
-            replica.figures["pipeline/bubble"] = max(1.0 - replica.clock.busy_s / elapsed, 0.0)
+            replica.step_metrics["pipeline/bubble"] = max(1.0 - replica.clock.busy_s / elapsed, 0.0)
         if groups:
-            replica.figures["pipeline/bubble_ideal"] = ideal_s / total
+            replica.step_metrics["pipeline/bubble_ideal"] = ideal_s / total
 
     def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
         """Forward and backward of microbatches of one shape; how many there were, with the repeats."""
         replica = self.replica
         traced = replica.trace(self._inputs[chunks[0].shard])
-        count = taken(replica.schedule, len(chunks), replica.num_stage_ranks)
+        count = padded_microbatches(replica.schedule, len(chunks), replica.num_stage_ranks)
         schedule, stages = replica.schedule_of(traced, count)
         self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
         self._program = traced.program
@@ -131,7 +131,7 @@ class PipelineWork(StepWork):
         replica = self.replica
         dtype = replica.precision.master_dtype
         here = torch.as_tensor(self.weight, dtype=dtype, device=replica.device).reshape(1)
-        return [replica.collective.sum(here)]
+        return [replica.data_ranks.sum(here)]
 
 
 def _repeat(chunk: Chunk) -> Chunk:
@@ -164,7 +164,7 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     buffers = replica.buffer_names
     for name, changed in zip(buffers, replica.changed, strict=False):
         flags[places[name]] = int(changed)
-    found = torch.stack(replica.everyone.gather(flags)).amax(0).tolist()
+    found = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
     replica.used = [bool(found[places[name]]) for name in replica.params]
     if replica.buffers.names:
         replica.buffers.settle([float(found[places[name]]) for name in buffers])

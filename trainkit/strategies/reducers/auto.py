@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Closing, Overlapping, Partials, Reducer
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["AutoReducer"]
 
@@ -38,7 +38,7 @@ class AutoReducer:
         self.recalled: str | None = None
         """The choice of the run that is continued, which stands where that reducer works here."""
 
-    def choose(self, packing: Packing) -> str:
+    def choose(self, packing: FlatBuffer) -> str:
         """Take the fastest; collective.
 
         Args:
@@ -61,7 +61,7 @@ class AutoReducer:
         self.close()
         self.chosen, self._current = name, self._candidates[name]()
 
-    def _time(self, reducer: Reducer, packing: Packing) -> float:
+    def _time(self, reducer: Reducer, packing: FlatBuffer) -> float:
         """Seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree."""
         seconds = []
         for _ in range(_ROUNDS + 1):
@@ -75,7 +75,7 @@ class AutoReducer:
         slowest = torch.cat(self._collective.gather(torch.tensor([median(seconds[1:])], dtype=torch.float64)))
         return float(slowest.max())
 
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """The sums over all ranks, by the reducer in use."""
         return self._reducer.reduce(partials, num_shards=num_shards, packing=packing)
 
@@ -102,6 +102,6 @@ def _close(reducer: object) -> None:
         reducer.close()
 
 
-def _zeros(packing: Packing) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+def _zeros(packing: FlatBuffer) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
     flat = packing.empty()
     yield 0, packing.views(flat)

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Partials
 from trainkit.strategies.reducers.buckets import Bucket, cut_into_buckets
 from trainkit.strategies.reducers.compression import Compressor
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["BackendReducer"]
 
@@ -43,7 +43,7 @@ class BackendReducer:
         self._bucket_bytes = int(bucket_mb * 2**20)
         self._group = group
         self.compressor = compressor
-        self._packing: Packing | None = None
+        self._packing: FlatBuffer | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._hooks: list[Any] = []
         self._missing: list[set[int]] = []
@@ -51,7 +51,7 @@ class BackendReducer:
         self._armed: Sequence[Tensor] | None = None
         self._reducing = False
 
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
         """The sums over all ranks."""
         if self._packing is not packing:
             self._lay_out(packing)
@@ -68,7 +68,7 @@ class BackendReducer:
             wait()
         return self._views
 
-    def _lay_out(self, packing: Packing) -> None:
+    def _lay_out(self, packing: FlatBuffer) -> None:
         self._packing, self._flat = packing, packing.empty()
         self._views = packing.views(self._flat)
         bucket_bytes = self._bucket_bytes

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trainkit.strategies.packing import Packing
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["Closing", "Overlapping", "Partials", "Reducer"]
 
@@ -23,7 +23,7 @@ class Reducer(Protocol):
         """Lanes of the order of summation; None: this rank's shards are one sum."""
         ...
 
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
         """The sums over all shards of the step, the same on every rank; collective.
 
         Args:

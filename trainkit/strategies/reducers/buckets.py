@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainkit.strategies.packing import Packing
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["Bucket", "cut_into_buckets"]
 
@@ -21,7 +21,7 @@ class Bucket:
     """Whether it holds what is no gradient: buffers and the counted weight."""
 
 
-def cut_into_buckets(packing: Packing, *, bucket_bytes: int, part_tail: bool) -> tuple[Bucket, ...]:
+def cut_into_buckets(packing: FlatBuffer, *, bucket_bytes: int, part_tail: bool) -> tuple[Bucket, ...]:
     """The buckets of a packing, in the order in which they are exchanged.
 
     Gradients come in about the reverse order of the parameters, and so do buckets. All but the last have at least
@@ -35,7 +35,7 @@ def cut_into_buckets(packing: Packing, *, bucket_bytes: int, part_tail: bool) ->
 
     Example:
         >>> import torch
-        >>> packing = Packing([torch.Size([2])] * 4, torch.float32, torch.device("cpu"), num_grads=3)
+        >>> packing = FlatBuffer([torch.Size([2])] * 4, torch.float32, torch.device("cpu"), num_grads=3)
         >>> buckets = cut_into_buckets(packing, bucket_bytes=16, part_tail=False)
         >>> [(one.first, one.last, one.is_tail) for one in buckets]
         [(1, 3, False), (0, 1, False), (3, 4, True)]

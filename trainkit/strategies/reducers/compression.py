@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.strategies.layouts import in_memory_order
+from trainkit.strategies.tensors.layouts import in_memory_order
 
 __all__ = ["Compression", "Compressor"]
 

@@ -8,8 +8,8 @@ from typing import Protocol
 from torch import Tensor
 
 from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["FlatReducer", "Transport"]
 
@@ -17,7 +17,7 @@ __all__ = ["FlatReducer", "Transport"]
 class Transport(Protocol):
     """Sums one vector over the ranks."""
 
-    def vector(self, packing: Packing) -> Tensor:
+    def vector(self, packing: FlatBuffer) -> Tensor:
         """What to write this rank's part into, (numel,); its contents are those of the step before."""
         ...
 
@@ -43,7 +43,7 @@ class FlatReducer:
         self._transport = transport
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
         """The sums over all ranks. A rank without shards adds zeros."""
         flat = self._transport.vector(packing)
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
@@ -53,7 +53,7 @@ class FlatReducer:
         note_exchange(flat)
         return self._views_of(self._transport.sum(flat), packing)
 
-    def _views_of(self, flat: Tensor, packing: Packing) -> list[Tensor]:
+    def _views_of(self, flat: Tensor, packing: FlatBuffer) -> list[Tensor]:
         """The tensors inside a vector; transports use the same vectors again, so they are made once."""
         known = self._views.get(flat.data_ptr())
         if known is None or known[0] is not flat:

@@ -8,12 +8,12 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.strategies.reducers.vectors import OwnVector
+from trainkit.strategies.reducers.vectors import InPlaceVector
 
 __all__ = ["HierarchicalTransport"]
 
 
-class HierarchicalTransport(OwnVector):
+class HierarchicalTransport(InPlaceVector):
     """The first rank of each host sums for its host, those ranks sum among themselves, and each tells its host.
 
     Args:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from trainkit.strategies.packing import Packing
 from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["LocalReducer"]
 
@@ -17,7 +17,7 @@ class LocalReducer:
 
     lanes = None
 
-    def reduce(self, partials: Partials, *, num_shards: int, packing: Packing) -> Sequence[Tensor | None]:  # noqa: ARG002
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
         """The sums of this rank."""
         ((_, sums),) = partials
         return sums

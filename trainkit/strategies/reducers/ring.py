@@ -7,13 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers.vectors import OwnVector
+from trainkit.strategies.reducers.vectors import InPlaceVector
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["RingTransport"]
 
 
-class RingTransport(OwnVector):
+class RingTransport(InPlaceVector):
     """Reduce-scatter, then all-gather, each in n - 1 turns of one slice to the right and one from the left.
 
     Slice *s* is added up in the order of the ranks from *s* on, at one place, so all ranks end with the same bits.
@@ -27,7 +27,7 @@ class RingTransport(OwnVector):
     def __init__(self, collective: Collective) -> None:
         self._rank, self._num_ranks = collective.rank, collective.num_ranks
 
-    def vector(self, packing: Packing) -> Tensor:
+    def vector(self, packing: FlatBuffer) -> Tensor:
         """What to write this rank's part into."""
         flat = super().vector(packing)
         self._slices = flat.tensor_split(self._num_ranks)

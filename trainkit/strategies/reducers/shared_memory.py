@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.packing import Packing
-from trainkit.strategies.reducers.segment import Segment
+from trainkit.strategies.reducers.shared_segment import SharedMemorySegment
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["SharedMemoryTransport"]
 
@@ -26,12 +26,12 @@ class SharedMemoryTransport:
 
     def __init__(self, collective: Collective, *, timeout_s: float) -> None:
         self._collective, self._timeout_s = collective, timeout_s
-        self._segment: Segment | None = None
+        self._segment: SharedMemorySegment | None = None
 
-    def vector(self, packing: Packing) -> Tensor:
+    def vector(self, packing: FlatBuffer) -> Tensor:
         """The slot of this rank; collective at the first call, which makes the memory."""
         if self._segment is None:
-            self._segment = Segment(self._collective, numel=packing.numel, dtype=packing.dtype)
+            self._segment = SharedMemorySegment(self._collective, numel=packing.numel, dtype=packing.dtype)
             self._own = torch.empty(packing.numel, dtype=packing.dtype)
             size = -(-packing.numel // self._collective.num_ranks)
             start = min(self._collective.rank * size, packing.numel)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.strategies.reducers.vectors import OwnVector
+from trainkit.strategies.reducers.vectors import InPlaceVector
 
-__all__ = ["ToOneDeviceTransport"]
+__all__ = ["ReduceThenBroadcastTransport"]
 
 
-class ToOneDeviceTransport(OwnVector):
+class ReduceThenBroadcastTransport(InPlaceVector):
     """Two exchanges through rank 0's link; where links are unequal, its may be the best one.
 
     Source: tf.distribute.ReductionToOneDevice.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trainkit.strategies.packing import Packing
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["OwnVector"]
+__all__ = ["InPlaceVector"]
 
 
-class OwnVector:
+class InPlaceVector:
     """Keeps one vector of this rank's own from step to step: a new one would cost its page faults every time."""
 
     _flat: Tensor | None = None
 
-    def vector(self, packing: Packing) -> Tensor:
+    def vector(self, packing: FlatBuffer) -> Tensor:
         """What to write this rank's part into."""
         if self._flat is None:
             self._flat = packing.empty()

@@ -17,14 +17,16 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.nn import functional
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.sharded.cuts import Cut
-from trainkit.strategies.tensor_parallel.plans import Chosen, Fitted
-from trainkit.strategies.tensor_parallel.regions import Regions
+from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
+from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
+from trainkit.strategies.tensor_parallel.plans import MatchedModule, MatchedPlan
 
 __all__ = ["cut_parameters", "exchange_activations"]
 
 
-def cut_parameters(model: nn.Module, fit: Fitted, *, place: int, degree: int, is_first: bool) -> dict[str, Cut]:
+def cut_parameters(
+    model: nn.Module, fit: MatchedPlan, *, place: int, degree: int, is_first: bool
+) -> dict[str, ShardSlice]:
     """Leave of each parameter the part that a rank holds.
 
     Args:
@@ -45,14 +47,14 @@ def cut_parameters(model: nn.Module, fit: Fitted, *, place: int, degree: int, is
             size[dim] //= degree
             offset[dim] = size[dim] * place
         is_written = is_first and (dim is not None or place == 0)
-        cut = Cut(offset=tuple(offset), size=tuple(size), shape=shape, is_written=is_written)
+        cut = ShardSlice(offset=tuple(offset), size=tuple(size), shape=shape, is_written=is_written)
         cuts[name] = cut
         if dim is not None:
             parameter.data = cut.take(parameter.data).contiguous()
     return cuts
 
 
-def exchange_activations(fit: Fitted, mesh: DeviceMesh, regions: Regions) -> None:
+def exchange_activations(fit: MatchedPlan, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
     """Let the modules of a plan change the layout of what they take and give.
 
     Args:
@@ -68,7 +70,7 @@ def exchange_activations(fit: Fitted, mesh: DeviceMesh, regions: Regions) -> Non
 class _Exchange:
     """The changes of layout between the ranks of one mesh."""
 
-    def __init__(self, mesh: DeviceMesh, regions: Regions) -> None:
+    def __init__(self, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
         self.mesh, self.regions = mesh, regions
         self.place, self.degree = mesh.get_local_rank(), mesh.size()
 
@@ -104,7 +106,7 @@ class _Exchange:
             own.update(found)
 
 
-def _forward(one: Chosen, exchange: _Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
+def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
     """The forward of a cut module, in its plan's layouts."""
     style, module = one.style, one.module
     if style.name == "sequence":
@@ -128,7 +130,7 @@ def _forward(one: Chosen, exchange: _Exchange, inner: Callable[..., Any], *args:
     return outputs
 
 
-def _rowwise(one: Chosen, exchange: _Exchange, given: Tensor) -> Tensor:
+def _rowwise(one: MatchedModule, exchange: _Exchange, given: Tensor) -> Tensor:
     """Each rank's part of a sum, added up; the bias, which is whole, once."""
     module: Any = one.module
     to = Shard(1) if one.style.gives == "stretch" else Replicate()
@@ -157,7 +159,7 @@ def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
     return rows.masked_fill(absent.unsqueeze(-1), 0.0)
 
 
-def _stretch(one: Chosen, exchange: _Exchange, outputs: Tensor) -> Tensor:
+def _stretch(one: MatchedModule, exchange: _Exchange, outputs: Tensor) -> Tensor:
     if outputs.shape[1] % exchange.degree:
         raise TrainingError(
             f"{one.name} gives sequences of {outputs.shape[1]}, which strategy.degree={exchange.degree} does not "

@@ -14,13 +14,13 @@ from trainkit.errors import Problem
 from trainkit.numerics.drawing import draws_at_random
 from trainkit.strategies.tensor_parallel.styles import STYLES, Style
 
-__all__ = ["Chosen", "Fitted", "described", "fitted", "repeated_draws"]
+__all__ = ["MatchedModule", "MatchedPlan", "described", "match_plan", "shares_rng_across_ranks"]
 
 _KEY: Final = "strategy.plan"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
+class MatchedModule:
     """A module that is cut."""
 
     name: str
@@ -31,10 +31,10 @@ class Chosen:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted:
+class MatchedPlan:
     """A plan on a model."""
 
-    chosen: tuple[Chosen, ...] = ()
+    chosen: tuple[MatchedModule, ...] = ()
     """The modules that are cut, in the order of the model."""
     dims: Mapping[str, int] = field(default_factory=dict)
     """Parameter, by canonical name -> the dim that is cut."""
@@ -42,7 +42,7 @@ class Fitted:
     """What is wrong with the plan for this model."""
 
 
-def fitted(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: int) -> Fitted:
+def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: int) -> MatchedPlan:
     """Find the modules that a plan cuts.
 
     A pattern is a module's name, or the end of one (`mlp.expand` is that of every block), or a glob on whole names
@@ -55,20 +55,20 @@ def fitted(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: 
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> fitted(model, {"0": "colwise", "2": "rowwise"}, 2).dims
+        >>> match_plan(model, {"0": "colwise", "2": "rowwise"}, 2).dims
         {'0.weight': 0, '0.bias': 0, '2.weight': 1}
     """
     given = _own_plan(model, degree) if plan == "auto" else plan
     if isinstance(given, Problem):
-        return Fitted(problems=[given])
+        return MatchedPlan(problems=[given])
     chosen, problems = _chosen(model, given)
     if not problems:
         problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
     dims, torn = _dims(model, chosen)
-    return Fitted(chosen=tuple(chosen), dims=dims, problems=problems or torn)
+    return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or torn)
 
 
-def repeated_draws(model: nn.Module, fit: Fitted) -> list[Problem]:
+def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]:
     """Whether ranks would draw the same numbers for each stretch of a sequence."""
     cut = next((one for one in fit.chosen if "stretch" in (one.style.takes, one.style.gives)), None)
     drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
@@ -78,12 +78,12 @@ def repeated_draws(model: nn.Module, fit: Fitted) -> list[Problem]:
     return [Problem(key=f"{_KEY}.{cut.pattern}", value=cut.style.name, rule=rule)]
 
 
-def described(fit: Fitted) -> str:
+def described(fit: MatchedPlan) -> str:
     """Which modules are cut how, in words.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-        >>> described(fitted(model, {"0": "colwise", "2": "rowwise"}, 2))
+        >>> described(match_plan(model, {"0": "colwise", "2": "rowwise"}, 2))
         '0 colwise, 2 rowwise'
     """
     named: dict[tuple[str, str], list[str]] = {}
@@ -104,9 +104,9 @@ def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
     return Problem(key=_KEY, value="auto", rule=rule)
 
 
-def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Chosen], list[Problem]]:
+def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[MatchedModule], list[Problem]]:
     modules = dict(model.named_modules())
-    taken: dict[str, Chosen] = {}
+    taken: dict[str, MatchedModule] = {}
     problems = []
     for pattern, word in plan.items():
         if word not in STYLES:
@@ -122,7 +122,7 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[Chosen], li
             rule = f"names nothing that is left: {found[0]} is in {taken[found[0]].pattern} already."
             problems.append(Problem(key=f"{_KEY}.{pattern}", value=word, rule=rule))
         for name in found:
-            one = Chosen(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
+            one = MatchedModule(name=name, module=modules[name], style=STYLES[word], pattern=pattern)
             taken.setdefault(name, one)
     if not plan:
         rule = "cuts nothing. Name layers and how each is cut, {expand:colwise,project:rowwise}, or use auto."
@@ -151,7 +151,7 @@ def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
     return f"no such module.{f' Did you mean {near}?' if near else ''}"
 
 
-def _one_a_pattern(chosen: Sequence[Chosen]) -> Iterator[Chosen]:
+def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
     """Of the modules of each pattern, those of other sizes than the ones before."""
     seen = set()
     for one in chosen:
@@ -161,7 +161,7 @@ def _one_a_pattern(chosen: Sequence[Chosen]) -> Iterator[Chosen]:
             yield one
 
 
-def _misfit(one: Chosen, model: nn.Module, degree: int) -> Problem | None:
+def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
     """Why a module cannot be cut so; None: it can."""
     style, module = one.style, one.module
     dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
@@ -185,7 +185,7 @@ def _misfit(one: Chosen, model: nn.Module, degree: int) -> Problem | None:
     return None
 
 
-def _uncuttable(one: Chosen, model: nn.Module) -> str | None:
+def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
     owner = model.get_submodule(one.name.rpartition(".")[0])
     if isinstance(owner, nn.MultiheadAttention):
         return f"{one.name} is part of an nn.MultiheadAttention, which reads its weight itself: it cannot be cut."
@@ -194,10 +194,10 @@ def _uncuttable(one: Chosen, model: nn.Module) -> str | None:
     return None
 
 
-def _dims(model: nn.Module, chosen: Sequence[Chosen]) -> tuple[dict[str, int], list[Problem]]:
+def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, int], list[Problem]]:
     """The dim of each parameter that is cut, and the tied ones that are not cut alike."""
     styles = {id(one.module): one for one in chosen}
-    wanted: dict[int, list[tuple[str, int | None, Chosen | None]]] = {}
+    wanted: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
     for name, module in model.named_modules():
         one = styles.get(id(module))
         dims = (one.style.dims(module) or {}) if one else {}
@@ -209,7 +209,7 @@ def _dims(model: nn.Module, chosen: Sequence[Chosen]) -> tuple[dict[str, int], l
     return {name: dim for name, dim in found.items() if dim is not None}, torn
 
 
-def _torn(uses: Sequence[tuple[str, int | None, Chosen | None]]) -> Problem:
+def _torn(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
     name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
     other, how, _ = next(use for use in uses if use[1] != dim)
     is_cut = "is whole" if how is None else f"is cut by its {'columns' if how else 'rows'}"

@@ -10,19 +10,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.numerics.hashing import hash64
-from trainkit.strategies.collective import broadcast_values
-from trainkit.strategies.mesh import Axes
-from trainkit.strategies.replica import Held
-from trainkit.strategies.replica_check import bits_hash
-from trainkit.strategies.sharded.cuts import Cut
-from trainkit.strategies.sharded.replica import ShardedReplica
-from trainkit.strategies.spread import OnOneDevice
+from trainkit.strategies.core.placement import SingleDevicePlacement
+from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.replica_check import bits_hash
+from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
+from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
+from trainkit.strategies.groups.collective import broadcast_values
+from trainkit.strategies.groups.mesh import Axes
 
 __all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike", "drifted_part", "within"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OnMesh(OnOneDevice):
+class OnMesh(SingleDevicePlacement):
     """A rank's device and its place on the mesh."""
 
     axes: Axes = field(default_factory=Axes)
@@ -43,10 +43,10 @@ class OnMesh(OnOneDevice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutHeld(Held):
+class CutHeld(PlacedModel):
     """A model that is cut."""
 
-    cuts: dict[str, Cut]
+    cuts: dict[str, ShardSlice]
     """Where each parameter's part lies."""
     spread: OnMesh
     """The rank that holds it."""
@@ -60,16 +60,16 @@ class TensorReplica(ShardedReplica):
     """Its place."""
 
 
-def within(outer: Cut, part: Tensor) -> Cut:
+def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
     """Where a part of a part lies in the whole.
 
     Args:
         outer: where the layer's part lies.
         part: what is left of it on this rank: a DTensor, cut over the replicas, or a plain tensor, all of it.
     """
-    inner = Cut.of(part, is_first=outer.is_written)
+    inner = ShardSlice.of(part, is_first=outer.is_written)
     offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
-    return Cut(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
+    return ShardSlice(offset=offset, size=inner.size, shape=outer.shape, is_written=inner.is_written)
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def drifted_part(replica: TensorReplica) -> str | None:
         [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits
         for name, part in replica.parts.items()
     ]
-    found = torch.stack(replica.everyone.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
+    found = torch.stack(replica.all_ranks.gather(torch.tensor(rows).unsqueeze(0))).squeeze(1).tolist()
     for at, name in enumerate(names):
         firsts: dict[int, int] = {}
         for rank, row in enumerate(found):

@@ -17,22 +17,22 @@ from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import Facts, Numerics, Training
-from trainkit.strategies.forward_backward import StepWork
-from trainkit.strategies.grouped import Grouped
-from trainkit.strategies.mesh import Axes
+from trainkit.strategies.base import Numerics, PlanContext, StepContext
+from trainkit.strategies.core.placement import Placement
+from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.fsdp.sharded.base import Sharded
+from trainkit.strategies.fsdp.sharded.fully import Sharding, fully_sharded, gathers_anew
+from trainkit.strategies.fsdp.sharded.norms import joined_norms
+from trainkit.strategies.fsdp.sharded.work import ShardedWork
+from trainkit.strategies.fsdp.sharded.wrap_policy import blocks_of_model, without_shared
+from trainkit.strategies.groups.mesh import Axes
+from trainkit.strategies.groups.process_group import ProcessGroupStrategy
+from trainkit.strategies.model_transforms import Compiles
 from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.replica import Held, Replica
-from trainkit.strategies.shaping import Compiles
-from trainkit.strategies.sharded.base import Sharded
-from trainkit.strategies.sharded.fully import Sharding, fully_sharded, gathers_anew
-from trainkit.strategies.sharded.norms import joined_norms
-from trainkit.strategies.sharded.units import blocks_of_model, without_shared
-from trainkit.strategies.sharded.work import ShardedWork
-from trainkit.strategies.spread import Spread
+from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
 from trainkit.strategies.tensor_parallel.cutting import cut_parameters, exchange_activations
-from trainkit.strategies.tensor_parallel.plans import Fitted, described, fitted, repeated_draws
-from trainkit.strategies.tensor_parallel.regions import Regions
+from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.tensor_parallel.replica import (
     CutHeld,
     OnMesh,
@@ -50,7 +50,7 @@ class TensorParallel(Sharded):
     """Train replicas of which each layer is cut over `degree` ranks.
 
     Example:
-        >>> len(TensorParallel(degree=2, replicas=2).tasks(Facts()))
+        >>> len(TensorParallel(degree=2, replicas=2).tasks(PlanContext()))
         4
     """
 
@@ -69,7 +69,7 @@ class TensorParallel(Sharded):
         """The ranks that each layer is cut over."""
         return max(self.degree, 1)
 
-    def problems(self, facts: Facts) -> list[Problem]:
+    def problems(self, facts: PlanContext) -> list[Problem]:
         """Degrees that are none, and what cut layers cannot keep; `problems_with` judges the plan by the model."""
         if self.degree < 1:
             return [Problem(key="strategy.degree", value=self.degree, rule="must be 1 or more.")]
@@ -82,10 +82,10 @@ class TensorParallel(Sharded):
             problems.append(Problem(key="strategy.shard", value=True, rule=rule))
         return problems
 
-    def problems_with(self, model: nn.Module, facts: Facts) -> list[Problem]:
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
         """What is wrong with the plan for this model; what cannot be cut over the replicas."""
         fit = self._fitted(model)
-        found = [*(fit.problems or repeated_draws(model, fit))]
+        found = [*(fit.problems or shares_rng_across_ranks(model, fit))]
         return [*found, *(super().problems_with(model, facts) if self.shard else [])]
 
     def notes(self) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ class TensorParallel(Sharded):
             return (said,)
         return (said, "the model draws random numbers: where layers are cut, alike in distribution only.")
 
-    def held(self, model: nn.Module, facts: Facts) -> dict[str, int]:
+    def held(self, model: nn.Module, facts: PlanContext) -> dict[str, int]:
         """A part of each parameter that is cut; with `shard`, of the rows of all of them as well."""
         fit, sharers = self._fitted(model), self.num_replicas(facts) if self.shard else 1
         found = {}
@@ -117,7 +117,7 @@ class TensorParallel(Sharded):
             found[name] = -(-here // sharers) * row
         return found
 
-    def gathered(self, model: nn.Module, facts: Facts) -> int:
+    def gathered(self, model: nn.Module, facts: PlanContext) -> int:
         """With `shard`: what the model itself owns, a block and the next, the gradients of one, and these as sent."""
         if not self.shard or self.num_replicas(facts) == 1:
             return 0
@@ -131,7 +131,7 @@ class TensorParallel(Sharded):
 
     def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
         """The vector that replicas exchange; none where backward sums part by part."""
-        return Grouped.gradient_copies(self, numerics, 1 if self.shard else num_replicas)
+        return ProcessGroupStrategy.gradient_copies(self, numerics, 1 if self.shard else num_replicas)
 
     def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> OnMesh:  # noqa: ARG002
         """The device of this rank, and its place on the mesh; collective.
@@ -148,7 +148,7 @@ class TensorParallel(Sharded):
             raise ConfigError(problems)
         return OnMesh(device=device, axes=axes, rank=identity.task.rank, mesh=axes.mesh(device.type))
 
-    def hold(self, model: nn.Module, precision: Precision, spread: Spread) -> CutHeld:
+    def hold(self, model: nn.Module, precision: Precision, spread: Placement) -> CutHeld:
         """Leave this rank its part of each layer of the plan, and let the layers exchange what they need.
 
         Raises:
@@ -160,15 +160,15 @@ class TensorParallel(Sharded):
             raise ConfigError(list(fit.problems))
         is_first = places["replicate"] == 0
         cuts = cut_parameters(model, fit, place=places["tensor"], degree=self.degree, is_first=is_first)
-        hold = Grouped.hold if spread.axes.shard == 1 else Sharded.hold
+        hold = ProcessGroupStrategy.hold if spread.axes.shard == 1 else Sharded.hold
         held = hold(self, model, precision, spread)
         if spread.mesh is not None and fit.chosen:
-            regions = Regions(place=places["tensor"], devices=spread.devices, draws=draws)
+            regions = ActivationRngRegions(place=places["tensor"], devices=spread.devices, draws=draws)
             exchange_activations(fit, spread.mesh["tensor"], regions)
         cuts = {name: within(cuts[name], param) for name, param in held.model.named_parameters()}
         return CutHeld(model=held.model, params=held.params, masters=held.masters, cuts=cuts, spread=spread)
 
-    def cut(self, model: nn.Module, precision: Precision, spread: Spread) -> nn.Module:
+    def cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
         """Cut what is left of each layer over the replicas; collective."""
         assert isinstance(spread, OnMesh)
         assert spread.mesh is not None
@@ -176,7 +176,7 @@ class TensorParallel(Sharded):
         sharding = Sharding(mesh=spread.mesh["shard"], device=spread.device, precision=precision)
         return fully_sharded(model, units, sharding)
 
-    def make_replica(self, held: Held, **rest: Any) -> TensorReplica:
+    def make_replica(self, held: PlacedModel, **rest: Any) -> TensorReplica:
         """The parts of this rank, and how gradients are summed: over the ranks that hold the same parts."""
         assert isinstance(held, CutHeld)
         if (copies := held.spread.group("replicate")) is not None:
@@ -201,19 +201,19 @@ class TensorParallel(Sharded):
         assert isinstance(replica, TensorReplica)
         begin_alike(replica)
 
-    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: Training) -> StepWork:
+    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> ShardStep:
         """What computes a ticket: together with the other replicas, where they share out the parameters."""
         assert isinstance(placed, TensorReplica)
         if (sharers := placed.spread.group("shard")) is None:
-            return Grouped.work(self, placed, ticket, batches, training)
+            return ProcessGroupStrategy.work(self, placed, ticket, batches, training)
         return ShardedWork(placed, ticket, batches, training, group=sharers)
 
     def check_replicas(self, placed: Any) -> str | None:
         """The parameter of which ranks hold the same part in different bits; collective."""
         return drifted_part(placed)
 
-    def _fitted(self, model: nn.Module) -> Fitted:
-        return fitted(model, self.plan, self.degree) if self.degree > 1 else Fitted()
+    def _fitted(self, model: nn.Module) -> MatchedPlan:
+        return match_plan(model, self.plan, self.degree) if self.degree > 1 else MatchedPlan()
 
 
 def _shown(plan: Mapping[str, str] | str) -> str:

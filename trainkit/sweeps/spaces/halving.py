@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from trainkit.config.grammar import replacing
-from trainkit.config.watched import Watched
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import redacted_argument
-from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.spaces.rows import figure_at
 
 __all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]
@@ -23,7 +23,7 @@ __all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]
 class JobOf(Protocol):
     """Makes a job of a point."""
 
-    def __call__(self, overrides: Sequence[str], number: int, *, going_on: Job | None = None) -> Job:
+    def __call__(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         """The job.
 
         Args:
@@ -80,18 +80,18 @@ class Halving:
         *,
         points: Sequence[Sequence[str]],
         lengths: Sequence[int],
-        goal: Watched,
+        goal: MonitoredMetric,
         reduction: int,
         rungs: int,
         job: JobOf,
-        known: Mapping[tuple[str, ...], Job] | None = None,
+        known: Mapping[tuple[str, ...], SweepJob] | None = None,
     ) -> None:
         self._points = list(dict.fromkeys(tuple(point) for point in points))
         steps = dict(zip(map(tuple, points), lengths, strict=True))
         self._lengths = [steps[point] for point in self._points]
         self._goal, self._reduction, self._rungs, self._job = goal, reduction, rungs, job
         self._known = known or {}
-        self._jobs: dict[int, Job] = {}
+        self._jobs: dict[int, SweepJob] = {}
         self._rung = 0
         self._contestants = list(range(len(self._points)))
         self._waiting = deque(self._contestants)
@@ -108,7 +108,7 @@ class Halving:
         """Whether the last rung has ended."""
         return self._rung == self._rungs
 
-    def next(self) -> Job | None:
+    def next(self) -> SweepJob | None:
         """The next job of this rung, if one has still to begin."""
         while self._waiting:
             number = self._waiting.popleft()
@@ -123,18 +123,18 @@ class Halving:
             self._climb()
         return None
 
-    def ended(self, job: Job, code: int) -> None:
+    def ended(self, job: SweepJob, code: int) -> None:
         """A job has reached the end of its rung, or failed."""
         number = self._running.pop(job.name)
         if code == 0:
             self._take(number, job)
         self._climb()
 
-    def watch(self, job: Job) -> bool:  # noqa: ARG002 - its rung ends it
+    def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - its rung ends it
         """Never: a job stops by itself."""
         return False
 
-    def _made(self, number: int) -> Job:
+    def _made(self, number: int) -> SweepJob:
         """The job of a point on this rung; it goes on where the point has been before."""
         point = self._points[number]
         stop = self._stop(number)
@@ -148,10 +148,10 @@ class Halving:
     def _stop(self, number: int) -> int | None:
         return rung_steps(self._lengths[number], self._rung, rungs=self._rungs, reduction=self._reduction)
 
-    def _is_twin(self, number: int, job: Job) -> bool:
+    def _is_twin(self, number: int, job: SweepJob) -> bool:
         return any(other.name == job.name for place, other in self._jobs.items() if place != number)
 
-    def _has_been(self, number: int, job: Job) -> bool:
+    def _has_been(self, number: int, job: SweepJob) -> bool:
         """Whether the run has come this far already, in the sweep that this one goes on with."""
         result = _json(job.folder / "result.json")
         stop = self._stop(number)
@@ -160,7 +160,7 @@ class Halving:
             return True
         return stop is not None and isinstance(reached, int) and reached >= stop
 
-    def _take(self, number: int, job: Job) -> None:
+    def _take(self, number: int, job: SweepJob) -> None:
         stop = self._stop(number)
         value = figure_at(job.folder / "metrics.jsonl", self._goal.metric, stop)
         if value is not None and math.isfinite(value):

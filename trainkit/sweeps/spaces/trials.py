@@ -24,11 +24,11 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import TrialState
 
 from trainkit.config.compose.space import Choices, Interval, Space
+from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.schema import Sweep as Settings
-from trainkit.config.watched import Watched
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
-from trainkit.sweeps.entries import read_entry
-from trainkit.sweeps.jobs import Job
+from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.spaces.halving import JobOf
 from trainkit.sweeps.spaces.rows import Rows
 
@@ -58,7 +58,7 @@ class Trials:
         job: makes a job of a point.
     """
 
-    def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: Watched, job: JobOf) -> None:
+    def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: MonitoredMetric, job: JobOf) -> None:
         self._study, self._space, self._trials, self._goal, self._job = study, space, trials, goal, job
         self._distributions = distributions(space)
         begun = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
@@ -75,7 +75,7 @@ class Trials:
         """Whether every trial has been begun."""
         return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
 
-    def next(self) -> Job | None:
+    def next(self) -> SweepJob | None:
         """The point that Optuna thinks of next; first those that an earlier sweep left unfinished."""
         if self.exhausted:
             return None
@@ -87,14 +87,14 @@ class Trials:
         self._running.setdefault(job.name, []).append(_Running(trial=trial, rows=rows, last=last))
         return job
 
-    def watch(self, job: Job) -> bool:
+    def watch(self, job: SweepJob) -> bool:
         """Whether the pruner has given a job up, by what the job has said of itself by now."""
         one = self._running[job.name][0]
         if self._heard(one):
             one.hopeless = one.hopeless or one.trial.should_prune()
         return one.hopeless
 
-    def ended(self, job: Job, code: int) -> None:
+    def ended(self, job: SweepJob, code: int) -> None:
         """Tell Optuna what became of a job. One that Ctrl-C stopped stays open: the search goes on with it."""
         waiting = self._running[job.name]
         one = waiting.pop(0)
@@ -128,7 +128,7 @@ class Trials:
         return bool(new)
 
 
-def open_study(folder: Path, *, settings: Settings, goal: Watched, num_steps: int) -> optuna.Study:
+def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_steps: int) -> optuna.Study:
     """The study in a sweep's folder, or a new one.
 
     Args:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from trainkit.strategies.mirrored import Mirrored
+from trainkit.strategies.data_parallel import Mirrored
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,320 @@
+"""Every problem of a config, found before a process, port, file or folder exists.
+
+The first phase looks at names, choices, keys and run-level values, and imports no target, so that it answers at
+once. The second imports the targets (those of allowed packages) and holds their signatures against the config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass, replace
+from typing import Any, Final
+
+from trainkit.config.check.alternatives import OtherChoices
+from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
+from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.provenance import KeyPath, dotted, leaves, lookup
+from trainkit.config.ranges import beyond_64_bits, paths_too_long
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.secrets.secrets import missing_secrets
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, name_problem, targets_in
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, TARGET, build
+from trainkit.config.targets.checks import target_problems, unchecked_keys
+from trainkit.config.values import closest, limits_in, misfit, plain
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["check", "check_names", "check_values"]
+
+_OPTIONAL: Final = ("cluster", *LIST_GROUPS)
+
+
+def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...]:
+    """Both phases.
+
+    Args:
+        composition: what `compose` gave.
+        multirun: whether it is a point of a sweep, where keys about sweeps have an effect.
+
+    Returns:
+        Notes: keys of a recipe or of the user's files that have no effect in this composition, and keys that no
+        signature tells about.
+
+    Raises:
+        ConfigError: every problem of the first phase, or else of the second.
+    """
+    for phase in (check_names(composition, multirun=multirun), check_values(composition)):
+        if phase:
+            raise ConfigError(phase)
+    with allow_packages(composition.packages):
+        unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
+    taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
+    return (*unused_keys(composition, multirun=multirun)[1], *taken)
+
+
+def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
+    """The first phase: no target is imported."""
+    problems = list(composition.problems)
+    problems += _run_level(composition, RunConfig, composition.values, ())
+    neighbours = OtherChoices(composition)
+    for group in GROUPS:
+        problems += _group(composition, group, neighbours)
+    problems += _missing_values(composition)
+    problems += beyond_64_bits(composition)
+    problems += paths_too_long(composition)
+    problems += _about_hydra(composition)
+    problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
+    if not problems:
+        problems = list(_rules(composition)) or unused_keys(composition, multirun=multirun)[0]
+    # What composing said of a key is the cause of what is wrong with its value.
+    told = {(problem.key, problem.origin) for problem in composition.problems}
+    others = [problem for problem in problems if (problem.key, problem.origin) not in told]
+    return _once([*composition.problems, *others])
+
+
+def check_values(composition: Composition) -> list[Problem]:
+    """The second phase: imports every target and checks its keys and their values."""
+    problems: list[Problem] = []
+    neighbours = OtherChoices(composition)
+    with allow_packages(composition.packages):
+        for path, node in _nodes(composition):
+            problems += target_problems(composition, path, node, neighbours)
+        problems = problems or [*_watched(composition), *unused_keys_in_launch(composition)]
+        return _once(composition.without_secrets(problems))
+
+
+def _watched(composition: Composition) -> Iterator[Problem]:
+    """Whether `eval.metric` is a figure that the objective gives."""
+    metric = composition.values["eval"]["metric"]
+    metrics = getattr(build(composition.values["objective"], "objective"), "metrics", None)
+    if metric is None or not callable(metrics):
+        return
+    known = ["val/loss", *(f"val/{name}" for name in metrics())]
+    if metric not in known:
+        near = closest(metric, known)
+        hint = f"Did you mean {near}? " if near else ""
+        rule = f"no such figure. {hint}There are: {', '.join(known)}."
+        yield composition.problem("eval.metric", rule, value=metric)
+
+
+def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
+    """Unknown keys, and values that do not fit the schema."""
+    hints = hints_of(kind)
+    for name, value in values.items():
+        inner = (*path, name)
+        if name not in hints:
+            yield composition.problem(inner, _unknown(name, path, hints, composition), show_value=False)
+            continue
+        hint = plain(hints[name])
+        if is_dataclass(hint):
+            if isinstance(value, Mapping):
+                yield from _run_level(composition, hint, value, inner)
+            else:
+                keys = ", ".join(f"{name}.{key}" for key in hints_of(hint))  # type: ignore[arg-type]
+                yield composition.problem(inner, f"has keys of its own: {keys}.", value=value)
+            continue
+        if name in GROUPS and not path:
+            continue
+        rule = misfit(value, hint)
+        rules = [rule] if rule else [limit.rule for limit in limits_in(hints[name]) if limit.broken_by(value)]
+        for rule in rules:
+            yield composition.problem(inner, rule, value=value)
+
+
+def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Composition) -> str:
+    near = closest(name, hints)
+    if near is None and not path:
+        sections = {key: hint for key, hint in hints.items() if is_dataclass(plain(hint))}
+        found = [f"{section}.{name}" for section, hint in sections.items() if name in hints_of(plain(hint))]
+        single = [group for group in GROUPS if group not in LIST_GROUPS]
+        found += [f"{group}.{name}" for group in single if name in (composition.values.get(group) or {})]
+        near = found[0] if len(found) == 1 else None
+        return f"no such key. Did you mean {near}?" if near else "no such key. `trainkit ls` shows the groups."
+    if near is None:
+        return f"no such key in {dotted(path)}. There are: {', '.join(hints)}."
+    return f"no such key. Did you mean {dotted((*path, near))}?"
+
+
+def _group(composition: Composition, group: str, neighbours: OtherChoices) -> Iterator[Problem]:
+    """The nodes of one group: that they are there, come from an allowed package, and have known keys."""
+    value = composition.values.get(group)
+    if value is None or (not value and group not in _OPTIONAL):
+        if not any(problem.key == group for problem in composition.problems):
+            choices = ", ".join(neighbours.choices(group))
+            rule = f"needs a choice. There are: {choices}."
+            asked = any(line.lstrip("+~").partition("=")[0] == group for line in composition.overrides)
+            origin = "command line" if asked else composition.origin(group).where
+            yield Problem(key=group, value=None, rule=rule, origin=origin)
+        return
+    if not isinstance(value, Mapping):
+        yield composition.problem(group, "must be a choice, or a mapping with _target_.", value=value)
+        return
+    nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
+    for path, node in nodes:
+        if not isinstance(node, Mapping) or (TARGET not in node and group not in _OPTIONAL[:1]):
+            yield from _no_target(composition, path, node, neighbours)
+            continue
+        yield from _foreign(composition, path, node)
+        yield from _keys_of_shipped(composition, path, node, neighbours)
+
+
+def _no_target(composition: Composition, path: KeyPath, node: Any, neighbours: OtherChoices) -> Iterator[Problem]:
+    group = path[0]
+    if group in LIST_GROUPS:
+        choices = neighbours.choices(group)
+        if path[1] in choices:
+            rule = f"is not among the chosen {group}: add it, {group}=[...,{path[1]}]."
+        else:
+            near = closest(path[1], choices)
+            rule = f"no such choice in {group}." + (f" Did you mean {near}?" if near else f" It needs a {TARGET}.")
+        yield composition.problem(path, rule, show_value=False)
+    elif not isinstance(node, Mapping):
+        yield composition.problem(path, "must be a choice, or a mapping with _target_.", value=node)
+    else:
+        yield composition.problem((*path, TARGET), "is missing: the class or function to build.", show_value=False)
+
+
+def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """Targets that no config may name, by their text: of packages that are not allowed, for one."""
+    allowed = (*ALLOWED_PACKAGES, *composition.packages)
+    for inner, value in targets_in(node, path):
+        rule = name_problem(value, allowed)
+        if rule is not None:
+            yield composition.problem(inner, rule, value=value)
+
+
+def _keys_of_shipped(
+    composition: Composition, path: KeyPath, node: Mapping[str, Any], neighbours: OtherChoices
+) -> Iterator[Problem]:
+    """Unknown keys of a shipped choice: its YAML lists every key that its class takes."""
+    file = _file_of(composition, path)
+    if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
+        return
+    known = tuple(dict.fromkeys((*file.document.values, *GROUP_KEYS.get(path[0], ()))))
+    for name in node:
+        if name in INJECTED.get(path[0], ()):
+            yield composition.problem((*path, name), "is given by trainkit: no key of the config.", show_value=False)
+        elif name not in known and not neighbours.takes_more(file):
+            yield neighbours.unknown(path, name, file.name, known)
+
+
+def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
+    """The choice file whose content stands at a path."""
+    return next((file for file in composition.files if file.package == path and file.group == path[0]), None)
+
+
+def _missing_values(composition: Composition) -> Iterator[Problem]:
+    for path, value in leaves(composition.values):
+        if value == "???":
+            yield composition.problem(path, f"needs a value: {dotted(path)}=VALUE.", show_value=False)
+
+
+def _about_hydra(composition: Composition) -> list[Problem]:
+    """Whether Hydra takes the arguments meant for it; asked only where there are some."""
+    own = [file for file in composition.files if not file.shipped and _says_hydra(file)]
+    told = [line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
+    if not own and not told:
+        return []
+    from trainkit.config.compose.jobs import hydra_problems  # noqa: PLC0415 - costs 50 ms
+
+    return hydra_problems(composition)
+
+
+def _says_hydra(file: ConfigFile) -> bool:
+    return "hydra" in file.document.values or any("hydra/" in str(item) for item in file.document.defaults)
+
+
+def _nodes(composition: Composition) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Every node with a `_target_` of its own, by path."""
+    for group in GROUPS:
+        value = composition.values.get(group) or {}
+        nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
+        yield from ((path, node) for path, node in nodes if TARGET in node)
+
+
+def _rules(composition: Composition) -> Iterator[Problem]:
+    """What run-level values say about one another."""
+    values = composition.values
+    batch = values["batch"]
+    if values["epochs"] is None and values["steps"] is None:
+        yield Problem(key="epochs", rule="a run needs a length. Give epochs or steps.")
+    whole, micro = batch["global_size"], batch["micro_size"]
+    if whole is None and (micro is None or batch["accumulation"] is None):
+        rule = "a step needs a size. Give it, or both batch.micro_size and batch.accumulation."
+        yield Problem(key="batch.global_size", rule=rule, origin=composition.origin("batch.global_size").where)
+    if whole is not None and micro is not None and micro > whole:
+        rule = f"larger than batch.global_size={whole}. Use {whole} or less."
+        yield composition.problem("batch.micro_size", rule, value=micro)
+    if whole is not None and batch["accumulation"] is not None and batch["accumulation"] > whole:
+        rule = f"more shards than samples: batch.global_size={whole}. Use {whole} or less."
+        yield composition.problem("batch.accumulation", rule, value=batch["accumulation"])
+    lanes = values["numerics"]["lanes"]
+    if lanes & (lanes - 1):
+        rule = f"must be a power of two. Use {1 << (lanes.bit_length() - 1)} or {1 << lanes.bit_length()}."
+        yield composition.problem("numerics.lanes", rule, value=lanes)
+    folds, fold = values["cv"]["folds"], values["cv"]["fold"]
+    if folds is not None and fold is not None and fold >= folds:
+        rule = f"there are cv.folds={folds}, counted from 0. Use {folds - 1} or less."
+        yield composition.problem("cv.fold", rule, value=fold)
+    yield from _optimizer_rules(composition)
+
+
+_OPTIMIZER_LIMITS: Final[Sequence[tuple[str, float, float | None, str]]] = (
+    ("lr", 0.0, None, "must not be negative."),
+    ("weight_decay", 0.0, None, "must not be negative."),
+    ("eps", 0.0, None, "must not be negative."),
+    ("momentum", 0.0, None, "must not be negative."),
+)
+
+
+def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
+    """Limits that every optimizer of torch shares, told before torch is imported."""
+    node = composition.values["optimizer"]
+    yield from _parameter_groups(composition, node)
+    if node.get("lr") is None:
+        rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
+        yield composition.problem("optimizer.lr", rule, show_value=False)
+    for name, low, _, rule in _OPTIMIZER_LIMITS:
+        value = node.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
+            yield composition.problem(("optimizer", name), rule, value=value)
+    betas = node.get("betas")
+    for value in betas if isinstance(betas, list) else ():
+        if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:
+            yield composition.problem("optimizer.betas", "each must be at least 0 and less than 1.", value=betas)
+    if node.get("nesterov") is True and (not node.get("momentum") or node.get("dampening")):
+        rule = "needs optimizer.momentum above 0 and optimizer.dampening=0."
+        yield composition.problem("optimizer.nesterov", rule, value=True)
+    if node.get("foreach") is True and node.get("fused") is True:
+        rule = "fused and foreach are two ways of doing the same. Add optimizer.fused=false."
+        yield composition.problem("optimizer.foreach", rule, value=True)
+
+
+def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """`optimizer.groups`: name -> the parameters it matches and the optimizer's keys that differ for them."""
+    groups = node.get("groups")
+    if groups is None:
+        return
+    if not isinstance(groups, Mapping):
+        rule = "must be a mapping: a name, and below it match and the keys that differ."
+        yield composition.problem("optimizer.groups", rule, value=groups)
+        return
+    for name, group in groups.items():
+        path = ("optimizer", "groups", name)
+        if not isinstance(group, Mapping) or misfit(group.get("match"), list[str]) is not None:
+            rule = "needs match, a list of patterns: match: ['*.bias', 'type:*Norm*']."
+            yield composition.problem(path, rule, show_value=False)
+            continue
+        for key in group:
+            if key != "match" and (key not in node or key in (TARGET, "groups")):
+                near = closest(key, node)
+                hint = f" Did you mean {dotted((*path, near))}?" if near else ""
+                yield composition.problem((*path, key), f"no such key of the optimizer.{hint}", show_value=False)
+            elif key != "match" and isinstance(node[key], int | float):
+                wrong = misfit(group[key], type(node[key]) if isinstance(node[key], bool) else float)
+                if wrong is not None:
+                    yield composition.problem((*path, key), wrong, value=group[key])
+
+
+def _once(problems: Sequence[Problem]) -> list[Problem]:
+    """The problems without repetitions, in order."""
+    return list({str(problem): problem for problem in problems}.values())

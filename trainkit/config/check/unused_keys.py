@@ -1,0 +1,210 @@
+"""Keys that a person set and that change nothing in this composition: never silently ignored.
+
+On the command line such a key is a problem; in a recipe or a file, where another choice may have taken its effect
+away, it is a note.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from trainkit.config.check.search_keys import idle_search_keys
+from trainkit.config.composition import Composition, path_of
+from trainkit.config.identity import SCALING_KEYS
+from trainkit.config.provenance import Level, lookup
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["unused_keys", "unused_keys_in_launch", "unused_keys_with_classes"]
+
+
+def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
+    """What can be told without importing anything.
+
+    Returns:
+        Problems (set on the command line) and notes (set in a recipe or in the user's own files).
+    """
+    multirun = multirun or composition.is_sweep
+    problems: list[Problem] = []
+    notes: list[str] = []
+    values = composition.values
+    searching = idle_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
+    launching = _idle_for_launcher(composition.launcher) if multirun else ()
+    for key, rule in (*_ineffective(values, multirun=multirun), *searching, *launching):
+        origin = composition.origin(key)
+        problem = composition.problem(key, rule, value=_value(composition, key))
+        if origin.level is Level.command_line:
+            problems.append(problem)
+        elif origin.level is Level.recipe or (origin.where and not origin.shipped):
+            notes.append(str(problem))
+    if not multirun:
+        problems += _hydra_sweep_keys(composition)
+    return problems, notes
+
+
+def unused_keys_in_launch(composition: Composition) -> list[Problem]:
+    """What depends on the classes and on this machine; torch is imported by now."""
+    problems = []
+    for key, rule in _ineffective_here(composition.values):
+        if composition.origin(key).level is Level.command_line or key == "precision":
+            problems.append(composition.problem(key, rule, value=_value(composition, key)))
+    told = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
+    told += ["numerics.check_replicas_every", "elastic.min_replicas"]
+    given = [key for key in told if composition.origin(key).level is Level.command_line]
+    if given and _processes(composition.values) == 1 and not _started_elsewhere(composition.values):
+        rule = "has no effect: this strategy runs in one process."
+        problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]
+    return problems
+
+
+def _value(composition: Composition, key: str) -> Any:
+    if key == "precision":
+        return composition.choices.get("precision")
+    return lookup(composition.values, path_of(key))
+
+
+def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
+    """Arguments about the processes of a run that concern those of somebody else.
+
+    Args:
+        composition: a checked composition.
+        launcher: what started this process among others; None: nobody.
+    """
+    rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
+    if launcher is not None:
+        rule = f"has no effect: {launcher} started the processes, and is to watch over them."
+        keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
+        rules = {key: rule for key in keys if key != "supervisor.join_timeout_s"}
+    given = [key for key in rules if composition.origin(key).level is Level.command_line]
+    return [composition.problem(key, rules[key], value=_value(composition, key)) for key in given]
+
+
+def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:
+    """Key and reason for every key that is idle by the values of others."""
+    yield from _idle_rates(values)
+    yield from _idle_numerics(values["numerics"])
+    if values["compile"]["mode"] == "off":
+        yield "compile.backend", "has no effect with compile.mode=off."
+    if values["eval"]["metric"] is None:
+        yield "eval.mode", "has no effect without eval.metric."
+    if values["loader"]["num_workers"] == 0:
+        yield "loader.prefetch", "has no effect without workers. Give loader.num_workers."
+    if values["steps"] is not None and (values["stop_at_step"] or 0) >= values["steps"]:
+        yield "stop_at_step", f"has no effect: the run has steps={values['steps']}."
+    if values["resume"] not in (None, "auto") and values["init_from"] is not None:
+        yield "init_from", "has no effect beside resume: the checkpoint brings its weights."
+    if values["elastic"]["min_replicas"] is None:
+        yield "elastic.retry_s", "has no effect without elastic.min_replicas: no replica is given up."
+    elif values["supervisor"]["max_restarts"] == 0:
+        yield "elastic.min_replicas", "has no effect with supervisor.max_restarts=0: nothing restarts."
+    if values["cv"]["folds"] is None:
+        yield from ((f"cv.{name}", "has no effect without cv.folds.") for name in ("fold", "seed"))
+    if not multirun:
+        yield from ((f"sweep.{name}", "has no effect without -m.") for name in values["sweep"])
+    elif values["sweep"]["resume"] is not None:
+        yield "sweep.name", "has no effect beside sweep.resume, which names the folder."
+    if values["precision"].get("value") != "fp16_mixed":
+        reason = "has no effect: only precision=fp16_mixed scales its loss."
+        yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
+
+
+def _idle_numerics(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Those of the order of summation, and of steps that are left out."""
+    if not numerics["reproducible"]:
+        yield "numerics.lanes", "has no effect without numerics.reproducible=true."
+    if numerics["on_nonfinite"] != "skip":
+        limits = ("max_skips_in_a_row", "max_skipped_share")
+        yield from ((f"numerics.{name}", "has no effect without numerics.on_nonfinite=skip.") for name in limits)
+
+
+_ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")
+"""Launchers of trainkit's that hand jobs to something else; the sweep stays what it is."""
+
+
+def _idle_for_launcher(launcher: str) -> Iterator[tuple[str, str]]:
+    """Those that say how jobs share this machine, where something else starts them."""
+    reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
+    if launcher in _ENGINES:
+        yield from ((f"sweep.{name}", f"{reason} Give hydra.launcher.jobs_at_once.") for name in _SHARES)
+    elif launcher != "slots":
+        names = ("resume", *_SHARES, "retries", "on_error")
+        yield from ((f"sweep.{name}", reason) for name in names)
+
+
+_SHARES: Final = ("slots", "jobs_per_device")
+
+
+def _idle_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Those that say how fast to learn."""
+    warmup, scaling, optimizer = values["warmup"], values["lr_scaling"], values["optimizer"]
+    unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"
+    if not warmup["epochs"] and not warmup["steps"]:
+        yield "warmup.start", "has no effect without a warmup. Give warmup.epochs or warmup.steps."
+    elif warmup["start"] == "base" and unscaled:
+        yield "warmup.start", "has no effect: nothing is scaled, so base is the peak already."
+    if scaling["reference_batch"] is None:
+        yield "lr_scaling.rule", "has no effect without lr_scaling.reference_batch: nothing is scaled."
+    elif unscaled:
+        yield "lr_scaling.reference_batch", "has no effect with lr_scaling.rule=none."
+    if "dampening" in optimizer and not optimizer.get("momentum"):
+        yield "optimizer.dampening", "has no effect without optimizer.momentum."
+
+
+def _hydra_sweep_keys(composition: Composition) -> Iterator[Problem]:
+    for override in composition.hydra_overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        if key.startswith(("hydra.sweep.", "hydra.launcher", "hydra.sweeper", "hydra/launcher", "hydra/sweeper")):
+            yield Problem(key=key, value=value, rule="has no effect without -m.", origin="command line")
+
+
+def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    from trainkit.config.targets.build import resolve_target  # noqa: PLC0415 - imports targets: second phase only
+
+    loader = values["loader"]
+    dataset = resolve_target(values["data"]["_target_"])
+    in_memory = (hasattr(dataset, "tensors") or hasattr(dataset, "gather")) and loader["cache"] is not False
+    if in_memory or loader["cache"] is True:
+        reason = "has no effect: the dataset is in memory. With loader.cache=false its samples are read one by one."
+        yield from ((f"loader.{name}", reason) for name in ("num_workers", "prefetch"))
+    if not _cuda():
+        if values["precision"].get("value") == "tf32":
+            yield "precision", "is a mode of CUDA GPUs, and there is none here. Use precision=fp32."
+        if loader["pin_memory"] is True:
+            yield "loader.pin_memory", "has no effect: there is no CUDA GPU here to copy to."
+
+
+def _processes(values: Mapping[str, Any]) -> int | None:
+    """The processes that the strategy will start; None where it cannot say without more."""
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports targets: second phase only
+
+    count = getattr(build(values["strategy"], "strategy"), "num_processes", None)
+    try:
+        return int(count(_num_gpus())) if callable(count) else None
+    except ConfigError:
+        return None  # the plan says what is wrong with it
+
+
+def _started_elsewhere(values: Mapping[str, Any]) -> bool:
+    """Whether something else than this machine's supervisor starts, or has started, the processes."""
+    from trainkit.config.targets.build import TARGET, build  # noqa: PLC0415 - imports targets: second phase only
+
+    if TARGET not in values["cluster"]:
+        return False
+    try:
+        cluster = build(values["cluster"], "cluster")
+        return getattr(cluster, "starts_processes", False) or cluster.launch(os.environ) is not None
+    except ConfigError:
+        return False  # the run says what is wrong with it
+
+
+def _num_gpus() -> int:
+    import torch  # noqa: PLC0415 - second phase only
+
+    return torch.cuda.device_count()
+
+
+def _cuda() -> bool:
+    import torch  # noqa: PLC0415 - second phase only
+
+    return torch.cuda.is_available()

@@ -1,0 +1,242 @@
+"""What a key may change, the fingerprint of a training, and which differences of two configs can matter."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.provenance import KeyPath, dotted, leaves
+from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
+from trainkit.config.secrets.keys import secret_keys
+from trainkit.config.secrets.secrets import redacted
+from trainkit.config.targets.build import TARGET, resolve_target, signature_of
+from trainkit.config.values import plain
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of
+from trainkit.moved import with_original_targets
+from trainkit.redaction import variable_of
+
+__all__ = ["Difference", "difference", "fingerprint", "maths_keys", "other_training", "tag_of"]
+
+SCALING_KEYS: Final = ("initial_scale", "growth_interval", "min_scale", "max_overflows")
+"""Keys of a precision that only loss scaling reads."""
+_PLACES: Final = ("strategy", "cluster")
+"""Groups whose choice says where a training runs: another class is another place, unless it says otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """A key that two configs give different values."""
+
+    key: str
+    left: Any
+    right: Any
+    tag: Tag
+
+    @property
+    def matters(self) -> bool:
+        """Whether it can change the result."""
+        return self.tag is Tag.maths
+
+
+def tag_of(cfg: RunConfig, path: KeyPath) -> Tagged:
+    """What changing a key of a run may change.
+
+    Args:
+        cfg: the run: the class behind a group's `_target_` tags the keys of its node.
+        path: the full key.
+
+    Example:
+        >>> tag_of(RunConfig(), ("seed",)).tag.value, tag_of(RunConfig(), ("loader", "prefetch")).tag.value
+        ('maths', 'speed')
+    """
+    if path[0] in GROUPS:
+        return _tag_in_group(cfg, path)
+    hint: Any = RunConfig
+    for name in path:
+        hints = hints_of(plain(hint)) if is_dataclass(plain(hint)) else {}
+        if name not in hints:
+            return maths
+        hint = hints[name]
+    found = (extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Tagged))
+    return next(found, maths)
+
+
+def _tag_in_group(cfg: RunConfig, path: KeyPath) -> Tagged:
+    size = 2 if path[0] in LIST_GROUPS else 1
+    node: Any = getattr(cfg, path[0])
+    for name in path[1:size]:
+        node = node.get(name) if isinstance(node, Mapping) else None
+    if path[0] == "logger" or (path[0] in LIST_GROUPS and len(path) == 1):
+        return cosmetic
+    target = _target_of(node)
+    if target is None:
+        return placement if path[0] in _PLACES else maths
+    if path[size:] in ((), (TARGET,)):
+        return _tag_of_class(path[0], target)
+    return _tag_below(target, path[size:])
+
+
+def _target_of(node: Any) -> Callable[..., Any] | None:
+    if not isinstance(node, Mapping) or not isinstance(node.get(TARGET), str):
+        return None
+    try:
+        target: Callable[..., Any] = resolve_target(node[TARGET])
+    except ConfigError:
+        return None
+    return target
+
+
+def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
+    """What choosing this class may change; it can say so itself, `changes_maths: ClassVar[bool]`."""
+    default = group not in (*_PLACES, *LIST_GROUPS)
+    if getattr(target, "changes_maths", default):
+        return maths
+    return placement if group in _PLACES else cosmetic
+
+
+def _tag_below(target: Callable[..., Any], path: KeyPath) -> Tagged:
+    """The tag of a parameter; of a key inside it where the parameter is a dataclass with tags of its own."""
+    found = tags_of(target).get(path[0], maths)
+    key = signature_of(target).keys.get(path[0])
+    hint = plain(key.hint) if key is not None else None
+    if len(path) > 1 and is_dataclass(hint) and isinstance(hint, type):
+        return _tag_below(hint, path[1:])
+    return found
+
+
+def maths_keys(cfg: RunConfig) -> dict[str, Any]:
+    """Every key that decides the result of a run, with its value; those at their neutral value are left out.
+
+    A secret decides nothing: it is left out too, so that no fingerprint is a hash of one.
+
+    Example:
+        >>> keys = maths_keys(RunConfig(seed=3))
+        >>> keys["seed"], "loader.prefetch" in keys
+        (3, False)
+    """
+    return {
+        dotted(path): value for path, value, tag in _tagged(cfg) if tag.tag is Tag.maths and not _neutral(value, tag)
+    }
+
+
+def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
+    secrets = _secrets_of(cfg)
+    for path, value in leaves(redacted(cfg.to_dict())[0]):
+        if path in secrets or _refers(value) or _idle(cfg, path):
+            continue
+        yield path, value, tag_of(cfg, path)
+
+
+def _secrets_of(cfg: RunConfig) -> Mapping[KeyPath, Any]:
+    """The secrets of a run, also those that a class marks: every class is imported first."""
+    for path, _ in leaves(cfg.to_dict()):
+        tag_of(cfg, path)
+    return secret_keys(cfg.to_dict())
+
+
+def _refers(value: Any) -> bool:
+    """Whether a value is a reference to a variable that holds a secret."""
+    return variable_of(value) is not None
+
+
+def _idle(cfg: RunConfig, path: KeyPath) -> bool:
+    """Keys that decide nothing by the value of another: a difference in them is none."""
+    if path == ("numerics", "lanes"):
+        return not cfg.numerics.reproducible
+    if path == ("lr_scaling", "rule"):
+        return cfg.lr_scaling.reference_batch is None
+    if path[0] == "precision" and path[-1] in SCALING_KEYS:
+        return cfg.precision.get("value") != "fp16_mixed"
+    if path == ("warmup", "start"):
+        return not cfg.warmup.epochs and not cfg.warmup.steps
+    return path in (("warmup", "epochs"), ("warmup", "steps")) and not getattr(cfg.warmup, path[1])
+
+
+def _neutral(value: Any, tag: Tagged) -> bool:
+    if tag.neutral is NO_NEUTRAL:
+        return False
+    neutral = tag.neutral if isinstance(tag.neutral, tuple) else (tag.neutral,)
+    return any(type(value) is type(item) and value == item for item in neutral)
+
+
+def fingerprint(cfg: RunConfig) -> str:
+    """The SHA-256 of a run's maths keys: equal where the result is the same but for rounding.
+
+    `name`, placement, speed and what is only shown do not count; numbers count by value, 1 and 1.0 alike.
+
+    Example:
+        >>> fingerprint(RunConfig(name="a")) == fingerprint(RunConfig(name="b")) != fingerprint(RunConfig(seed=1))
+        True
+    """
+    text = json.dumps(_canonical(with_original_targets(maths_keys(cfg))), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _canonical(value: Any) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): _canonical(item) for key, item in value.items()}
+    return [_canonical(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
+    """The keys in which two runs differ, those that can matter first.
+
+    Example:
+        >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]
+        [('seed', True), ('name', False)]
+    """
+    secrets = {path for cfg in (left, right) for path in _secrets_of(cfg)}
+    ours, theirs = (dict(leaves(redacted(cfg.to_dict())[0])) for cfg in (left, right))
+    found = []
+    for path in dict.fromkeys((*ours, *theirs)):
+        one, other = ours.get(path), theirs.get(path)
+        if path in secrets or _refers(one) or _refers(other):
+            if one != other:
+                found.append(Difference(key=dotted(path), left=one, right=other, tag=Tag.cosmetic))
+            continue
+        if _canonical(one) == _canonical(other) and type(one) is type(other):
+            continue
+        # A key that only one of the two has: mirrored's compression, against a run of one device.
+        sides = [
+            (tag_of(cfg, path), values[path], cfg) for cfg, values in ((left, ours), (right, theirs)) if path in values
+        ]
+        tags = [tag for tag, _, _ in sides]
+        can_matter = [
+            tag
+            for tag, value, cfg in sides
+            if tag.tag is Tag.maths and not _neutral(value, tag) and not _idle(cfg, path)
+        ]
+        tag = Tag.maths if can_matter else _least_consequential(tags)
+        found.append(Difference(key=dotted(path), left=one, right=other, tag=tag))
+    return sorted(found, key=lambda item: not item.matters)
+
+
+def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
+    """What makes a config another training than that of the run to resume, key by key.
+
+    Args:
+        earlier: what the run resolved.
+        cfg: what would go on with it; keys left auto have the run's values already.
+        run: the run folder, for the words.
+
+    Example:
+        >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]
+        ['seed=0: the run to resume, outputs/a, has 1. Give it the same value.']
+    """
+    return [
+        Problem(key=one.key, value=one.right, rule=f"the run to resume, {run}, has {one.left}. Give it the same value.")
+        for one in difference(earlier, cfg)
+        if one.matters
+    ]
+
+
+def _least_consequential(tags: list[Tagged]) -> Tag:
+    order = (Tag.placement, Tag.speed, Tag.cosmetic)
+    return next((tag for tag in order if any(item.tag is tag for item in tags)), Tag.cosmetic)

@@ -1,0 +1,45 @@
+"""The figure that best, early stop and leaderboards go by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainkit.config.schema import Eval
+
+__all__ = ["MonitoredMetric"]
+
+_LESS_IS_BETTER = frozenset({"loss", "perplexity", "error", "mse", "mae"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitoredMetric:
+    """The figure that best, early stop and leaderboards go by."""
+
+    metric: str
+    """Its name, `val/accuracy`."""
+    mode: Literal["min", "max"]
+    """Whether less or more of it is better."""
+
+    @classmethod
+    def of(cls, settings: Eval) -> MonitoredMetric:
+        """As the config says; without a word, the validation loss.
+
+        Example:
+            >>> MonitoredMetric.of(Eval()), MonitoredMetric.of(Eval(metric="val/accuracy"))
+            (Watched(metric='val/loss', mode='min'), Watched(metric='val/accuracy', mode='max'))
+        """
+        metric = settings.metric or "val/loss"
+        return cls(metric=metric, mode=settings.mode or _better_end(metric))
+
+    def __str__(self) -> str:
+        return f"{self.metric} ({self.mode})"
+
+    @property
+    def sign(self) -> float:
+        """What to multiply a figure by so that less is better."""
+        return -1.0 if self.mode == "max" else 1.0
+
+
+def _better_end(metric: str) -> Literal["min", "max"]:
+    return "min" if metric.rpartition("/")[2] in _LESS_IS_BETTER else "max"

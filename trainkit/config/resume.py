@@ -1,0 +1,124 @@
+"""The config of a run that goes on, or is trained anew: what it had, and what the command line changes about it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from trainkit.config.compose import Composer
+from trainkit.config.composition import Composition
+from trainkit.config.grammar import key_of, replacing
+from trainkit.config.mutually_exclusive import resolve
+from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
+from trainkit.config.schema import GROUPS, NO_RUN, Cv, RunConfig, Sweep, load_resolved
+from trainkit.config.yaml_documents import read_document
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["compose_anew", "compose_resumed"]
+
+_NO_RECIPE: Final = "recipe=null"
+"""Run-level values come from the run, so that no recipe is composed beneath the changes."""
+
+
+def compose_resumed(
+    run: Path, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), packages: Sequence[str] = ()
+) -> Composition:
+    """Compose a run's config again, with changes.
+
+    Args:
+        run: the run folder.
+        overrides: arguments; a choice replaces the run's own node of that group.
+        config_dirs: folders of the user's own YAMLs, for choices.
+        packages: packages that targets may come from besides.
+
+    Returns:
+        The composition; it continues in the run's folder.
+
+    Raises:
+        ConfigError: there is no such run, or an argument cannot be read.
+    """
+    file = run / "resolved.yaml"
+    if not file.is_file():
+        raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
+    changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
+    # What ended the run early is what is gone on from.
+    tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
+    notes, problems = resolve(tree)
+    tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
+    return replace(_with(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
+
+
+def compose_anew(
+    run: Path, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), packages: Sequence[str] = ()
+) -> Composition:
+    """Compose the training of a run once more, with changes: from its beginning, to its end, on all of its samples.
+
+    Keys that the run had left auto are auto again, so that they follow what is changed; what resumed it, ended it early
+    or held a fold out is gone.
+
+    Args:
+        run: the run folder.
+        overrides: arguments; a choice replaces the run's own node of that group.
+        config_dirs: folders of the user's own YAMLs, for choices.
+        packages: packages that targets may come from besides.
+
+    Raises:
+        ConfigError: there is no such run, or an argument cannot be read.
+    """
+    found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
+    if not found:
+        raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
+    earlier = load_resolved(found[0])
+    whole = replace(earlier, stop_at_step=None, resume=None, cv=Cv(), sweep=Sweep())
+    changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
+    tree = _beneath(changes, whole, found[0], overrides)
+    notes, problems = resolve(tree)
+    if earlier.cv.folds is not None:
+        notes = [*notes, f"cv.folds={earlier.cv.folds} of {run} is left out: no fold is held out of this training"]
+    return _with(changes, tree, overrides, notes, problems)
+
+
+def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Sequence[str]) -> TrackedTree:
+    """The run's values, and over them what the command line says."""
+    document = read_document(file)
+    tree = TrackedTree()
+    for name, value in earlier.to_dict().items():
+        where = f"{file}:{document.lines.get((name,), 1)}"
+        # Resolved values are nobody's wish: what has no effect among them was told when the run began.
+        tree.put((name,), value, Origin(level=Level.choice, where=where, shipped=True))
+    _replace_chosen_groups(tree, changes, overrides)
+    for path, origin in changes.origins.items():
+        if origin.level is Level.command_line and path[0] != "recipe":
+            tree.put(path, copy.deepcopy(lookup(changes.values, path)), origin)
+    return tree
+
+
+def _with(
+    changes: Composition, tree: TrackedTree, overrides: Sequence[str], notes: Sequence[str], problems: Sequence[Problem]
+) -> Composition:
+    return replace(
+        changes,
+        values=tree.values,
+        origins=dict(tree.origins),
+        overrides=replacing(overrides, _NO_RECIPE),
+        notes=(*notes, *_unused(overrides)),
+        problems=(*changes.problems, *problems),
+    )
+
+
+def _unused(overrides: Sequence[str]) -> list[str]:
+    given = [line for line in overrides if key_of(line) == "recipe" and line != _NO_RECIPE]
+    return [f"{line} has no effect: the run keeps what its own recipe set" for line in given]
+
+
+def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: Sequence[str]) -> None:
+    """A choice on the command line replaces the run's node as a whole, with the new choice's values below it."""
+    chosen = {line.partition("=")[0] for line in overrides}
+    for group in GROUPS:
+        if group in chosen and group in changes.values:
+            tree.remove((group,))
+            origin = Origin(level=Level.choice, where=changes.origin(group).where)
+            tree.put((group,), copy.deepcopy(changes.values[group]), origin)

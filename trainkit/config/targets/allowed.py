@@ -1,0 +1,207 @@
+"""Which packages a `_target_` may name, decided by its text alone: nothing is imported here.
+
+Six packages may be named in every run, for classes and builders of known kinds (`trainkit.config.targets.kinds`). Every
+other package has to be opened by the person who starts the process: `--allow-package` on the command line, `packages=`
+from Python, and `TRAINKIT_ALLOW_PACKAGES` for the workers that such a process starts. A run folder opens none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.errors import ConfigError, Problem
+
+__all__ = [
+    "ALLOWED_PACKAGES",
+    "TARGET",
+    "VARIABLE",
+    "allow_packages",
+    "allowed_packages",
+    "name_problem",
+    "package_arguments",
+    "package_environ",
+    "packages_from",
+    "refuse_packages",
+    "root_of",
+    "targets_in",
+]
+
+TARGET: Final = "_target_"
+ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
+"""Packages that a `_target_` may name without being allowed on the command line."""
+VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
+"""The environment variable that hands the allowed packages to a worker, with commas between them."""
+OWN_CODE: Final = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
+"""The remedy for whatever no config may name."""
+
+_TORCH: Final = ("torch.nn", "torch.optim", "torch.utils.data")
+_OPENED: Final[Counter[str]] = Counter()
+"""Package -> how many open blocks of this process allow it."""
+
+
+@contextmanager
+def allow_packages(packages: Sequence[str]) -> Iterator[None]:
+    """Allow targets of these packages in this process while the block runs.
+
+    Args:
+        packages: named by the person who starts the process, never by a file of a run.
+
+    Raises:
+        ConfigError: a package that is absent, or one of the six that need no flag.
+
+    Example:
+        >>> with allow_packages(["fractions"]):
+        ...     allowed_packages()[-1]
+        'fractions'
+    """
+    refuse_packages(packages)
+    _OPENED.update(packages)
+    try:
+        yield
+    finally:
+        _OPENED.subtract(packages)
+
+
+def allowed_packages() -> tuple[str, ...]:
+    """Return the packages that targets may come from in this process."""
+    return (*ALLOWED_PACKAGES, *_opened())
+
+
+def package_environ() -> dict[str, str]:
+    """Return the variables that allow a worker what is allowed here."""
+    opened = _opened()
+    return {VARIABLE: ",".join(opened)} if opened else {}
+
+
+def package_arguments(packages: Sequence[str] | None = None) -> list[str]:
+    """Return the arguments that allow packages in a command which trainkit prints.
+
+    Args:
+        packages: the packages; None: those that are allowed in this process besides the six.
+
+    Example:
+        >>> package_arguments(["mine", "ours"]), package_arguments([])
+        (['--allow-package', 'mine,ours'], [])
+    """
+    names = _opened() if packages is None else tuple(packages)
+    return ["--allow-package", ",".join(names)] if names else []
+
+
+def _opened() -> tuple[str, ...]:
+    return tuple(name for name, count in _OPENED.items() if count > 0)
+
+
+def packages_from(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the packages that the process which started this one allows.
+
+    Example:
+        >>> packages_from({"TRAINKIT_ALLOW_PACKAGES": "mine,ours"}), packages_from({})
+        (('mine', 'ours'), ())
+    """
+    return tuple(name for name in environ.get(VARIABLE, "").split(",") if name)
+
+
+def refuse_packages(packages: Sequence[str]) -> None:
+    """Refuse packages that cannot be allowed.
+
+    Raises:
+        ConfigError: every one of them, with what to do about it.
+    """
+    refused = [(name, rule) for name in dict.fromkeys(packages) if (rule := _package_problem(name))]
+    if refused:
+        raise ConfigError([Problem(key=f"--allow-package {name}", rule=rule) for name, rule in refused])
+
+
+def _package_problem(name: str) -> str | None:
+    if name in ALLOWED_PACKAGES:
+        return (
+            "needs no flag for its classes of known kinds, and no flag opens the rest of it. To use a function of it, "
+            "call it in a class or function of your own, and allow the package of that."
+        )
+    root = root_of(name)
+    if root != name and root.isidentifier():
+        return f"must be the first word of the module's name alone: --allow-package {root}."
+    if not name.isidentifier():
+        return "must be the name of a package: letters, digits and _ only."
+    if not _is_there(name):
+        return "there is no such package. Install it, or start trainkit in the folder that holds it."
+    return None
+
+
+def _is_there(package: str) -> bool:
+    if package in sys.modules:
+        return sys.modules[package] is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def root_of(path: str) -> str:
+    """Return the package that a dotted path begins with.
+
+    Example:
+        >>> root_of("torch.nn.Linear")
+        'torch'
+    """
+    return path.partition(".")[0]
+
+
+def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Find every `_target_` below a value, also in lists, each with its path.
+
+    Example:
+        >>> list(targets_in({"inner": [{"_target_": "a.B"}]}))
+        [(('inner', '0', '_target_'), 'a.B')]
+    """
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            if name == TARGET:
+                yield (*path, TARGET), item
+            yield from targets_in(item, (*path, str(name)))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from targets_in(item, (*path, str(index)))
+
+
+def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
+    """Say what is wrong with a target by its text alone; None where its module may be imported.
+
+    Args:
+        target: the value of `_target_`.
+        allowed: packages that it may name, the six among them.
+
+    Example:
+        >>> name_problem("torch.nn.Linear", ALLOWED_PACKAGES)
+    """
+    if not isinstance(target, str) or "." not in target or not all(map(str.isidentifier, target.split("."))):
+        return "must name a class or function with its module, package.module.Name."
+    package, *parts = target.split(".")
+    if package not in allowed:
+        rule = f"{package} is not among the packages that targets may come from ({', '.join(allowed)})."
+        return f"{rule} To trust it: --allow-package {package}."
+    if package not in ALLOWED_PACKAGES:
+        return None
+    private = next((part for part in parts if part.startswith("_")), None)
+    if private is not None:
+        return f"{private} is private to {package}. {OWN_CODE}"
+    if package == "torch" and not target.startswith(tuple(f"{home}." for home in _TORCH)):
+        return f"of torch, targets may come from {', '.join(_TORCH[:-1])} and {_TORCH[-1]} only. {OWN_CODE}"
+    return _shadow_problem(package)
+
+
+def _shadow_problem(package: str) -> str | None:
+    """Refuse a folder of the current one that stands for a package which is not installed: it may be anybody's."""
+    if package in ("trainkit", "torch") or package in sys.modules:
+        return None
+    spec = importlib.util.find_spec(package)
+    places = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or [spec.origin or "."]]
+    if any(place.absolute().parent == Path.cwd() for place in places):
+        return f"{package} is not installed, and the folder {package} here is not imported in its place."
+    return None

@@ -1,0 +1,251 @@
+"""From a node with `_target_` to the object it describes, and what its class takes."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass, replace
+from enum import Enum
+from pathlib import Path, PurePath
+from types import ModuleType
+from typing import Any, Final
+
+from trainkit.config.secrets.references import with_variables
+from trainkit.config.targets.allowed import TARGET, allowed_packages, name_problem, root_of
+from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, argument_problem, expected_by, target_problem
+from trainkit.config.values import plain
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import signature_hints
+
+__all__ = [
+    "GROUP_KEYS",
+    "INJECTED",
+    "TARGET",
+    "Key",
+    "Signature",
+    "admitted",
+    "build",
+    "imported",
+    "resolve_target",
+    "signature_keys",
+    "signature_of",
+]
+
+INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
+"""Group -> the parameters of its classes that trainkit gives: no keys of the config."""
+GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",)}
+"""Group -> the keys of its node that belong to the group, not to the class."""
+
+
+_EXTRAS: Final[Mapping[str, str]] = {"PIL": "images", "torchmetrics": "metrics", "transformers": "huggingface"}
+"""Package -> the extra of trainkit's that installs it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Key:
+    """A parameter of a target, as a key of the config."""
+
+    hint: Any
+    """Its annotation; Any where it has none that can be resolved."""
+    required: bool
+    """Whether it has no default."""
+    default: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """What a target takes."""
+
+    keys: Mapping[str, Key]
+    """Parameters that can be given by name."""
+    takes_more: bool
+    """Whether it takes `**kwargs`: further keys are accepted, unchecked."""
+
+
+def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
+    """Import what a `_target_` names, a class or a function, and refuse what may not be called where it stands.
+
+    Nothing is imported of a package that is not allowed, and what is found is not called.
+
+    Args:
+        path: package.module.Name.
+        expected: what its place takes (`trainkit.config.targets.kinds.PLACES`).
+
+    Raises:
+        ConfigError: there is no such module or name, or it is none that a config may name here.
+
+    Example:
+        >>> resolve_target("torch.nn.Linear").__name__
+        'Linear'
+    """
+    rule = name_problem(path, allowed_packages())
+    if rule is not None:
+        raise _unknown(path, rule)
+    found = imported(path)
+    rule = target_problem(path, found, expected)
+    if rule is not None:
+        raise _unknown(path, rule)
+    return found
+
+
+def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
+    """Return the target of a node, once it and its arguments may be given to one another; nothing is called.
+
+    Raises:
+        ConfigError: as `resolve_target`; or an argument makes the target run what it downloads or reads.
+    """
+    target = resolve_target(node[TARGET], expected)
+    refused = argument_problem(node[TARGET], target, node)
+    if refused is not None:
+        key, value, rule = refused
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    return target
+
+
+def imported(path: str) -> Any:
+    """Return what a dotted path names, which is not called; the package is an allowed one.
+
+    Raises:
+        ConfigError: there is no such module or name.
+    """
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        module_name = ".".join(parts[:length])
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
+                continue
+            raise _unknown(path, _install(error.name)) from error
+        for name in parts[length:]:
+            if not hasattr(found, name):
+                raise _unknown(path, f"there is no {name} in {module_name}.")
+            found = getattr(found, name)
+            if isinstance(found, ModuleType) and root_of(found.__name__) != parts[0]:
+                raise _unknown(path, f"{name} is the module {found.__name__}, which {module_name} imports for itself.")
+        if not callable(found):
+            raise _unknown(path, "is neither a class nor a function.")
+        return found
+    if parts[0] in _EXTRAS:
+        raise _unknown(path, _install(parts[0]))
+    raise _unknown(path, f"there is no module {parts[0]}. Is it installed, or in the current folder?")
+
+
+def _install(package: str | None) -> str:
+    """What to do about a package that is not installed."""
+    extra = _EXTRAS.get((package or "").split(".")[0])
+    hint = f' Install it: pip install "trainkit[{extra}]"' if extra else ""
+    return f"its module needs {package}, which is not installed.{hint}"
+
+
+def _unknown(path: str, rule: str) -> ConfigError:
+    return ConfigError([Problem(key=TARGET, value=path, rule=rule)])
+
+
+def signature_of(target: Callable[..., Any]) -> Signature:
+    """What a class or function takes by name.
+
+    Returns:
+        Its keys in order; without a readable signature none, and it takes more.
+
+    Example:
+        >>> def f(size: int, *, rate: float = 0.5): ...
+        >>> {name: key.required for name, key in signature_of(f).keys.items()}
+        {'size': True, 'rate': False}
+    """
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    except (TypeError, ValueError):
+        return Signature(keys={}, takes_more=True)
+    hints = signature_hints(target)
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    keys = {
+        item.name: Key(
+            hint=hints.get(item.name, Any), required=item.default is inspect.Parameter.empty, default=item.default
+        )
+        for item in parameters
+        if item.kind in named
+    }
+    takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
+    return Signature(keys=keys, takes_more=takes_more)
+
+
+def signature_keys(target: Callable[..., Any]) -> tuple[str, ...]:
+    """The names a target takes.
+
+    Example:
+        >>> signature_keys(lambda a, *, b=1: None)
+        ('a', 'b')
+    """
+    return tuple(signature_of(target).keys)
+
+
+def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:
+    """Build the object that a node describes, and those inside it first.
+
+    Args:
+        node: plain values with `_target_`; nested nodes with `_target_`, also in lists, are built too.
+        place: the group that the node is of, which says what kind of class it takes; None takes any kind.
+        injected: further arguments, such as an optimizer's `params`.
+
+    Returns:
+        What the target returns. Lists become tuples, text a Path or enum member, where the annotation says so. A
+        secret that is a reference to an environment variable becomes its value.
+
+    Raises:
+        ConfigError: there is no `_target_`, it cannot be imported, no config may name it there, or a variable of a
+            secret is not set.
+
+    Example:
+        >>> build({"_target_": "torch.nn.Linear", "in_features": 3, "out_features": 2}, "model")
+        Linear(in_features=3, out_features=2, bias=True)
+    """
+    return _build(node, PLACES.get(place or "", ANY_KIND), (place,) if place else (), injected)
+
+
+def _build(node: Mapping[str, Any], expected: Expected, path: tuple[str, ...], injected: Mapping[str, Any]) -> Any:
+    if TARGET not in node:
+        rule = f"is missing beside {', '.join(map(str, node)) or 'no keys'}."
+        raise ConfigError([Problem(key=".".join((*path, TARGET)), rule=rule)])
+    try:
+        target = admitted(node, expected)
+    except ConfigError as error:
+        raise ConfigError([replace(item, key=".".join((*path, item.key))) for item in error.problems]) from error
+    hints = {name: key.hint for name, key in signature_of(target).keys.items()}
+    arguments = {
+        name: _as(_built(value, (*path, str(name)), expected_by(hints.get(name, Any))), hints.get(name, Any))
+        for name, value in with_variables(node, target).items()
+        if name != TARGET
+    }
+    return target(**arguments, **injected)
+
+
+def _built(value: Any, path: tuple[str, ...], expected: Expected) -> Any:
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return _build(value, expected, path, {})
+        return {key: _built(item, (*path, str(key)), expected) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_built(item, (*path, str(index)), expected) for index, item in enumerate(value)]
+    return value
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """A plain value as its annotation has it: the conversions that lose nothing."""
+    hint = plain(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if arguments and origin not in (list, tuple, dict):
+        members = [plain(member) for member in arguments]
+        return next((made for member in members if (made := _as(value, member)) is not value), value)
+    if isinstance(value, list) and (origin or hint) is tuple:
+        return tuple(_as(item, arguments[0]) if arguments else item for item in value)
+    if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, PurePath):
+        return Path(value).expanduser()
+    if isinstance(value, str) and isinstance(hint, type) and issubclass(hint, Enum):
+        return next((member for member in hint if value in (member.value, member.name)), value)
+    if isinstance(value, Mapping) and is_dataclass(hint) and isinstance(hint, type):
+        keys = signature_of(hint).keys
+        return hint(**{name: _as(item, keys[name].hint if name in keys else Any) for name, item in value.items()})
+    return value

@@ -1,0 +1,182 @@
+"""The second phase of the check: what classes take, held against the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from typing import Any, Final
+
+from trainkit.config.check.alternatives import OtherChoices
+from trainkit.config.composition import Composition
+from trainkit.config.provenance import KeyPath, dotted
+from trainkit.config.secrets.references import dereferenced, is_reference
+from trainkit.config.targets.build import (
+    GROUP_KEYS,
+    INJECTED,
+    TARGET,
+    Key,
+    admitted,
+    build,
+    resolve_target,
+    signature_of,
+)
+from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
+from trainkit.config.values import closest, limits_in, misfit, plain
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["target_problems", "unchecked_keys"]
+
+_CHEAP: Final = ("schedule", "strategy", "precision", "cluster", "objective", "callbacks", "logger")
+"""Groups whose own dataclasses are built to let them judge their values: none touches data or a device."""
+
+
+def target_problems(
+    composition: Composition,
+    path: KeyPath,
+    node: Mapping[str, Any],
+    neighbours: OtherChoices,
+    expected: Expected | None = None,
+) -> list[Problem]:
+    """Everything wrong with a node by its class: keys unknown or missing, values of a wrong type.
+
+    Args:
+        composition: for the places that set the keys.
+        path: where the node stands.
+        node: the node, with `_target_`.
+        neighbours: the other choices of its group.
+        expected: what a nested node has to be; None: what its group takes.
+
+    Returns:
+        Problems with their full keys.
+    """
+    try:
+        target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
+    except ConfigError as error:
+        return [composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
+    except Exception as error:  # noqa: BLE001 - whatever a user's module raises while it is imported
+        rule = f"cannot be imported: {type(error).__name__}: {error}"
+        return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
+    problems = list(_against_signature(composition, path, node, target, neighbours))
+    hints = {name: key.hint for name, key in signature_of(target).keys.items()}
+    for inner, value in _nested(node, path):
+        expected = expected_by(hints.get(inner[len(path)], Any))
+        problems += target_problems(composition, inner, value, neighbours, expected)
+    if not problems and _validates_itself(path, target):
+        problems += _construction_errors(composition, path, node)
+    return problems
+
+
+def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
+    """Keys that a class only takes because it takes any, `**kwargs`: nothing is known about them."""
+    signature = signature_of(resolve_target(node[TARGET]))
+    if not signature.takes_more:
+        return []
+    known = (*signature.keys, *GROUP_KEYS.get(path[0], ()), TARGET)
+    return [dotted((*path, name)) for name in node if name not in known]
+
+
+def _against_signature(
+    composition: Composition, path: KeyPath, node: Mapping[str, Any], target: Any, neighbours: OtherChoices
+) -> Iterator[Problem]:
+    group = path[0]
+    top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger"))
+    injected = INJECTED.get(group, ()) if top else ()
+    extra = GROUP_KEYS.get(group, ()) if top else ()
+    signature = signature_of(target)
+    known = {name: key for name, key in signature.keys.items() if name not in injected}
+    for name, value in node.items():
+        if name == TARGET or name in extra:
+            continue
+        if name in known:
+            yield from _value_problems(composition, (*path, name), value, known[name])
+        elif name in injected:
+            rule = "is given by trainkit: no key of the config."
+            yield composition.problem((*path, name), rule, show_value=False)
+        elif not signature.takes_more:
+            yield neighbours.unknown(
+                path, name, _name_of(composition, path, target), tuple(dict.fromkeys((*known, *extra)))
+            )
+    missing = [name for name, key in known.items() if key.required and name not in node]
+    for name in missing:
+        rule = f"is missing: {_name_of(composition, path, target)} needs it. Give {dotted((*path, name))}=VALUE."
+        yield composition.problem((*path, name), rule, show_value=False)
+
+
+def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Key) -> Iterator[Problem]:
+    hint = plain(key.hint)
+    if isinstance(value, Mapping):
+        if TARGET in value:
+            return
+        if is_dataclass(hint):
+            yield from _section_problems(composition, path, value, hint)
+            return
+    # A default of None says that null is taken, whatever the annotation forgot to say.
+    if value is None and key.default is None and not key.required:
+        return
+    try:
+        used = dereferenced(value, key=dotted(path)) if is_reference(composition.values, path) else value
+    except ConfigError as error:
+        yield from (composition.problem(path, item.rule, value=item.value) for item in error.problems)
+        return
+    rule = misfit(used, key.hint)
+    rules = [rule] if rule else [limit.rule for limit in limits_in(key.hint) if limit.broken_by(used)]
+    yield from (composition.problem(path, rule, value=value) for rule in rules)
+
+
+def _section_problems(
+    composition: Composition, path: KeyPath, values: Mapping[str, Any], kind: Any
+) -> Iterator[Problem]:
+    """A mapping that stands for a dataclass: its fields are the keys."""
+    keys = signature_of(kind).keys
+    for name, value in values.items():
+        if name in keys:
+            yield from _value_problems(composition, (*path, name), value, keys[name])
+        else:
+            near = closest(name, keys)
+            hint = f"Did you mean {dotted((*path, near))}?" if near else f"There are: {', '.join(keys)}."
+            yield composition.problem((*path, name), f"no such key. {hint}", show_value=False)
+
+
+def _name_of(composition: Composition, path: KeyPath, target: Any) -> str:
+    """What to call a node's class: the choice, unless another class stands in it."""
+    choice = path[1] if len(path) == 2 else composition.choices.get(path[0])
+    from_choice = any(
+        file.package == path
+        and file.document.values.get(TARGET, "").rpartition(".")[2] == getattr(target, "__name__", "")
+        for file in composition.files
+    )
+    return str(choice) if from_choice and choice else str(getattr(target, "__name__", target))
+
+
+def _nested(node: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    """Nodes with a `_target_` inside a node, at any depth, the outermost only."""
+    for name, value in node.items():
+        yield from _nodes_in(value, (*path, str(name)))
+
+
+def _nodes_in(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
+    if isinstance(value, Mapping):
+        yield from [(path, value)] if TARGET in value else _nested(value, path)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _nodes_in(item, (*path, str(index)))
+
+
+def _validates_itself(path: KeyPath, target: Any) -> bool:
+    ours = getattr(target, "__module__", "").startswith("trainkit.")
+    return path[0] in _CHEAP and ours and inspect.isclass(target) and is_dataclass(target)
+
+
+def _construction_errors(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
+    """What the class says about its values when it is made."""
+    try:
+        build(node, path[0])
+    except ConfigError as error:
+        for item in error.problems:
+            key = item.key if item.key.startswith(dotted(path)) else dotted((*path, item.key))
+            yield Problem(
+                key=key, value=item.value, rule=item.rule, origin=item.origin or composition.origin(key).where
+            )
+    except (TypeError, ValueError) as error:
+        yield composition.problem(path, f"{error}", show_value=False)

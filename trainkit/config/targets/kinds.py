@@ -1,0 +1,286 @@
+"""What kind of class a place of the config takes, and whether a target is one, decided before it is called.
+
+A class of the six packages is of a kind by its base classes, or by the module that defines it. Classes and functions
+of a package that the person allowed are of any kind: that package is trusted.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MethodType, ModuleType, UnionType
+from typing import Any, Final
+
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, OWN_CODE, root_of
+from trainkit.config.values import plain
+
+__all__ = ["ANY_KIND", "PLACES", "Expected", "Kind", "argument_problem", "expected_by", "target_problem"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """A kind of classes that a config may name."""
+
+    name: str
+    """What messages call it."""
+    bases: tuple[str, ...] = ()
+    """Full names of base classes: a class that has one of them is of this kind."""
+    home: str = ""
+    """A module: a public class defined in it or below it is of this kind, where it has all `methods`."""
+    methods: tuple[str, ...] = ()
+
+    def holds(self, target: type) -> bool:
+        """Say whether a class is of this kind."""
+        if any(_full_name(base) in self.bases for base in target.__mro__):
+            return True
+        if not self.home or not _within(target.__module__, (self.home,)):
+            return False
+        return all(any(name in vars(base) for base in target.__mro__) for name in self.methods)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expected:
+    """What a place takes."""
+
+    kinds: tuple[Kind, ...]
+    """A target is of one of them."""
+    classes: tuple[type, ...] = ()
+    """A target is one of them or derived from one, where there are any."""
+    place: str = ""
+    """What messages call the place."""
+
+
+_MODEL: Final = Kind(name="torch.nn.Module", bases=("torch.nn.modules.module.Module",))
+_DATASET: Final = Kind(
+    name="dataset",
+    bases=("torch.utils.data.dataset.Dataset",),
+    home="trainkit.data",
+    methods=("__len__", "__getitem__"),
+)
+_CALLBACK: Final = Kind(name="trainkit Callback", bases=("trainkit.trainer.events.Callback",))
+_CONFIG: Final = Kind(
+    name="transformers PretrainedConfig",
+    bases=tuple(f"transformers.configuration_utils.{name}" for name in ("PretrainedConfig", "PreTrainedConfig")),
+)
+_TOKENIZER: Final = Kind(
+    name="transformers tokenizer", bases=("transformers.tokenization_utils_base.PreTrainedTokenizerBase",)
+)
+_OF_PLACES: Final[Mapping[str, Kind]] = {
+    "model": _MODEL,
+    "data": _DATASET,
+    "objective": Kind(name="trainkit Objective", bases=("trainkit.objectives.base.Objective",)),
+    "optimizer": Kind(name="torch.optim.Optimizer", bases=("torch.optim.optimizer.Optimizer",)),
+    "schedule": Kind(name="trainkit schedule", home="trainkit.numerics.schedules", methods=("__call__",)),
+    "strategy": Kind(name="trainkit Strategy", bases=("trainkit.strategies.base.Strategy",)),
+    "precision": Kind(name="trainkit Precision", bases=("trainkit.numerics.precision.Precision",)),
+    "cluster": Kind(name="trainkit Cluster", bases=("trainkit.cluster.base.Cluster",)),
+    "callbacks": _CALLBACK,
+    "logger": _CALLBACK,
+}
+_NESTED: Final = (
+    Kind(name="metric", bases=("torchmetrics.metric.Metric", "trainkit.objectives.base.Metric")),
+    Kind(name="torch.utils.data.Sampler", bases=("torch.utils.data.sampler.Sampler",)),
+    Kind(name="torchvision transform", home="torchvision.transforms", methods=("__call__",)),
+    _CONFIG,
+    _TOKENIZER,
+)
+"""Kinds that only stand inside another node."""
+ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
+"""What a place without an annotation takes."""
+PLACES: Final[Mapping[str, Expected]] = {
+    group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()
+}
+"""Group of the config -> what its nodes are."""
+
+_HOMES: Final[Mapping[str, tuple[str, ...]]] = {
+    "torch": (
+        "torch.nn",
+        "torch.optim",
+        "torch.utils.data.dataset",
+        "torch.utils.data.sampler",
+        "torch.utils.data.distributed",
+    )
+}
+"""Package -> the modules whose classes may be named; data pipes of torch, for one, unpickle what they read."""
+_UNPICKLES: Final = ("torchvision.datasets.lsun.",)
+"""Classes that unpickle files beside their data, without a checksum."""
+_AUTO: Final[Mapping[str, Kind]] = {
+    "transformers.models.auto.auto_factory._BaseAutoModelClass": _MODEL,
+    "transformers.models.auto.configuration_auto.AutoConfig": _CONFIG,
+    "transformers.models.auto.tokenization_auto.AutoTokenizer": _TOKENIZER,
+}
+"""Classes of transformers that are of no kind themselves -> what their builders make."""
+_BUILDERS: Final[Mapping[str, str]] = {
+    "torchvision": " and the builders of torchvision.models.list_models()",
+    "timm": " and timm.create_model",
+    "transformers": " and from_config and from_pretrained of its models, configs and tokenizers",
+}
+
+
+def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str | None:
+    """Say why what a path names may not be called where it stands; None where it may.
+
+    Args:
+        path: the text of `_target_`; its package is an allowed one.
+        target: what it names. It is not called.
+        expected: what the place takes.
+    """
+    package, home = root_of(path), _home_of(target)
+    if _is_builder_of_transformers(target):
+        home = package  # a class of the person's own inherits them; what they are given is checked
+    if root_of(home) != package:
+        where = f"is defined in {home}" if home else "is defined in no module"
+        return f"{where}, not in {package}. Name it where it is defined."
+    if package not in ALLOWED_PACKAGES:
+        return None
+    if not isinstance(target, type):
+        made = _made_by(path, target)
+        if made is None:
+            return f"is a function; of {package} a config may name classes{_BUILDERS.get(package, '')} only. {OWN_CODE}"
+        return _misplaced(made, expected)
+    return _class_problem(package, target, expected)
+
+
+def _class_problem(package: str, target: type, expected: Expected) -> str | None:
+    if not _within(target.__module__, _HOMES.get(package, (package,))):
+        return f"is defined in {target.__module__}, which no config may name. {OWN_CODE}"
+    if _full_name(target).startswith(_UNPICKLES):
+        return f"unpickles files, which runs whatever they hold. {OWN_CODE}"
+    if not any(kind.holds(target) for kind in expected.kinds):
+        return _unfit(expected)
+    if expected.classes and not issubclass(target, expected.classes):
+        return _unfit(expected)
+    return None
+
+
+def _misplaced(made: Kind | type, expected: Expected) -> str | None:
+    """Say why what a builder makes does not fit its place."""
+    if isinstance(made, type):
+        return _class_problem(root_of(made.__module__), made, expected)
+    wanted = [kind for kind in expected.kinds if not expected.classes or any(map(kind.holds, expected.classes))]
+    return None if made in wanted else _unfit(expected)
+
+
+def _unfit(expected: Expected) -> str:
+    if expected.classes:
+        return f"is no {' or '.join(kind.__name__ for kind in expected.classes)}, which this key takes."
+    if expected.place:
+        return f"is no {expected.kinds[0].name}, which {expected.place} needs."
+    return f"is of no kind that a config may name. {OWN_CODE}"
+
+
+def _made_by(path: str, target: Any) -> Kind | type | None:
+    """Return what a builder of the six packages makes; None for any other function."""
+    if path == "timm.create_model":
+        return _MODEL
+    if _is_builder_of_transformers(target):
+        owner = target.__self__
+        auto = (kind for base in owner.__mro__ if (kind := _AUTO.get(_full_name(base))) is not None)
+        is_one = _MODEL.holds(owner) or _CONFIG.holds(owner) or _TOKENIZER.holds(owner)
+        return owner if is_one else next(auto, None)
+    if root_of(path) == "torchvision":
+        from importlib import import_module  # noqa: PLC0415 - torchvision is slow, and one of the six
+
+        models = import_module("torchvision.models")
+        name = getattr(target, "__name__", "")
+        if name in models.list_models() and models.get_model_builder(name) is target:
+            return _MODEL
+    return None
+
+
+def _is_builder_of_transformers(target: Any) -> bool:
+    return (
+        isinstance(target, MethodType)
+        and isinstance(target.__self__, type)
+        and target.__name__ in ("from_config", "from_pretrained")
+        and root_of(target.__func__.__module__) == "transformers"
+    )
+
+
+def argument_problem(path: str, target: Any, node: Mapping[str, Any]) -> tuple[str, Any, str] | None:
+    """Find the argument that would make an allowed target run or unpickle what it downloads or reads.
+
+    Returns:
+        The key, its value and what is wrong with it.
+    """
+    if path == "timm.create_model":
+        return next(_of_timm(node), None)
+    if _is_builder_of_transformers(target) or root_of(path) == "transformers":
+        return next(_of_transformers(node), None)
+    return None
+
+
+def _of_timm(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+    name = node.get("model_name")
+    if not isinstance(name, str) or ":" in name or "/" in name:
+        rule = "must be a name of timm.list_models(): what a hub or a folder holds may be anybody's."
+        yield "model_name", name, rule
+    for key in ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"):
+        if node.get(key):
+            rule = "timm unpickles the file that it names, which runs whatever that holds. Use init_from."
+            yield key, node[key], rule
+
+
+def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any, str]]:
+    for name, value in node.items():
+        key = f"{path}{name}"
+        if name in ("trust_remote_code", "use_kernels") and value is not False and value is not None:
+            yield key, value, f"runs code that is downloaded. {OWN_CODE}"
+        if "_implementation" in str(name) and isinstance(value, str) and "/" in value:
+            yield key, value, f"a name with / is a kernel that is downloaded and run. {OWN_CODE}"
+        inner = dict(enumerate(value)) if isinstance(value, list | tuple) else value
+        if isinstance(inner, Mapping):
+            yield from _of_transformers(inner, f"{key}.")
+
+
+def expected_by(hint: Any) -> Expected:
+    """Return what a parameter takes by its annotation; any kind where that leaves it open.
+
+    Example:
+        >>> expected_by(Any) is ANY_KIND, expected_by(dict[str, Any]) is ANY_KIND, expected_by(int).classes
+        (True, True, (<class 'int'>,))
+    """
+    found = list(_classes_in(hint))
+    classes = tuple(item for item in found if item is not None)
+    return ANY_KIND if not classes or len(classes) < len(found) else Expected(kinds=ANY_KIND.kinds, classes=classes)
+
+
+def _classes_in(hint: Any) -> Iterator[type | None]:
+    """The classes of an annotation, None for a part that anything may fill."""
+    hint = plain(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Literal or hint in (None, type(None), Ellipsis):
+        return
+    if isinstance(origin, type) and not _is_container(origin) and origin is not UnionType:
+        yield origin  # Dataset[Tensor]
+    elif origin is Callable:
+        yield None
+    elif arguments:
+        mapping = isinstance(origin, type) and issubclass(origin, Mapping)
+        for argument in arguments[1:] if mapping else arguments:
+            yield from _classes_in(argument)
+    else:
+        is_open = hint in (Any, object) or not isinstance(hint, type) or getattr(hint, "_is_protocol", False)
+        yield None if is_open or _is_container(hint) else hint
+
+
+def _is_container(kind: type) -> bool:
+    return kind.__module__ == "collections.abc" or issubclass(kind, list | tuple | dict | set | frozenset)
+
+
+def _home_of(target: Any) -> str:
+    """Return the module that defines a class or function; of anything else, that of its class."""
+    if isinstance(target, ModuleType):
+        return target.__name__
+    function = target.__func__ if isinstance(target, MethodType) else target
+    found = getattr(function, "__module__", None)
+    return found if isinstance(found, str) else ""
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _within(module: str, homes: tuple[str, ...]) -> bool:
+    return any(f"{module}.".startswith(f"{home}.") for home in homes)

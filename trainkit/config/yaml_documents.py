@@ -1,0 +1,251 @@
+"""YAML files read with the line of every key, and the scalars that YAML 1.1 rewrites found out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+from trainkit.bounded_yaml import MAX_BYTES, SafeLoader, UnreadableYAMLError, check_bounds
+from trainkit.errors import ConfigError, Problem, UnreadableError
+from trainkit.reading import read_text
+from trainkit.redaction import REDACTED, mask, secrets_in
+
+__all__ = ["Document", "YamlGotcha", "is_choice_path", "read_document", "shown_text"]
+
+KeyPath = tuple[str, ...]
+
+_TRAPS: Final = (
+    (re.compile(r"(?i:yes|no|on|off)"), "true or false"),
+    (re.compile(r"[-+]?[0-9]+(:[0-5]?[0-9])+(\.[0-9_]*)?"), "a number in base 60"),
+    (re.compile(r"[-+]?0[0-9_]*[0-9]"), "an octal number"),
+)
+
+
+class _Loader(SafeLoader):
+    """A safe loader, with floats as people write them (1e-3) and without dates, as OmegaConf reads them."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [pair for pair in pairs if pair[0].rpartition(":")[2] not in ("timestamp", "float", "value")]
+    for first, pairs in SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+        |[-+]?\.[0-9][0-9_]*(?:[eE][-+]?[0-9]+)?|[-+]?[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*
+        |[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$""",
+        re.VERBOSE,
+    ),
+    list("-+0123456789."),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class YamlGotcha:
+    """A plain scalar that YAML 1.1 reads as something else than it looks."""
+
+    path: KeyPath
+    line: int
+    text: str
+    rule: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Document:
+    """One YAML file."""
+
+    file: Path
+    values: dict[str, Any]
+    """Its content without the defaults list."""
+    lines: Mapping[KeyPath, int]
+    """Line of each key, from 1; mappings too."""
+    traps: tuple[YamlGotcha, ...] = ()
+    """Scalars that are not what they look like."""
+    defaults: list[Any] = field(default_factory=list)
+    """The defaults list, as written."""
+    defaults_lines: tuple[int, ...] = ()
+    """The line of each of its items."""
+    package: str | None = None
+    """Where the header `# @package X` puts the content."""
+
+    @property
+    def description(self) -> str:
+        """The first comment of the file that is no header and no command, in one line."""
+        with self.file.open(encoding="utf-8") as stream:
+            for line in stream:
+                text = line.lstrip("#").strip()
+                if line.startswith("#") and text and not text.startswith(("@", "python -m", "trainkit ")):
+                    return text
+                if line.strip() and not line.startswith("#"):
+                    break
+        return ""
+
+
+def read_document(file: Path) -> Document:
+    """Read one YAML file of the configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, is no YAML, or is no mapping, with file and line.
+    """
+    text = _text_of(file)
+    loader = _Loader(text)
+    try:
+        check_bounds(text)
+        root = loader.get_single_node()
+        if root is None:
+            return Document(file=file, values={}, lines={}, package=_package_in(text))
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError([Problem(key=file.name, rule="must hold keys and values.", origin=f"{file}:1")])
+        lines: dict[KeyPath, int] = {}
+        traps = tuple(_scan(root, (), lines))
+        values = loader.construct_document(root)
+    except yaml.YAMLError as error:
+        raise ConfigError([_syntax_problem(file, error)]) from error
+    finally:
+        loader.dispose()
+    defaults = values.pop("defaults", None) or []
+    if not isinstance(defaults, list):
+        raise ConfigError([Problem(key="defaults", rule="must be a list.", origin=f"{file}:{lines['defaults',]}")])
+    item_lines = tuple(_item_lines(root))
+    if problems := [*_item_problems(file, defaults, item_lines)]:
+        raise ConfigError(problems)
+    return Document(
+        file=file,
+        values=values,
+        lines=lines,
+        traps=tuple(trap for trap in traps if trap.path[:1] != ("defaults",)),
+        defaults=defaults,
+        defaults_lines=item_lines,
+        package=_package_in(text),
+    )
+
+
+def shown_text(document: Document, group: str) -> str:
+    """Return the text of a file without the secrets in it.
+
+    Args:
+        document: the file.
+        group: the group that it is a choice of; in `logger` and `callbacks` more keys are secrets.
+    """
+    lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
+    above = () if group == "recipe" else (group,) if group not in ("logger", "callbacks") else (group, "NAME")
+    found = [path[len(above) :] for path, _ in secrets_in(document.values, above)]
+    starts = sorted({*document.lines.values(), len(lines) + 1})
+    for path in reversed(found):
+        key = path[: max(length for length in range(1, len(path) + 1) if path[:length] in document.lines)]
+        start = document.lines[key]
+        inner = [line for name, line in document.lines.items() if name[: len(key)] == key]
+        end = next(line for line in starts if line > max(inner))
+        text = lines[start - 1]
+        head = text[: text.index(":") + 1] if ":" in text else text.rstrip()
+        tail = [line for line in lines[start : end - 1] if not line.strip() or line.startswith("#")]
+        lines[start - 1 : end - 1] = [f"{head} {REDACTED}\n", *tail]
+    return mask("".join(lines))
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return read_text(file, limit=MAX_BYTES, follow=True)
+    except UnreadableError as error:
+        rule = f"cannot be read: {error.reason}. A config is a regular file of UTF-8 text, {MAX_BYTES:,} bytes at most."
+        raise ConfigError([Problem(key=str(file), rule=rule)]) from None
+
+
+def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[YamlGotcha]:
+    """Note the line of every key below a mapping, refuse keys given twice, and yield the traps."""
+    if isinstance(node, yaml.ScalarNode):
+        if trap := _trap_in(node, path):
+            yield trap
+    elif isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _scan(item, (*path, str(index)), lines)
+    elif isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
+                raise UnreadableYAMLError(problem="holds a key that is no text", problem_mark=key.start_mark)
+            inner = (*path, str(key.value))
+            if inner in lines and key.value != "<<":
+                message = f"key {'.'.join(inner)} is here twice, first in line {lines[inner]}"
+                raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
+            lines[inner] = key.start_mark.line + 1
+            if trap := _trap_in(key, inner):
+                yield trap
+            yield from _scan(value, inner, lines)
+
+
+def _trap_in(node: yaml.Node, path: KeyPath) -> YamlGotcha | None:
+    if not isinstance(node, yaml.ScalarNode) or node.style:  # quoted, or a block
+        return None
+    if node.tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+        return None
+    for shape, reading in _TRAPS:
+        if shape.fullmatch(node.value):
+            yaml_value = yaml.safe_load(node.value)
+            meant = str(yaml_value).lower()
+            rule = f"YAML reads this as {reading}, {meant}. Write {meant}, or quote it for text: '{node.value}'."
+            return YamlGotcha(path=path, line=node.start_mark.line + 1, text=node.value, rule=rule)
+    return None
+
+
+def _item_lines(root: yaml.MappingNode) -> Iterator[int]:
+    for key, value in root.value:
+        if key.value == "defaults" and isinstance(value, yaml.SequenceNode):
+            yield from (item.start_mark.line + 1 for item in value.value)
+
+
+def _item_problems(file: Path, defaults: Sequence[Any], lines: Sequence[int]) -> Iterator[Problem]:
+    """Refuse items of a defaults list that name no choice, or a file outside of the folders of the config."""
+    for item, line in zip(defaults, lines, strict=True):
+        group, names = _item_parts(item)
+        if not all(isinstance(name, str) for name in (group, *names)) or not (names or isinstance(item, Mapping)):
+            rule = "each item must be GROUP: CHOICE, or CHOICE."
+        elif not all(is_choice_path(f"{group}/{name}".removeprefix("/").removeprefix("/")) for name in names):
+            rule = "names a file outside of the folders of the config. Give the name of a choice: GROUP: CHOICE."
+        else:
+            continue
+        yield Problem(key="defaults", value=item, rule=rule, origin=f"{file}:{line}")
+
+
+def _item_parts(item: Any) -> tuple[Any, list[Any]]:
+    """Return the group that an item names, empty for one that names a choice alone, and its choices."""
+    if not isinstance(item, Mapping):
+        return "", [item]
+    if len(item) != 1 or not str(next(iter(item))).strip():
+        return None, []
+    group, value = next(iter(item.items()))
+    words = group.split() if isinstance(group, str) else [None]
+    return words[-1], [] if value is None else value if isinstance(value, list) else [value]
+
+
+def is_choice_path(path: str) -> bool:
+    """Return whether a path stays below the folder that it begins in.
+
+    Example:
+        >>> [is_choice_path(path) for path in ("model/mlp", "model/../mlp", "model//mlp")]
+        [True, False, False]
+    """
+    return all(part not in ("", ".", "..") and "\0" not in part for part in path.split("/"))
+
+
+def _package_in(text: str) -> str | None:
+    for line in text.splitlines():
+        if line.strip() and not line.startswith("#"):
+            return None
+        if match := re.fullmatch(r"#\s*@package\s+(\S+)\s*", line):
+            return match[1]
+    return None
+
+
+def _syntax_problem(file: Path, error: yaml.YAMLError) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    origin = f"{file}:{mark.line + 1}" if mark is not None else str(file)
+    if isinstance(error, UnreadableYAMLError):
+        return Problem(key=file.name, rule=f"{error.problem}.", origin=origin)
+    what = getattr(error, "problem", None) or " ".join(str(error).split())
+    return Problem(key=file.name, rule=f"is no YAML: {what}.", origin=origin)

@@ -1,0 +1,1 @@
+"""From a dataset to batches: order, workers, collation and reading ahead."""

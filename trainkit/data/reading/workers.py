@@ -1,0 +1,177 @@
+"""Batches read ahead by worker processes, in the order in which they will be asked for."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.data.reading.collate import to_device
+from trainkit.data.reading.positions import Positions
+from trainkit.data.reading.reader import Reader
+from trainkit.data.reading.sources import shards_of
+from trainkit.errors import DataError
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import Untouched
+
+__all__ = ["Request", "Workers", "read_ahead", "shut_down", "unwrap_worker_result"]
+
+_PR_SET_PDEATHSIG: Final = 1
+
+Request = tuple[int, list[int]]
+"""An epoch, and the samples of it to collate into one batch."""
+
+_T = TypeVar("_T")
+
+
+class Workers:
+    """Random access by step over torch's DataLoader: it starts wherever the first ticket is, at no cost.
+
+    It reads ahead what this rank will be asked for. A ticket that comes out of turn (another step) starts the workers
+    anew from there; one with other shards than planned is read here, and the workers go on.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        positions: Positions,
+        *,
+        seed: int,
+        shards_at: Callable[[int], Sequence[int]],
+        num_steps: int,
+        device: torch.device,
+        settings: LoaderSettings,
+    ) -> None:
+        self._dataset = dataset
+        self._positions = positions
+        self._seed = seed
+        self._shards_at = shards_at
+        self._num_steps = num_steps
+        self._device = device
+        self._settings = settings
+        self._ahead: Iterator[Any] | None = None
+        self._next_step = -1
+        self._reader = Reader(dataset, seed=seed)
+
+    def read(self, ticket: Ticket) -> list[Any]:
+        """The next batch of the workers, or one read here."""
+        if ticket.shards != tuple(self._shards_at(ticket.step)):
+            with Untouched(seed=0):
+                batch = self._reader.batch(self._positions.epoch(ticket), self._positions.indices(ticket).tolist())
+        else:
+            if self._ahead is None or ticket.step != self._next_step:
+                self._start(ticket.step)
+            batch = unwrap_worker_result(next(self._ahead))  # type: ignore[arg-type]
+            self._next_step = self._after(ticket.step)
+        batch = to_device(batch, self._device)
+        return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
+
+    def close(self) -> None:
+        """Stop the workers and wait for them."""
+        shut_down(self._ahead)
+        self._ahead = None
+
+    def _start(self, step: int) -> None:
+        self.close()
+        self._ahead = read_ahead(
+            self._dataset,
+            _Requests(self._requests, step),
+            seed=self._seed,
+            device=self._device,
+            settings=self._settings,
+        )
+
+    def _requests(self, first_step: int) -> Iterator[Request]:
+        # Its own positions: this runs ahead of the training, which must keep its block.
+        positions = Positions(self._positions.plan, self._positions.order)
+        for step in range(first_step, self._num_steps):
+            ticket = Ticket(step, tuple(self._shards_at(step)))
+            if ticket.shards:
+                yield positions.epoch(ticket), positions.indices(ticket).tolist()
+
+    def _after(self, step: int) -> int:
+        """The next step that has shards for this rank."""
+        following = range(step + 1, self._num_steps)
+        return next((later for later in following if self._shards_at(later)), self._num_steps)
+
+
+def read_ahead(
+    dataset: Any, requests: Iterable[Request], *, seed: int, device: torch.device, settings: LoaderSettings
+) -> Iterator[Any]:
+    """Start workers on a series of requests; each item is a collated batch on the host, or a failure to open."""
+    loader = DataLoader(
+        _Remote(dataset, seed),
+        batch_size=None,
+        sampler=requests,
+        num_workers=settings.num_workers,
+        prefetch_factor=settings.prefetch,
+        collate_fn=_as_it_is,
+        pin_memory=device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,
+        worker_init_fn=_enter_worker,
+        # its own generator: the global one is nobody's to draw from
+        generator=torch.Generator(),
+    )
+    return iter(loader)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on its way home: exceptions lose their type between processes."""
+
+    message: str
+
+
+class _Remote(Dataset[Any]):
+    """What a worker process holds: the dataset and its reader."""
+
+    def __init__(self, dataset: Any, seed: int) -> None:
+        self._reader = Reader(dataset, seed=seed)
+
+    def __getitem__(self, request: Request) -> Any:
+        try:
+            return self._reader.batch(*request)
+        except DataError as error:
+            return _Failure(str(error))
+
+
+class _Requests:
+    def __init__(self, requests: Callable[[int], Iterator[Request]], first_step: int) -> None:
+        self._requests = requests
+        self._first_step = first_step
+
+    def __iter__(self) -> Iterator[Request]:
+        return self._requests(self._first_step)
+
+
+def unwrap_worker_result(batch: Any) -> Any:
+    """A batch as it came from a worker; its error, raised, if that is what came."""
+    if isinstance(batch, _Failure):
+        raise DataError(batch.message)
+    return batch
+
+
+def _as_it_is(batch: _T) -> _T:
+    return batch
+
+
+def shut_down(iterator: Iterator[Any] | None) -> None:
+    """Stop the workers behind an iterator of `read_ahead` and wait for them."""
+    # Waiting for the garbage collector would leave processes behind for as long as anything refers to the iterator.
+    stop = getattr(iterator, "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+
+
+def _enter_worker(_worker: int) -> None:
+    """A worker leaves Ctrl-C to its parent, ends on SIGTERM, and does not outlive its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,1 @@
+"""Datasets that trainkit knows by name."""

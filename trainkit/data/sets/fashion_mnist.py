@@ -1,0 +1,117 @@
+"""Fashion-MNIST: 70,000 grey images of clothes, 28 x 28, in ten classes."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainkit.config.values import below
+from trainkit.data.reading.files import cache_folder, existing, fetch
+from trainkit.errors import DataError
+from trainkit.fields import placement
+
+__all__ = ["FashionMnist"]
+
+_URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+_DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")
+# Of the unpacked files: the same bytes are distributed in differently packed ones.
+_SHA256: Final = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+_MEAN, _DEVIATION = 0.2860, 0.3530
+"""Over all pixels of the 60,000 training images, scaled to 0 to 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FashionMnist:
+    """Fashion-MNIST from its four idx.gz files (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747).
+
+    The last `val_size` of the 60,000 training images are held out to validate; the 10,000 test images are the test.
+    """
+
+    split: Literal["train", "val", "test"]
+    """Which part."""
+    path: Annotated[Path | None, placement] = None
+    """Folder with the four files; null: the Debian package dataset-fashion-mnist, else the download cache."""
+    download: Annotated[bool, placement] = False
+    """Fetch the files (31 MB) into `path`, or the cache folder, if they are not there; nothing is fetched otherwise."""
+    val_size: Annotated[int, below(0, 60_000)] = 5000
+    """Training images held out; 0 trains on all and validates on nothing."""
+    scaling: Literal["unit", "standard"] = "standard"
+    """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over the training images."""
+    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+
+    @classmethod
+    def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
+        """Validation only where images are held out for it."""
+        return ("train", "test") if node.get("val_size") == 0 else ("train", "val", "test")
+
+    def __post_init__(self) -> None:
+        folder = self._folder()
+        stem = "t10k" if self.split == "test" else "train"
+        pixels = _read(folder, f"{stem}-images-idx3-ubyte", header=16, download=self.download)
+        labels = _read(folder, f"{stem}-labels-idx1-ubyte", header=8, download=self.download)
+        border = 60_000 - self.val_size
+        part = {"train": slice(0, border), "val": slice(border, None), "test": slice(None)}[self.split]
+        images = torch.from_numpy(pixels.reshape(-1, 1, 28, 28)[part].astype(np.float32)).div_(255)
+        if self.scaling == "standard":
+            images.sub_(_MEAN).div_(_DEVIATION)
+        object.__setattr__(self, "_arrays", (images, torch.from_numpy(labels[part].astype(np.int64))))
+
+    def _folder(self) -> Path:
+        if self.path is not None:
+            return self.path.expanduser() if self.download else existing(self.path)
+        if _DEBIAN.is_dir() and not self.download:
+            return _DEBIAN
+        cached = cache_folder("fashion_mnist")
+        if not self.download and not cached.is_dir():
+            raise DataError(
+                "data.path is not set, and Fashion-MNIST is not on this machine. Install the Debian package "
+                "dataset-fashion-mnist, give the folder of its four idx.gz files as data.path, or use "
+                "data.download=true."
+            )
+        return cached
+
+    def __len__(self) -> int:
+        """How many images this part has."""
+        return len(self._arrays[1])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """An image, (1, 28, 28) float32, and its class, () int64."""
+        images, labels = self._arrays
+        return images[index], labels[index]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All images, (n, 1, 28, 28) float32, and their classes, (n,) int64."""
+        return self._arrays
+
+
+def _read(folder: Path, name: str, *, header: int, download: bool) -> NDArray[np.uint8]:
+    """The data of an idx file, checked against its digest."""
+    packed = folder / f"{name}.gz"
+    if download and not packed.exists():
+        fetch(_URL + packed.name, packed, accept=lambda path: _unpacked(path, name))
+    return np.frombuffer(_unpacked(existing(packed), name), dtype=np.uint8, offset=header)
+
+
+def _unpacked(path: Path, name: str) -> bytes:
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}.") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != _SHA256[name]:
+        raise DataError(f"{path} is not the expected file: unpacked, its SHA-256 is {found}, expected {_SHA256[name]}.")
+    return content

@@ -1,0 +1,153 @@
+"""Images in folders named after their class, as ImageNet is kept."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainkit.config.values import Limit, above, at_least
+from trainkit.data.reading.files import existing
+from trainkit.errors import ConfigError, DataError, MissingExtraError, Problem
+
+__all__ = ["ImageFolder"]
+
+_SUFFIXES: Final = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"})
+_CROP_ATTEMPTS: Final = 10
+_LEFT_RIGHT: Final = 0
+"""PIL.Image.Transpose.FLIP_LEFT_RIGHT."""
+_BILINEAR: Final = 2
+"""PIL.Image.Resampling.BILINEAR."""
+
+_Box = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolder:
+    """`PATH/train/CLASS/image.jpg` and `PATH/val/CLASS/image.jpg`; classes are numbered in sorted order.
+
+    Training images are cropped at random (area and shape as Szegedy et al. 2014, arXiv:1409.4842) and mirrored with
+    probability one half, each keyed by seed, epoch and sample. Validation resizes the shorter side and takes the
+    centre.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Which folder."""
+    path: Path
+    """The folder that holds `train` and `val`."""
+    image_size: Annotated[int, at_least(1)] = 224
+    """Pixels of a side of what the model sees."""
+    resize: Annotated[int, at_least(1)] = 256
+    """Pixels of the shorter side before the centre is taken, in validation."""
+    augment: bool = True
+    """Random crops and mirroring in training; false treats both splits alike."""
+    min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1)] = 0.08
+    """Smallest share of an image's area that a random crop keeps."""
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    """Of each colour, subtracted."""
+    deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+    """Of each colour, divided by."""
+    classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _files: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
+    _open: Any = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.image_size > self.resize:
+            rule = f"larger than data.resize={self.resize}, out of which it is cut."
+            raise ConfigError([Problem(key="data.image_size", value=self.image_size, rule=rule)])
+        object.__setattr__(self, "_open", _pillow().open)
+        root = existing(self.path)
+        classes = _classes(existing(root / "train"))
+        object.__setattr__(self, "classes", classes)
+        folder = existing(root / self.split)
+        unknown = sorted(set(_classes(folder)) - set(classes))
+        if unknown:
+            raise DataError(f"{folder} has classes that train has not: {', '.join(unknown[:5])}.")
+        object.__setattr__(self, "_files", tuple(_listed(folder, classes)))
+
+    def __len__(self) -> int:
+        """How many images this folder has."""
+        return len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """An image, (3, image_size, image_size) float32, and its class."""
+        name, label = self._files[index]
+        try:
+            with self._open(name) as opened:
+                image = opened.convert("RGB")
+        except OSError as error:
+            raise DataError(f"sample {index} cannot be read: {name}: {error}") from error
+        random_crop = self.augment and self.split == "train"
+        image = self._cropped_at_random(image) if random_crop else self._centre(image)
+        pixels = torch.from_numpy(np.array(image, dtype=np.float32)).div_(255)
+        pixels = pixels.sub_(torch.tensor(self.mean)).div_(torch.tensor(self.deviation))
+        return pixels.permute(2, 0, 1).contiguous(), label
+
+    @property
+    def labels(self) -> list[int]:
+        """The class of every image; none is opened."""
+        return [label for _, label in self._files]
+
+    def held_out(self) -> ImageFolder:
+        """The same images as validation reads them: a fold of the training images is held out so."""
+        return replace(self, augment=False)
+
+    def _cropped_at_random(self, image: Any) -> Any:
+        box = _random_box(image.width, image.height, min_area=self.min_area)
+        side = self.image_size
+        cropped = image.resize((side, side), _BILINEAR, box=box)
+        return cropped.transpose(_LEFT_RIGHT) if random.random() < 0.5 else cropped  # noqa: S311 - keyed by sample
+
+    def _centre(self, image: Any) -> Any:
+        scale = self.resize / min(image.width, image.height)
+        image = image.resize((round(image.width * scale), round(image.height * scale)), _BILINEAR)
+        left, top = (image.width - self.image_size) // 2, (image.height - self.image_size) // 2
+        return image.crop((left, top, left + self.image_size, top + self.image_size))
+
+
+def _random_box(width: int, height: int, *, min_area: float) -> _Box:
+    """A box of random area and shape inside an image; after ten misses the largest square in its centre."""
+    for _ in range(_CROP_ATTEMPTS):
+        area = width * height * random.uniform(min_area, 1)  # noqa: S311 - keyed by sample
+        shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))  # noqa: S311 - see above
+        wide, high = round(math.sqrt(area * shape)), round(math.sqrt(area / shape))
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = random.randint(0, width - wide), random.randint(0, height - high)  # noqa: S311 - see above
+            return left, top, left + wide, top + high
+    side = min(width, height)
+    left, top = (width - side) // 2, (height - side) // 2
+    return left, top, left + side, top + side
+
+
+def _pillow() -> Any:
+    try:
+        return importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise MissingExtraError(key="data", package="pillow", extra="images") from error
+
+
+def _classes(folder: Path) -> tuple[str, ...]:
+    found = tuple(sorted(entry.name for entry in folder.iterdir() if entry.is_dir()))
+    if not found:
+        raise DataError(f"{folder} holds no class folders: images are expected as {folder / 'CLASS' / 'image.jpg'}.")
+    return found
+
+
+def _listed(folder: Path, classes: tuple[str, ...]) -> list[tuple[str, int]]:
+    # plain strings: a million Path objects take half a gigabyte
+    return [
+        (str(file), label)
+        for label, name in enumerate(classes)
+        if (folder / name).is_dir()
+        for file in sorted((folder / name).iterdir())
+        if file.suffix.lower() in _SUFFIXES
+    ]

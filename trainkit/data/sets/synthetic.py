@@ -1,0 +1,152 @@
+"""Made-up data that can be learned: for trying a set-up, for tests, for benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainkit.config.values import Limit, at_least
+from trainkit.data.reading.windows import IGNORED
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.hashing import hash64
+
+__all__ = ["Synthetic", "SyntheticTokens"]
+
+_SHAPE_RULE: Final = "must be [features] or [channels, height, width], each 1 or more."
+_SPLITS: Final = {"train": 0, "val": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Synthetic:
+    """Images or vectors around one prototype a class, with Gaussian noise.
+
+    Sample i of a split is the same for everyone: it is drawn by a generator keyed by (seed, split, i), when it is asked
+    for. Splits that fit in memory are made once with `loader.cache=true`.
+
+    Example:
+        >>> data = Synthetic(split="train", shape=[3, 32, 32], num_classes=10, num_samples=100)
+        >>> data[0][0].shape, int(data[13][1])
+        (torch.Size([3, 32, 32]), 3)
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Which part."""
+    shape: list[int] = field(default_factory=lambda: [64])
+    """Of a sample: `[features]`, or `[channels, height, width]`."""
+    num_classes: Annotated[int, at_least(1)] = 10
+    """Classes; sample i is of class i modulo this."""
+    num_samples: Annotated[int, at_least(1)] = 1024
+    """Samples to train on."""
+    val_samples: Annotated[int, at_least(1)] = 256
+    """Samples to validate on."""
+    noise: Annotated[float, at_least(0)] = 1.0
+    """Deviation of the noise; the prototypes' is 1."""
+    seed: int = 0
+    """Of the data, apart from the run's."""
+    _prototypes: Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.shape) not in {1, 3} or min(self.shape) < 1:
+            raise ConfigError([Problem(key="data.shape", value=self.shape, rule=_SHAPE_RULE)])
+        object.__setattr__(self, "_prototypes", self._drawn_prototypes())
+
+    def _drawn_prototypes(self) -> Tensor:
+        # of images, at most 8 x 8 patches: a thousand classes of 224 x 224 pixels would be 600 MB
+        coarse = [*self.shape[:-2], *(min(size, 8) for size in self.shape[-2:])] if len(self.shape) == 3 else self.shape
+        return torch.randn(self.num_classes, *coarse, generator=_generator(self.seed, 2))
+
+    def __len__(self) -> int:
+        """Samples of this part."""
+        return self.num_samples if self.split == "train" else self.val_samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        """A sample, `shape` float32, and its class."""
+        label = index % self.num_classes
+        noise = torch.randn(*self.shape, generator=_generator(self.seed, _SPLITS[self.split], index))
+        return self._full_size(self._prototypes[label : label + 1])[0].add(noise, alpha=self.noise), label
+
+    @property
+    def labels(self) -> Tensor:
+        """The class of every sample, (n,) int64, none of which is read."""
+        return torch.arange(len(self)) % self.num_classes
+
+    def _full_size(self, prototypes: Tensor) -> Tensor:
+        if list(prototypes.shape[1:]) == self.shape:
+            return prototypes
+        return functional.interpolate(prototypes, size=self.shape[1:], mode="nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticTokens:
+    """Rows of tokens where the next is mostly (5 x token + 3) modulo the vocabulary.
+
+    With `min_context`, rows have random lengths and are padded, so that samples have unequal numbers of targets.
+
+    Example:
+        >>> inputs, targets = SyntheticTokens(split="train", context=4, noise=0.0)[0]
+        >>> bool((targets == (5 * inputs + 3) % 64).all())
+        True
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Which part."""
+    vocab_size: Annotated[int, at_least(1)] = 64
+    """Tokens there are."""
+    context: Annotated[int, at_least(1)] = 32
+    """Tokens of a sample."""
+    min_context: Annotated[int | None, at_least(1)] = None
+    """Fewest tokens of a sample that count; the rest is padded. null: all count."""
+    num_samples: Annotated[int, at_least(1)] = 1024
+    """Samples to train on."""
+    val_samples: Annotated[int, at_least(1)] = 256
+    """Samples to validate on."""
+    noise: Annotated[float, at_least(0), Limit(rule="must be at most 1.", high=1)] = 0.1
+    """Share of tokens that are random instead."""
+    seed: int = 0
+    """Of the data, apart from the run's."""
+    _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.min_context is not None and self.min_context > self.context:
+            rule = f"larger than data.context={self.context}."
+            raise ConfigError([Problem(key="data.min_context", value=self.min_context, rule=rule)])
+        object.__setattr__(self, "_arrays", self._drawn())
+
+    def _drawn(self) -> tuple[Tensor, Tensor]:
+        generator = _generator(self.seed, _SPLITS[self.split])
+        count = self.num_samples if self.split == "train" else self.val_samples
+        rows = torch.randint(self.vocab_size, (count, self.context + 1), generator=generator)
+        keep = torch.rand(count, self.context + 1, generator=generator) >= self.noise
+        for place in range(1, self.context + 1):
+            rows[:, place] = torch.where(keep[:, place], (5 * rows[:, place - 1] + 3) % self.vocab_size, rows[:, place])
+        inputs, targets = rows[:, :-1].clone(), rows[:, 1:].clone()
+        if self.min_context is not None:
+            lengths = torch.randint(self.min_context, self.context + 1, (count, 1), generator=generator)
+            padding = torch.arange(self.context) >= lengths
+            inputs.masked_fill_(padding, 0)
+            targets.masked_fill_(padding, IGNORED)
+        return inputs, targets
+
+    def __len__(self) -> int:
+        """Samples of this part."""
+        return len(self._arrays[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a sample, each (context,) int64."""
+        return self._arrays[0][index], self._arrays[1][index]
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """All inputs and targets, each (n, context) int64."""
+        return self._arrays
+
+
+def _generator(*parts: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash64(*parts) & 0x7FFF_FFFF_FFFF_FFFF)

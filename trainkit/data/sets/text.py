@@ -1,0 +1,172 @@
+"""Text for language models: a file by characters, and the interpreter's own library by bytes."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainkit.config.values import above, at_least, below
+from trainkit.data.reading.files import cache_folder, digest_of, download, existing
+from trainkit.data.reading.windows import Windows, split_tokens, tile
+from trainkit.errors import DataError
+from trainkit.fields import placement
+
+__all__ = ["PythonSource", "TextFile"]
+
+SHAKESPEARE_URL: Final = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tokens:
+    """What the datasets of this file share: windows over one part of a row of tokens."""
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Which part."""
+    context: Annotated[int, at_least(1)] = 64
+    """Tokens of a sample."""
+    stride: Annotated[int | None, at_least(1)] = None
+    """Tokens from one training sample to the next; null: `context`, so that each is used once an epoch."""
+    _windows: Windows = field(init=False, repr=False, compare=False)
+
+    def _keep(self, tokens: NDArray[Any], *, val_share: float) -> None:
+        part = split_tokens(tokens, split=self.split, val_share=val_share)
+        if len(part) <= self.context:
+            raise DataError(
+                f"the {self.split} part has {len(part)} tokens, fewer than a sample needs "
+                f"(data.context={self.context} and one more)."
+            )
+        if self.split == "val":
+            windows = tile(part, context=self.context)
+        else:
+            windows = Windows(tokens=part, context=self.context, stride=self.stride or self.context)
+        object.__setattr__(self, "_windows", windows)
+
+    def __len__(self) -> int:
+        """Windows of this part."""
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a window, each (context,) int64."""
+        return self._windows[index]
+
+    def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of many windows, each (windows, context) int64."""
+        return self._windows.gather(indices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextFile(_Tokens):
+    """A text, character by character; its vocabulary is its own characters, sorted.
+
+    The first nine tenths are trained on. Validation takes the rest in windows side by side, the last one padded:
+    every character is predicted once.
+    """
+
+    path: Path | None = None
+    """The file, UTF-8; null: where `download` put it."""
+    download: Annotated[bool, placement] = False
+    """Fetch the text of `url` into the cache folder if it is not there; nothing is fetched otherwise."""
+    url: Annotated[str, placement] = SHAKESPEARE_URL
+    """What `download` fetches; by default Shakespeare as char-rnn and nanoGPT use him."""
+    sha256: str | None = SHAKESPEARE_SHA256
+    """Of the file of `url`; checked at each download, and before use where no `path` is given."""
+    vocab_size: Annotated[int | None, at_least(1)] = None
+    """Size of the model's vocabulary; a text with more characters is refused. null: not checked."""
+    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
+    """Share of the characters, at the end, to validate on."""
+    characters: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            text = self._found().read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(f"data.path={self.path}: not a UTF-8 text: {error}.") from error
+        code_points, tokens = np.unique(np.frombuffer(text.encode("utf-32-le"), dtype="<u4"), return_inverse=True)
+        if self.vocab_size is not None and len(code_points) > self.vocab_size:
+            raise DataError(
+                f"the text has {len(code_points)} different characters, more than data.vocab_size={self.vocab_size}. "
+                f"Use {len(code_points)} for it and for model.vocab_size."
+            )
+        object.__setattr__(self, "characters", "".join(map(chr, code_points)))
+        self._keep(tokens.astype(np.uint16 if len(code_points) <= 1 << 16 else np.uint32), val_share=self.val_share)
+
+    def _found(self) -> Path:
+        if self.path is not None:
+            return existing(self.path)
+        cached = cache_folder("text") / f"{self.sha256}.txt"
+        if not self.download and not cached.exists():
+            raise DataError("data.path is not set. Give a text file, or data.download=true to fetch " + self.url + ".")
+        if self.sha256 is None:
+            raise DataError("data.sha256 is not set: a download is only accepted against its SHA-256.")
+        if not self.download and digest_of(cached) == self.sha256:
+            return cached
+        return download(self.url, cached, sha256=self.sha256)
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers of a text; characters outside the vocabulary are left out."""
+        number = {character: index for index, character in enumerate(self.characters)}
+        return [number[character] for character in text if character in number]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token numbers."""
+        return "".join(self.characters[token] for token in tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonSource(_Tokens):
+    """The running interpreter's standard library as bytes: a text that every machine with Python has.
+
+    The `.py` files in sorted order, installed packages left out; 256 tokens. Another Python version is another text.
+
+    Example:
+        >>> sample, targets = PythonSource(split="val", context=16, max_bytes=100_000)[0]
+        >>> sample.shape, bool((sample[1:] == targets[:-1]).all())
+        (torch.Size([16]), True)
+    """
+
+    vocab_size: ClassVar[int] = 256
+
+    max_bytes: Annotated[int | None, at_least(1)] = None
+    """Stop after so many bytes; null reads everything, 10 to 30 MB."""
+    val_share: Annotated[float, above(0), below(0, 1)] = 0.1
+    """Share of the bytes, at the end, to validate on."""
+
+    def __post_init__(self) -> None:
+        self._keep(_library_bytes(self.max_bytes), val_share=self.val_share)
+
+    def encode(self, text: str) -> list[int]:
+        """The UTF-8 bytes of a text."""
+        return list(text.encode())
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of bytes; what is no UTF-8 shows as replacement characters."""
+        return bytes(tokens).decode(errors="replace")
+
+
+def _library_bytes(max_bytes: int | None) -> NDArray[np.uint8]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, inner, names in os.walk(root):
+        # pruned before it is entered: installed packages are often more than the library
+        inner[:] = [name for name in inner if name not in {"site-packages", "dist-packages", "__pycache__"}]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise DataError(f"there are no .py files in {root}: this Python ships its library in another form.")
+    pieces, total = [], 0
+    # by the name below the root, which is the same on every machine
+    for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
+        pieces.append(file.read_bytes())
+        total += len(pieces[-1])
+        if max_bytes is not None and total >= max_bytes:
+            break
+    return np.frombuffer(b"".join(pieces)[:max_bytes], dtype=np.uint8)

@@ -1,0 +1,66 @@
+"""Tokens of any size, read from disk as they are needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from torch import Tensor
+
+from trainkit.config.values import at_least
+from trainkit.data.reading.files import existing
+from trainkit.data.reading.windows import Windows, tile
+from trainkit.errors import DataError
+
+__all__ = ["TokenMemmap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMemmap:
+    """A folder with `train.bin` and `val.bin`, rows of raw little-endian token numbers, as nanoGPT writes them.
+
+    Samples are windows `stride` apart; validation takes windows side by side, the last one padded.
+    """
+
+    splits: ClassVar[tuple[str, ...]] = ("train", "val")
+
+    split: Literal["train", "val"]
+    """Which file."""
+    path: Path
+    """The folder."""
+    context: Annotated[int, at_least(1)] = 1024
+    """Tokens of a sample."""
+    stride: Annotated[int | None, at_least(1)] = None
+    """Tokens from one training sample to the next; null: `context`."""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """How a token is stored."""
+    vocab_size: Annotated[int | None, at_least(1)] = None
+    """Size of the model's vocabulary; a sample with a larger token is refused. null: not checked."""
+    _windows: Windows = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        file = existing(existing(self.path) / f"{self.split}.bin")
+        if file.stat().st_size % np.dtype(self.dtype).itemsize or not file.stat().st_size:
+            raise DataError(f"{file}: its {file.stat().st_size} bytes are no whole number of {self.dtype} tokens.")
+        tokens: Any = np.memmap(file, dtype=np.dtype(self.dtype).newbyteorder("<"), mode="r")
+        if len(tokens) <= self.context:
+            raise DataError(f"{file} has {len(tokens)} tokens, fewer than a sample of {self.context} and one more.")
+        if self.split == "val":
+            windows = tile(tokens, context=self.context)
+        else:
+            windows = Windows(tokens=tokens, context=self.context, stride=self.stride or self.context)
+        object.__setattr__(self, "_windows", windows)
+
+    def __len__(self) -> int:
+        """Windows of this file."""
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a window, each (context,) int64."""
+        inputs, targets = self._windows[index]
+        if self.vocab_size is not None and max(int(inputs.max()), int(targets.max())) >= self.vocab_size:
+            largest = max(int(inputs.max()), int(targets.max()))
+            raise DataError(f"sample {index} holds token {largest}, but data.vocab_size={self.vocab_size}.")
+        return inputs, targets

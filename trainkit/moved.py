@@ -1,0 +1,205 @@
+"""Names that have moved: configs, run folders and imports that use the old ones keep working.
+
+`MODULES` and `NAMES` are the only table of old and new names. A module under its old name is an alias, which looks
+every name up in the module that took its place. A fingerprint is computed on the old names, so that it does not change
+where a class has moved.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import CodeType, ModuleType
+from typing import Any, Final, Protocol, cast
+
+__all__ = [
+    "MODULES",
+    "NAMES",
+    "current_name",
+    "install",
+    "moved_attribute",
+    "original_name",
+    "with_current_targets",
+    "with_original_targets",
+]
+
+MODULES: Final[Mapping[str, str]] = {
+    "trainkit.data.digits": "trainkit.data.sets.digits",
+    "trainkit.data.fashion_mnist": "trainkit.data.sets.fashion_mnist",
+    "trainkit.data.image_folder": "trainkit.data.sets.image_folder",
+    "trainkit.data.iterable": "trainkit.data.reading.iterable",
+    "trainkit.data.synthetic": "trainkit.data.sets.synthetic",
+    "trainkit.data.text": "trainkit.data.sets.text",
+    "trainkit.data.token_memmap": "trainkit.data.sets.token_memmap",
+    "trainkit.engine": "trainkit.trainer",
+    "trainkit.run.engines": "trainkit.run.backends",
+    "trainkit.run.engines.ray_train": "trainkit.run.backends.ray",
+    "trainkit.run.evaluator": "trainkit.run.session.evaluator_main",
+    "trainkit.run.worker": "trainkit.run.worker_main",
+    "trainkit.strategies.central": "trainkit.strategies.central_storage",
+    "trainkit.strategies.forward_backward": "trainkit.strategies.core.step",
+    "trainkit.strategies.mirrored": "trainkit.strategies.data_parallel",
+    "trainkit.strategies.multi_worker_mirrored": "trainkit.strategies.data_parallel",
+    "trainkit.strategies.replica": "trainkit.strategies.core.replica",
+    "trainkit.strategies.synchronous": "trainkit.strategies.core.synchronous",
+}
+"""Old module -> new; the modules below an old package are below the new one unless they have a line of their own."""
+
+NAMES: Final[Mapping[str, str]] = {
+    "trainkit.objectives.own_loss.OwnLoss": "ModelComputesLoss",
+    "trainkit.strategies.base.Bench": "TaskContext",
+    "trainkit.strategies.base.Facts": "PlanContext",
+    "trainkit.strategies.base.Outcome": "StepOutcome",
+    "trainkit.strategies.base.Part": "StagePart",
+    "trainkit.strategies.base.Position": "StepCounter",
+    "trainkit.strategies.base.Rule": "UpdateRule",
+    "trainkit.strategies.base.Training": "StepContext",
+    "trainkit.strategies.base.Update": "UpdateParams",
+    "trainkit.strategies.base.Weighing": "LossWeighting",
+    "trainkit.strategies.core.replica.Held": "PlacedModel",
+    "trainkit.strategies.core.step.Divisor": "LossDivisor",
+    "trainkit.strategies.core.step.StepWork": "ShardStep",
+}
+"""New module and old name of a class -> its new name."""
+
+_ORIGINAL_TARGETS: Final[Mapping[str, str]] = {
+    "trainkit.objectives.own_loss.ModelComputesLoss": "trainkit.objectives.own_loss.OwnLoss",
+    "trainkit.strategies.data_parallel.Mirrored": "trainkit.strategies.mirrored.Mirrored",
+    "trainkit.strategies.data_parallel.MultiWorkerMirrored": (
+        "trainkit.strategies.multi_worker_mirrored.MultiWorkerMirrored"
+    ),
+}
+"""New names whose old one the table above does not give by itself."""
+
+
+def current_name(path: str) -> str:
+    """Return the dotted name that a class or module has today.
+
+    Args:
+        path: a dotted name, old or new; any other text comes back as it is.
+
+    Example:
+        >>> current_name("trainkit.data.digits.Digits"), current_name("torch.optim.SGD")
+        ('trainkit.data.sets.digits.Digits', 'torch.optim.SGD')
+    """
+    moved = _replaced(path, MODULES)
+    module, _, name = moved.rpartition(".")
+    return f"{module}.{NAMES[moved]}" if moved in NAMES else moved if name else path
+
+
+def original_name(path: str) -> str:
+    """Return the first dotted name that a class had: the name on which fingerprints are computed.
+
+    Example:
+        >>> original_name("trainkit.data.sets.digits.Digits"), original_name("torch.optim.SGD")
+        ('trainkit.data.digits.Digits', 'torch.optim.SGD')
+    """
+    found = _replaced(path, _ORIGINAL_TARGETS)
+    return found if found != path else _replaced(path, {new: old for old, new in MODULES.items()})
+
+
+def with_current_targets(values: Any) -> Any:
+    """Return values of a config in which every `_target_` has the name of today."""
+    return _renamed(values, current_name)
+
+
+def with_original_targets(values: Any) -> Any:
+    """Return values of a config, nested or by dotted key, in which every `_target_` has its first name."""
+    return _renamed(values, original_name)
+
+
+def _renamed(values: Any, rename: Callable[[str], str]) -> Any:
+    if isinstance(values, Mapping):
+        return {
+            key: rename(item)
+            if isinstance(item, str) and str(key).rpartition(".")[2] == "_target_"
+            else _renamed(item, rename)
+            for key, item in values.items()
+        }
+    return [_renamed(item, rename) for item in values] if isinstance(values, list | tuple) else values
+
+
+def _replaced(path: str, table: Mapping[str, str]) -> str:
+    """Replace the longest beginning of a dotted name that the table knows."""
+    parts = path.split(".")
+    for length in range(len(parts), 0, -1):
+        new = table.get(".".join(parts[:length]))
+        if new is not None:
+            return ".".join([new, *parts[length:]])
+    return path
+
+
+def moved_attribute(module: str, name: str) -> Any:
+    """Return what a module calls by another name today; for its `__getattr__`.
+
+    Raises:
+        AttributeError: the module never had such a name.
+    """
+    new = NAMES.get(f"{module}.{name}")
+    if new is None:
+        message = f"module {module!r} has no attribute {name!r}"
+        raise AttributeError(message)
+    return getattr(sys.modules[module], new)
+
+
+class _HasCode(Protocol):
+    """A loader of Python files, as far as `python -m` needs it."""
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of a module."""
+
+
+class _Alias(ModuleType):
+    """A module under its old name."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        new = import_module(current_name(self.__name__))
+        return getattr(new, NAMES.get(f"{new.__name__}.{name}", name))
+
+
+class _Loader:
+    """Make aliases of modules that have moved."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Return the alias."""
+        return _Alias(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Import the module that took the place of an old one."""
+        import_module(current_name(module.__name__))
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of the module that took the place of an old one: `python -m` asks for it."""
+        name = current_name(fullname)
+        spec = find_spec(name)
+        assert spec is not None
+        return cast("_HasCode", spec.loader).get_code(name)
+
+
+class _Finder:
+    """Find modules by the names that they once had."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how an old name is imported; None: it is no old name."""
+        del path, target
+        name = current_name(fullname)
+        if name == fullname:
+            return None
+        new = find_spec(name)
+        if new is None:
+            return None
+        is_package = new.submodule_search_locations is not None
+        return ModuleSpec(fullname, cast("Any", _Loader()), origin=new.origin, is_package=is_package)
+
+
+def install() -> None:
+    """Let Python import modules by the names that they once had; a second call changes nothing."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(cast("Any", _Finder()))

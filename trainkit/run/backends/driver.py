@@ -1,0 +1,170 @@
+"""Running on an engine, seen from the process that was started by hand."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.targets.allowed import package_environ
+from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
+from trainkit.reading import open_regular
+from trainkit.run.backends.attempt import failure_in, forget_attempts, refusal_in, stop_file
+from trainkit.run.backends.base import CARRIED, BackendConnection, BackendJob, ProcessBackend
+from trainkit.run.backends.worker import worker_payload
+from trainkit.run.folder.run_folder import RunFolder, write_atomically
+from trainkit.run.folder.skipped import skipped_in
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.planning.plan import RunPlan
+from trainkit.run.process.signals import StopFlag, status_of_error, stop_error
+from trainkit.run.rendezvous.store import HostedStore
+from trainkit.trainer.ownership import free_name
+
+__all__ = ["run_on"]
+
+_POLL_S: Final = 0.2
+_CHUNK: Final = 1 << 16
+
+
+def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
+    """Run a plan on an engine, to the end.
+
+    Ctrl-C, SIGTERM and SIGHUP are passed on as a request to save and stop; a second Ctrl-C ends everything at once.
+    Call it from the main thread: signals reach no other.
+
+    Args:
+        engine: built from the config's `cluster`.
+        plan: what was decided.
+        folder: the run folder, written and locked; on a file system that all hosts share.
+
+    Returns:
+        The content of `result.json`.
+
+    Raises:
+        StoppedError, TerminatedError, HangupError: the run was stopped before the workers could write a result.
+        CrashLoopError: the engine gave up starting the processes again.
+        TrainkitError: what a worker raised on purpose, or what the engine says.
+    """
+    cuda = any(task.device.startswith("cuda") for task in plan.tasks)
+    forget_attempts(folder)
+    with ExitStack() as stack:
+        connection = stack.enter_context(engine.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
+        store = stack.enter_context(HostedStore((connection.host, 0)))
+        store.open()
+        environ = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        cargo = worker_payload(
+            folder,
+            kind=engine.name,
+            store=store.address,
+            environ={**environ, **package_environ()},
+            elastic=plan.cfg.elastic.min_replicas is not None,
+            cuda=cuda,
+            limits=TimeLimits.of(plan.cfg.supervisor),
+        )
+        job = BackendJob(
+            num_ranks=len(plan.tasks),
+            min_ranks=plan.cfg.elastic.min_replicas,
+            retry_s=plan.cfg.elastic.retry_s,
+            max_restarts=plan.cfg.supervisor.max_restarts,
+            uses_gpus=cuda,
+            cargo=cargo,
+            folder=str(stack.enter_context(_scratch(folder)).absolute()),
+        )
+        stack.enter_context(_shown(folder))
+        stop = stack.enter_context(StopFlag())
+        return _until_done(connection, job, folder, stop, max_restarts=job.max_restarts)
+
+
+@contextmanager
+def _scratch(folder: RunFolder) -> Iterator[Path]:
+    """Make a folder for what the engine writes; it is deleted in the end, and so is one that a kill has left."""
+    owner = folder.take()
+    owner.remove_tree(folder.path / ".engine")
+    path = free_name(folder.path / ".engine")
+    owner.make(path)
+    try:
+        yield path
+    finally:
+        owner.remove_tree(path)
+
+
+def _until_done(
+    connection: BackendConnection, job: BackendJob, folder: RunFolder, stop: StopFlag, *, max_restarts: int
+) -> dict[str, Any]:
+    failures: list[BaseException] = []
+    thread = threading.Thread(target=_run, args=(connection, job, failures), name="engine", daemon=True)
+    thread.start()
+    try:
+        while thread.is_alive():
+            thread.join(_POLL_S)
+            if stop.requested and not stop_file(folder).exists():
+                write_atomically(stop_file(folder), stop.requested)
+    except KeyboardInterrupt:
+        raise _recorded(folder, StoppedError("stopped at once.")) from None
+    found = failure_in(folder)
+    if found is not None and (refusal := refusal_in(folder)):
+        raise _recorded(folder, CrashLoopError(f"{refusal}: {found.error()}"))
+    if not failures and (found is None or not found.is_permanent):
+        return folder.read_result() or {"status": stop.requested or "finished"}
+    if found is not None and found.is_permanent:
+        raise _recorded(folder, found.error())
+    if stop.requested:
+        what = f"{found.headline if found else failures[0]} It was asked to stop."
+        raise _recorded(folder, stop_error(stop.requested, what))
+    if found is None:
+        raise _recorded(folder, TrainingError(f"{job.cargo['kind']} ended the run: {_brief(failures[0])}"))
+    if max_restarts == 0:
+        raise _recorded(folder, found.error())
+    raise _recorded(folder, CrashLoopError(f"gave up after {max_restarts} restarts: {found.error()}"))
+
+
+def _brief(error: BaseException) -> str:
+    """What an engine says, without the frames of its Java."""
+    return "\n".join(line for line in str(error).splitlines() if not line.startswith("\tat "))
+
+
+def _run(connection: BackendConnection, job: BackendJob, failures: list[BaseException]) -> None:
+    try:
+        connection.run(job)
+    except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+        failures.append(error)
+
+
+def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
+    """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
+    status = status_of_error(error)
+    kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
+    folder.write_result({**kept, "status": status, "reason": str(error)})
+    return error
+
+
+@contextmanager
+def _shown(folder: RunFolder) -> Iterator[None]:
+    """Print what rank 0 prints, wherever it runs, as its log grows."""
+    log, ended = folder.log_of(0), threading.Event()
+    position = log.stat().st_size if log.exists() else 0
+
+    def follow() -> None:
+        nonlocal position
+        while True:
+            last = ended.wait(_POLL_S)
+            with suppress(UnreadableError), open_regular(log) as file:
+                file.seek(position)
+                while content := file.read(_CHUNK):
+                    position += len(content)
+                    sys.stdout.write(content.decode("utf-8", errors="replace"))
+                    sys.stdout.flush()
+            if last:
+                return
+
+    thread = threading.Thread(target=follow, name="output of rank 0", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

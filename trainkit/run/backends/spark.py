@@ -1,0 +1,102 @@
+"""Spark: its TorchDistributor starts a worker a replica as the tasks of one barrier stage."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+from trainkit.run.backends.attempt import begin_attempt, may_restart, wait_for_attempt
+from trainkit.run.backends.base import BackendJob, ProcessBackend
+from trainkit.run.backends.worker import WorkerInfo, run_rank
+
+__all__ = ["Spark"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spark(ProcessBackend):
+    """Train on a Spark cluster, in the session that is active, or in a Spark of this machine's own.
+
+    Source: https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.torch.distributor.TorchDistributor.html
+    """
+
+    name: ClassVar[str] = "Spark"
+    packages: ClassVar[tuple[str, ...]] = ("pyspark", "pandas", "pyarrow")
+    extra: ClassVar[str] = "spark"
+
+    master: Annotated[str | None, placement] = None
+    """spark://HOST:PORT, yarn ...; null: the active session or that of spark-submit, else this machine's cores."""
+
+    def require(self) -> None:
+        """Make sure that Spark and Java are there, and GPUs only where Spark was told of them."""
+        super().require()
+        home = os.environ.get("JAVA_HOME")
+        if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
+            rule = "Spark needs Java 17 or newer. Install it (Debian: default-jre-headless), or set JAVA_HOME."
+            raise ConfigError([Problem(key="cluster", rule=rule)])
+
+    @contextmanager
+    def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[_Connection]:  # noqa: ARG002 - the session's
+        """Find the session, or make one; one that was made here is stopped."""
+        from pyspark.sql import SparkSession  # noqa: PLC0415 - only where it is used
+
+        logging.getLogger("py4j").setLevel(logging.WARNING)  # it tells of every connection
+        active = SparkSession.getActiveSession()
+        session = active or self._session(SparkSession.builder, num_ranks)
+        session.sparkContext.setLogLevel("OFF")
+        try:
+            yield _Connection(session.conf.get("spark.driver.host"))
+        finally:
+            if active is None:
+                session.stop()
+
+    def _session(self, builder: Any, num_ranks: int) -> Any:
+        """A session of our own; under spark-submit, the one that it configured."""
+        settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
+        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else it is the python3 of the path, whatever that has
+        if self.master is not None:
+            settings["spark.master"] = self.master
+        elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not started by spark-submit
+            os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+            own = ("spark.driver.host", "spark.driver.bindAddress")
+            settings |= {"spark.master": f"local[{num_ranks}]", **dict.fromkeys(own, "127.0.0.1")}
+        return builder.appName("trainkit").config(map=settings).getOrCreate()
+
+
+@dataclass(frozen=True)
+class _Connection:
+    host: str
+
+    def run(self, job: BackendJob) -> None:
+        """A task a rank. A failure of one ends the stage; Spark does not start it again, so that is done here."""
+        from pyspark.ml.torch.distributor import TorchDistributor  # noqa: PLC0415
+
+        logger = logging.getLogger("TorchDistributor")  # it adds a handler of its own where there is none
+        logger.propagate, logger.handlers = False, [logging.NullHandler()]
+        distributor = TorchDistributor(num_processes=job.num_ranks, local_mode=False, use_gpu=job.uses_gpus)
+        for restarts_left in range(job.max_restarts, -1, -1):
+            try:
+                distributor.run(_in_task, dict(job.cargo))
+            except Exception:  # whatever Spark makes of it
+                if not restarts_left or not may_restart(job.cargo):
+                    raise
+            else:
+                return
+
+
+def _in_task(cargo: Mapping[str, Any]) -> None:
+    """What Spark runs in each task, under a torchrun of one process: its variables say who this is."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    rank, num_ranks, local_rank, num_local = (int(os.environ[name]) for name in names)
+    place = WorkerInfo(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local=num_local)
+    key = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['MASTER_PORT']}"  # another one each time
+    attempt = begin_attempt(cargo, key) if rank == 0 else wait_for_attempt(cargo, key)
+    run_rank(cargo, place, attempt)

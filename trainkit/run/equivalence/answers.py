@@ -1,0 +1,59 @@
+"""What a proof answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainkit.run.equivalence.comparing import Comparison, Verdict, worst
+from trainkit.run.equivalence.sameness import Sameness
+
+__all__ = ["Numbers", "Proof"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    """The second answer: whether the numbers are the same at one common cut."""
+
+    precision: str
+    """The precision in which both were trained."""
+    micro_size: int
+    """The common cut: both were trained with this `batch.micro_size`."""
+    steps: tuple[int, ...]
+    """The updates after which both were compared: those after which the candidate's replicas are alike."""
+    comparisons: tuple[Comparison, ...]
+    gradients: tuple[Comparison, ...] = ()
+    """The gradients of a probe against a plain loop's; empty where the strategy is another training."""
+    explanation: tuple[str, ...] = ()
+    """Lines that name the rule which the candidate breaks; empty where it breaks none."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of the comparisons; gradients that differ make the numbers differ."""
+        return worst([*self.comparisons, *(one for one in self.gradients if one.verdict == "different")])
+
+    @property
+    def first(self) -> Comparison | None:
+        """The first difference: the earliest step, and in it the first parameter."""
+        wrong = [one for one in self.comparisons if one.verdict == "different"]
+        return min(wrong, key=lambda one: one.first_step or 0, default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """Both answers about one candidate."""
+
+    label: str
+    """The strategy as the user named it."""
+    replicas: int
+    sameness: Sameness | None
+    """The first answer; None where the second alone was asked for."""
+    numbers: Numbers
+    """The second answer."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about this strategy and this model; `train` and `plan` print the same."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether every answer that was asked for is yes."""
+        same = self.sameness is None or self.sameness.verdict == "yes"
+        return same and self.numbers.verdict != "different"

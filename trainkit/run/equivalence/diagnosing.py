@@ -1,0 +1,97 @@
+"""Compare the gradients of a candidate with a plain loop's, and name the rule that a difference breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainkit.config.identity import Difference, difference
+from trainkit.config.schema import RunConfig
+from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_probe, explain_updates
+from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
+from trainkit.run.equivalence.running import Weights
+from trainkit.run.planning.plan import RunPlan
+
+__all__ = ["Case", "Diagnosis", "diagnose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A candidate that was trained beside the reference: all that an explanation of a difference may use."""
+
+    label: str
+    reference: RunConfig
+    """The config of the reference: one_device at the common cut, in the precision that was used."""
+    plan: RunPlan
+    """The plan of the candidate, as it would be started."""
+    candidate: RunConfig
+    """The config of the candidate at the common cut, in the same precision."""
+    expected: Weights
+    """The weights of the reference after every step."""
+    found: Weights
+    """The weights of the candidate after every step that it saved."""
+    comparisons: tuple[Comparison, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the gradients of a candidate are, and why its numbers differ where they do."""
+
+    gradients: tuple[Comparison, ...] = ()
+    """Every gradient of a probe against a plain loop's; empty where the strategy is another training."""
+    lines: tuple[str, ...] = ()
+    """Lines that name the rule which is broken; empty where none is."""
+
+
+def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
+    """Probe the gradients of a candidate; where its numbers differ, name the rule that it breaks.
+
+    Args:
+        case: the candidate and how it compares with the reference.
+        examiner: holds it to a plain loop.
+        folder: the run folder of the candidate's training; the probe gets one beside it.
+
+    Raises:
+        TrainkitError: the probe failed.
+    """
+    if case.plan.components.strategy.is_another_training:
+        return Diagnosis()
+    own = replace(case.candidate, strategy=case.reference.strategy)
+    apart = [one for one in difference(case.reference, own) if one.matters]
+    if apart:  # a candidate is held to the rules at its own settings
+        examiner = Examiner(own)
+    probed = examiner.probe(
+        case.candidate, num_replicas=case.plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe")
+    )
+    lines = tuple(_explained(case, examiner, probed, folder, apart))
+    return Diagnosis(gradients=tuple(_gradients(probed)), lines=lines)
+
+
+def _gradients(probed: Probed) -> Iterator[Comparison]:
+    for name, error in probed.errors.items():
+        first = probed.first.get(name)
+        verdict: Verdict = "different" if first is not None else "rounding" if error else "equal"
+        yield Comparison(name=f"gradient/{name}", verdict=verdict, error=error, first_step=first)
+
+
+def _explained(
+    case: Case, examiner: Examiner, probed: Probed, folder: Path, apart: Sequence[Difference]
+) -> Iterator[str]:
+    if probed.differs:
+        yield from explain_probe(probed)
+    elif worst(case.comparisons) != "different":
+        return
+    elif case.candidate.numerics.reproducible and is_rounding(case.expected, case.found):
+        yield explain_order()
+    else:
+        try:
+            updates = examiner.replay(num_replicas=case.plan.num_replicas, folder=folder)
+        except Exception as error:  # noqa: BLE001 - a user's optimizer may fail in any way outside of its strategy
+            yield f"not explained: an update cannot be taken again alone ({type(error).__name__}: {error})"
+            return
+        if apart and not updates.differences:
+            keys = ", ".join(f"{one.key} is {one.right} here and {one.left} in the reference" for one in apart)
+            yield f"explained by: the config: {keys}"
+        else:
+            yield from explain_updates(updates)

@@ -1,0 +1,81 @@
+"""The first answer of a proof: whether two trainings, as they would be started, are the same training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from trainkit.config.identity import Difference, difference
+from trainkit.run.planning.coupling import Coupling
+from trainkit.run.planning.plan import RunPlan
+
+__all__ = ["Sameness", "same_training"]
+
+_CUT: Final = ("batch.micro_size", "batch.accumulation")
+"""Keys that cut a step into shards."""
+_ANOTHER: Final = "this strategy is another training than that of one_device"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sameness:
+    """Whether two trainings, as they would be started, are the same training."""
+
+    verdict: Literal["yes", "no", "unknown"]
+    reasons: tuple[str, ...]
+    """Why, a line each."""
+    remedy: str | None = None
+    """What both need on the command line to be the same training, where only the cut differs: `batch.micro_size=32`."""
+
+
+def same_training(
+    reference: RunPlan, candidate: RunPlan, coupling: Callable[[], Coupling], *, accumulates: bool = False
+) -> Sameness:
+    """Compare two plans, as they would be started.
+
+    They are the same training where the maths keys other than the cut are equal, and either the cut is equal, or the
+    model and the objective neither draw random numbers nor couple the samples of a shard.
+
+    Args:
+        reference: the plan of one_device.
+        candidate: the plan of the candidate.
+        coupling: finds what makes the result depend on the cut; asked where the cuts differ and nothing else does.
+        accumulates: whether the config cuts a step by `batch.accumulation`, which a micro size takes the place of.
+    """
+    other = tuple(_other_keys(reference, candidate))
+    if other:
+        return Sameness(verdict="no", reasons=other)
+    here, there = candidate.batch.micro_size, reference.batch.micro_size
+    if here == there:
+        return Sameness(verdict="yes", reasons=(f"both have batch.micro_size={here}, and no other maths key differs",))
+    cut, found = f"batch.micro_size is {here} here and {there} under one_device", coupling()
+    if found.depends_on_cut is False:
+        neither = "the model and the objective neither draw random numbers nor couple the samples of a shard"
+        return Sameness(verdict="yes", reasons=(f"{cut}, and {neither}",))
+    remedy = f"batch.micro_size={here}"
+    if accumulates:
+        remedy += " in the place of batch.accumulation"
+    if found.depends_on_cut:
+        return Sameness(verdict="no", reasons=(f"{cut}, and {found.text}",), remedy=remedy)
+    return Sameness(verdict="unknown", reasons=(f"{cut}; coupling: not probed, {found.not_probed}",), remedy=remedy)
+
+
+def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
+    """Name what differs besides the cut."""
+    differing = [one for one in difference(reference.cfg, candidate.cfg) if one.matters and one.key not in _CUT]
+    if any(one.key == "strategy._target_" for one in differing):  # its other keys are part of that
+        differing = [one for one in differing if not one.key.startswith("strategy.")]
+        yield _ANOTHER
+    elif candidate.components.strategy.is_another_training and not differing:
+        yield _ANOTHER
+    yield from map(_named, differing)
+
+
+def _named(one: Difference) -> str:
+    if one.key.startswith("strategy."):
+        return f"{one.key}={_shown(one.right)} counts as maths, and one_device has no such key"
+    return f"{one.key} is {_shown(one.right)} here and {_shown(one.left)} under one_device"
+
+
+def _shown(value: Any) -> Any:
+    return "null" if value is None else value

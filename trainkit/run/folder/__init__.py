@@ -1,0 +1,1 @@
+"""The run folder: its files, its lock, its fencing token and its records."""

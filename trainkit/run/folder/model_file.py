@@ -1,0 +1,167 @@
+"""A trained model out of its run folder, and as a folder of its own: one safetensors file and a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import torch
+import yaml
+from torch import Tensor, nn
+
+from trainkit.bounded_json import expect_map
+from trainkit.bounded_yaml import MAX_BYTES, parse_yaml
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets.secrets import from_environment, redacted, restored, with_own_secrets
+from trainkit.config.targets.allowed import allow_packages, allowed_packages, name_problem, root_of, targets_in
+from trainkit.config.targets.build import build
+from trainkit.errors import CheckpointError, ConfigError, Problem, UnreadableError
+from trainkit.numerics.precision import Precision
+from trainkit.reading import read_text
+from trainkit.run.folder.run_folder import RunFolder, write_atomically
+from trainkit.run.planning.build import build_model
+from trainkit.strategies.core.replica import refuse_mismatch
+from trainkit.trainer.checkpoint import Loaded, load_below, newest_valid
+from trainkit.trainer.checkpoint.saving import untied
+from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
+from trainkit.trainer.manifest import FileRecord, is_checkpoint
+
+__all__ = ["Which", "load_model", "load_run", "write_model"]
+
+Which = Literal["best", "last"]
+"""A checkpoint of a run, by name."""
+
+_CONFIG: Final = "model.yaml"
+_WEIGHTS: Final = "model.safetensors"
+
+
+def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
+    """A trained model, on the CPU, ready to predict.
+
+    Args:
+        path: a run folder, or what `trainkit ensemble` wrote.
+        checkpoint: of a run folder, which of its checkpoints.
+        packages: your own packages that the model's classes may come from.
+
+    Returns:
+        The model in evaluation mode, in the dtype that its optimizer updated.
+
+    Raises:
+        ConfigError: there is no model, or one of a package that nobody allowed.
+        CheckpointError: the weights are damaged, or another model's.
+    """
+    with allow_packages(packages):
+        if (path / _CONFIG).is_file():
+            return _load_written(path)
+        if (path / "resolved.yaml").is_file():
+            return load_run(path, checkpoint=checkpoint)
+    rule = "holds no model: neither a run's resolved.yaml nor a model.yaml."
+    raise ConfigError([Problem(key=str(path), rule=rule)])
+
+
+def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
+    """Return the model of a run with the weights of one of its checkpoints; its classes are of allowed packages."""
+    cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
+    _refuse_foreign(cfg.model)
+    model = build_model(cfg).to(_precision(cfg).master_dtype)
+    tensors = _checkpoint(folder, checkpoint).tensors
+    own = {**_named("param", model.named_parameters()), **_named("buffer", _saved_buffers(model))}
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+    return model.eval()
+
+
+def _precision(cfg: RunConfig) -> Precision:
+    precision: Precision = build(cfg.precision, "precision")
+    return precision
+
+
+def _named(kind: str, tensors: Any) -> dict[str, Tensor]:
+    return {f"{kind}/{name}": tensor.detach() for name, tensor in tensors}
+
+
+def _saved_buffers(model: nn.Module) -> list[tuple[str, Tensor]]:
+    saved = model.state_dict()
+    return [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
+
+
+def _checkpoint(folder: Path, which: Which) -> Loaded:
+    name = Path((RunFolder(folder).read_result() or {}).get(which) or "").name  # the run may have been moved since
+    if is_checkpoint(name):
+        return load_below(folder / "checkpoints", name)
+    found = newest_valid(folder / "checkpoints", report=lambda _: None) if which == "last" else None
+    if found is None:
+        raise CheckpointError(f"{folder} has no checkpoint named {which}.")
+    return found
+
+
+def _refuse_foreign(node: Mapping[str, Any]) -> None:
+    """Refuse a model whose classes no config may name; nothing of it is imported."""
+    allowed = allowed_packages()
+    problems = []
+    for path, target in targets_in(node, ("model",)):
+        rule = name_problem(target, allowed)
+        if rule is not None and root_of(str(target)) not in allowed:
+            package = root_of(str(target))
+            rule = f"{package} is not among the packages that models may come from ({', '.join(allowed)}). "
+            rule += f"To trust it: load(..., packages=[{package!r}]), or --allow-package {package}."
+        if rule is not None:
+            problems.append(Problem(key=".".join(path), value=target, rule=rule))
+    if problems:
+        raise ConfigError(problems)
+
+
+def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:
+    """Write a model as one file of weights, with the names of its `state_dict`, and the config that builds it.
+
+    Args:
+        folder: made here; holds no model yet.
+        model: on any devices.
+        node: with `_target_`: building it gives a model of the same names and shapes.
+        about: what else a reader may want to know, plain values.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
+    record = write_tensors(folder / _WEIGHTS, unique)
+    content = {"format": 1, **redacted({"model": dict(node)})[0], "weights": asdict(record), "tied": tied, **about}
+    write_atomically(folder / _CONFIG, yaml.safe_dump(content, sort_keys=False))
+
+
+def _description(file: Path) -> dict[str, Any]:
+    """Read what describes a written model.
+
+    Raises:
+        UnreadableError: it is no such file.
+    """
+    text = read_text(file, limit=MAX_BYTES)
+    try:
+        return expect_map(parse_yaml(text), {"model": dict, "weights": dict, "tied": dict})
+    except ValueError as error:
+        raise UnreadableError.of(file, str(error)) from None
+
+
+def _record(file: Path, content: Any) -> FileRecord:
+    try:
+        told = expect_map(content, {"num_bytes": int, "sha256": str})
+    except ValueError as error:
+        raise UnreadableError.of(file, f"of the weights, {error}") from None
+    return FileRecord(num_bytes=told["num_bytes"], sha256=told["sha256"])
+
+
+def _load_written(folder: Path) -> nn.Module:
+    told = _description(folder / _CONFIG)
+    _refuse_foreign(told["model"])
+    with torch.random.fork_rng(devices=[]):
+        model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"], "model")
+    file = TensorFile.verified(folder / _WEIGHTS, _record(folder / _CONFIG, told["weights"]))
+    try:
+        weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}
+        model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
+        model.load_state_dict(weights)
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise CheckpointError(f"{folder / _WEIGHTS} holds the weights of another model: {error}") from None
+    return model.eval()

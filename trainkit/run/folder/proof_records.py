@@ -1,0 +1,132 @@
+"""The last proof of a training on a placement, kept where later trainings find it.
+
+PROOFS/KEY.json, with PROOFS = $XDG_CACHE_HOME/trainkit/proofs, or ~/.cache/trainkit/proofs. KEY is the SHA-256 of the
+fingerprint of the training, as it would be started, with the node of its strategy, the number of its processes and
+the kinds of their devices. Another cut of the steps is another fingerprint.
+
+A file is believed no further than it must be: a regular file of at most 16 KiB that holds the version of this module
+and values of the expected kinds, or it is ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from trainkit.config.identity import fingerprint
+from trainkit.config.secrets.secrets import redacted
+from trainkit.errors import UnreadableError
+from trainkit.moved import with_original_targets
+from trainkit.reading import read_json
+from trainkit.run.folder.run_folder import write_json_atomically
+from trainkit.run.planning.plan import RunPlan
+
+__all__ = ["keep_proof", "key_of", "last_proof", "proofs_folder"]
+
+_VERSION: Final = 1
+_LARGEST: Final = 16 * 1024
+"""Bytes of a file that is read."""
+_LONGEST: Final = 4096
+"""Characters of a text in it."""
+_KINDS: Final[Mapping[str, tuple[type, ...]]] = {
+    "version": (int,),
+    "date": (str,),
+    "command": (str,),
+    "same_training": (str, type(None)),
+    "same_numbers": (str,),
+    "micro_size": (int,),
+    "steps": (int,),
+    "precision": (str,),
+    "largest_error": (int, float, type(None)),
+    "devices": (str,),
+    "torch": (str,),
+}
+"""Key -> the kinds of its value."""
+_WORDS: Final = {"same_training": ("yes", "no", "unknown", None), "same_numbers": ("equal", "rounding", "different")}
+
+
+def proofs_folder() -> Path | None:
+    """Return the folder of all proofs; None where there is no home folder."""
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    try:
+        root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+    except RuntimeError:  # no home folder can be determined
+        return None
+    return root / "trainkit" / "proofs"
+
+
+def key_of(plan: RunPlan) -> str:
+    """Return the name under which the proof of a plan is kept."""
+    placement = {
+        "fingerprint": fingerprint(plan.cfg),
+        "strategy": redacted({"strategy": plan.cfg.strategy})[0]["strategy"],
+        "processes": len(plan.tasks),
+        "devices": _devices(plan),
+    }
+    return hashlib.sha256(json.dumps(_plain(with_original_targets(placement)), sort_keys=True).encode()).hexdigest()
+
+
+def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
+    """Write down a proof, in the place of the last one of the same key.
+
+    Args:
+        plan: the training that was proved, as it would be started.
+        found: `command`, `same_training`, `same_numbers`, `micro_size`, `steps`, `precision`, `largest_error`.
+
+    Returns:
+        Why it could not be written; None where it was.
+    """
+    folder = proofs_folder()
+    if folder is None:
+        return "there is no home folder"
+    content = {
+        "version": _VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **found,
+        "command": found["command"][:_LONGEST],
+        "devices": _devices(plan),
+        "torch": torch.__version__,
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(folder / f"{key_of(plan)}.json", content)
+    except OSError as error:
+        return f"{error.strerror}: {folder}"
+    return None
+
+
+def last_proof(plan: RunPlan) -> dict[str, Any] | None:
+    """Return the last proof of a training as it is planned; None where none is kept that can be believed."""
+    folder = proofs_folder()
+    try:
+        content = None if folder is None else read_json(folder / f"{key_of(plan)}.json", limit=_LARGEST)
+    except UnreadableError:
+        return None
+    return content if _is_proof(content) else None
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON can sort it: the keys of a map of devices may be numbers and names."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _devices(plan: RunPlan) -> str:
+    return ", ".join(sorted({task.device.partition(":")[0] for task in plan.tasks}))
+
+
+def _is_proof(content: Any) -> bool:
+    if not isinstance(content, dict) or content.keys() != _KINDS.keys() or content["version"] != _VERSION:
+        return False
+    if any(not isinstance(content[key], kinds) or isinstance(content[key], bool) for key, kinds in _KINDS.items()):
+        return False
+    short = all(len(value) <= _LONGEST for value in content.values() if isinstance(value, str))
+    return short and all(content[key] in words for key, words in _WORDS.items())

@@ -1,0 +1,54 @@
+"""The record of a run's rollbacks, `rollbacks.json`: for which step which checkpoint was restored.
+
+It is written before anything is restored, so that a run that is killed in the middle of a rollback knows, when it is
+resumed, which step is trained for the second time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from trainkit.bounded_json import expect_maps
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import read_map
+from trainkit.run.folder.run_folder import write_json_atomically
+from trainkit.trainer.left_out import Suspect
+
+__all__ = ["FILE", "record_rollback", "rollbacks_of", "suspect_checkpoint_of"]
+
+FILE: Final = "rollbacks.json"
+"""Its name in the run folder."""
+_MOST: Final = 1000
+"""Rollbacks that are kept, the latest."""
+
+
+def rollbacks_of(folder: Path) -> list[dict[str, int]]:
+    """Return `step` and `checkpoint` of each rollback of a run, the latest last.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    path = folder / FILE
+    try:
+        noted = expect_maps(read_map(path, {"rollbacks": list})["rollbacks"], {"step": int, "checkpoint": int})
+    except AbsentFileError:
+        return []
+    except (UnreadableError, ValueError) as error:
+        reason = error.reason if isinstance(error, UnreadableError) else error
+        raise CheckpointError(f"{path} is no record of rollbacks: {reason}. Remove it to resume without it.") from None
+    return [{name: one[name] for name in ("step", "checkpoint")} for one in noted]
+
+
+def record_rollback(folder: Path, suspect: Suspect) -> None:
+    """Add a rollback to the record."""
+    noted = [*rollbacks_of(folder), {"step": suspect.step, "checkpoint": suspect.checkpoint}]
+    write_json_atomically(folder / FILE, {"rollbacks": noted[-_MOST:]})
+
+
+def suspect_checkpoint_of(folder: Path, *, checkpoint: int) -> Suspect | None:
+    """Return the step that is trained for the second time when a run continues at a checkpoint; None: there is none."""
+    noted = rollbacks_of(folder)
+    if not noted or checkpoint > noted[-1]["step"] or noted[-1]["checkpoint"] > checkpoint:
+        return None
+    return Suspect(**noted[-1])

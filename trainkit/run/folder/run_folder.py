@@ -1,0 +1,337 @@
+"""The run folder: where a run keeps everything, made exclusively and locked while in use.
+
+outputs/<name>/<date>_<time>/       (-2, -3 on collision)
+  resolved.yaml  environment.json  train.log  metrics.jsonl  restarts.jsonl  result.json
+  logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
+  live/rank_N                       heartbeats and last words of the attempt that is running
+  .owner                            the token of the run (`trainkit.trainer.ownership`)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import Kind
+from trainkit.config.secrets.secrets import keys_to_add
+from trainkit.config.targets.allowed import package_arguments
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
+from trainkit.redaction import mask
+from trainkit.run.folder.lock import locked
+from trainkit.run.folder.restart_record import restarts_of
+from trainkit.run.folder.takeover import take_over_folder
+from trainkit.storage import naming, sync_folder
+from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
+
+__all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
+
+_RESERVE_BYTES: Final = 64 * 1024
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
+_LIVE: Final = re.compile(r"\.?(rank_\d+|trained|evaluated)(\..*)?")
+"""The names of the files that a run writes into the folder of the live state."""
+_BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment\.json|status\.json|train\.log")
+"""The names of the files of a run that has only begun."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The paths of a run, and the few things done to the folder as a whole.
+
+    Example:
+        >>> RunFolder(Path("outputs/digits/1")).log_of(2).as_posix()
+        'outputs/digits/1/logs/rank_2.log'
+    """
+
+    path: Path
+    """The folder itself."""
+
+    @classmethod
+    def create(cls, root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
+        """Make `root/name/<date>_<time>`, or the same with -2, -3 ... where it exists already.
+
+        Three launches within one second get three folders: the folder is made exclusively.
+        """
+        stamp = (now or datetime.now().astimezone()).strftime("%Y-%m-%d_%H-%M-%S")
+        return cls.claim(root / name / stamp)
+
+    @classmethod
+    def claim(cls, path: Path) -> RunFolder:
+        """Make the folder `path`, or `path-2`, `path-3` ...: one that no run has had.
+
+        A folder that exists and holds no run is taken: launchers of Hydra's make theirs before the job starts.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for number in itertools.count(1):
+            candidate = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            with contextlib.suppress(FileExistsError):
+                candidate.mkdir(exist_ok=True)
+                if not (candidate / "resolved.yaml").exists():
+                    # whoever makes the lock file has the folder: two launches into one never share it
+                    (candidate / ".lock").touch(exist_ok=False)
+                    return cls(candidate)
+        raise AssertionError  # count() never ends
+
+    @property
+    def resolved(self) -> Path:
+        """The config with every value decided; all a worker reads."""
+        return self.path / "resolved.yaml"
+
+    @property
+    def environment(self) -> Path:
+        """Where, with what and from which commit the run was started."""
+        return self.path / "environment.json"
+
+    @property
+    def result(self) -> Path:
+        """The outcome, written once at the end."""
+        return self.path / "result.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: what was logged."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def log(self) -> Path:
+        """The log of rank 0."""
+        return self.path / "train.log"
+
+    @property
+    def logs(self) -> Path:
+        """The logs of the other ranks: `logs`, or `logs-2` beside a folder of that name that the run did not make."""
+        return self._folder("logs")
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object a line: what an evaluator beside the training found, a checkpoint a line."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def plots(self) -> Path:
+        """Pictures."""
+        return self.path / "plots"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def live(self) -> Path:
+        """Heartbeats and last words of the attempt that is running: says only what is live. Named as `logs` is."""
+        return self._folder("live")
+
+    def _folder(self, usual: str) -> Path:
+        owner = OwnershipToken.found(self.path)
+        return self.path / (usual if owner is None else owner.folders.get(usual, usual))
+
+    @property
+    def trained(self) -> Path:
+        """The mark of a training that has ended, whose result waits for its evaluator."""
+        return self.live / "trained"
+
+    @property
+    def evaluated(self) -> Path:
+        """How the evaluator of the attempt that is running has ended."""
+        return self.live / "evaluated.json"
+
+    def log_of(self, rank: int) -> Path:
+        """Where a rank above 0 writes what it prints."""
+        return self.logs / f"rank_{rank}.log"
+
+    def heartbeat_of(self, rank: int) -> Path:
+        """The heartbeat file of a rank."""
+        return self.live / f"rank_{rank}"
+
+    def error_of(self, rank: int) -> Path:
+        """The last words of a rank that failed, as JSON."""
+        return self.live / f"rank_{rank}.error.json"
+
+    def done_of(self, rank: int) -> Path:
+        """The mark of a rank that has done its part to the end: exit code 0 without it is a failure."""
+        return self.live / f"rank_{rank}.done"
+
+    def collectives_of(self, rank: int) -> Path:
+        """The last collectives of a rank, in a mapped file."""
+        return self.live / f"rank_{rank}.collectives"
+
+    def stacks_of(self, rank: int) -> Path:
+        """Where a rank that hangs writes what each of its threads was doing."""
+        return self.live / f"rank_{rank}.stacks"
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[int]:
+        """Hold the folder while the block runs; yields the descriptor to pass to worker processes.
+
+        Raises:
+            ConfigError: another run uses it; says which process.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with locked(self.path / ".lock") as descriptor:
+            yield descriptor
+
+    def begin(self) -> None:
+        """Take the folder over, and delete what an earlier attempt of this run left that would now be untrue.
+
+        That is its result and its live state. What the run did not write is left, or renamed (`take_over_folder`).
+
+        Raises:
+            CheckpointError: the token of the folder cannot be read.
+            OSError: the file system refuses.
+        """
+        owner = self.take()
+        self.result.unlink(missing_ok=True)
+        owner.remove(self.live, _LIVE)
+        if os.path.lexists(self.live):
+            set_aside(self.live, "holds what this run did not write")
+        self._reserve_room()
+
+    def take(self) -> OwnershipToken:
+        """Return the owner of the folder; make its token where it has none (`take_over_folder`)."""
+        with naming(self.path):
+            return take_over_folder(self.path, is_run=os.path.lexists(self.resolved))
+
+    def forget_result(self) -> None:
+        """Delete the result of an earlier run, where a run has begun in the folder; else it is set aside."""
+        if OwnershipToken.found(self.path) is not None or os.path.lexists(self.resolved):
+            self.result.unlink(missing_ok=True)
+        elif os.path.lexists(self.result):
+            set_aside(self.result, "was not written by a run")
+
+    def discard(self) -> None:
+        """Delete a folder in which a run was to begin and did not; what the run did not write there is kept."""
+        owner = OwnershipToken.found(self.path)
+        if owner is not None and owner.remove(self.path, _BEGUN):
+            (self.path / MARK).unlink(missing_ok=True)
+
+    def open_live(self) -> None:
+        """Make the folder of the live state, with the token of the run; one that is there is taken as it is."""
+        owner = OwnershipToken.found(self.path)
+        with contextlib.suppress(FileExistsError):
+            if owner is None:  # a worker that was started by hand in the folder of an old run
+                self.live.mkdir()
+            else:
+                owner.make(self.live)
+
+    @property
+    def reserve(self) -> Path:
+        """A file that takes room while a run goes, so that its result can be written on a disk that is full by then."""
+        return self.path / ".reserve"
+
+    def _reserve_room(self) -> None:
+        if not self.reserve.is_file():
+            with naming(self.path, needed=_RESERVE_BYTES), self.reserve.open("wb") as file:
+                file.write(os.urandom(_RESERVE_BYTES))  # zeros take no room on a file system that compresses
+
+    def give_up_reserve(self) -> None:
+        """Give the room of the reserve back: the run is over, or what must be written has no other room."""
+        with contextlib.suppress(OSError):
+            self.reserve.unlink(missing_ok=True)
+
+    def write_report(self, path: Path, content: Mapping[str, Any]) -> None:
+        """Write JSON into the run folder, at the cost of the reserve where the disk is full.
+
+        Raises:
+            OSError: it cannot be written even so; a run folder that is gone is not made again.
+        """
+        if path.parent != self.path:
+            path.parent.mkdir(exist_ok=True)
+        try:
+            write_json_atomically(path, content)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            self.give_up_reserve()
+            write_json_atomically(path, content)
+
+    @property
+    def resume_command(self) -> str:
+        """The command that continues this run.
+
+        It allows the packages that this process allows. A secret that the folder does not keep stands in it as a
+        reference to a variable.
+        """
+        command = ["trainkit", "resume", *package_arguments(), str(self.path)]
+        return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
+
+    def write_result(self, result: Mapping[str, Any]) -> None:
+        """Write `result.json`, with the restarts of the run; what it quotes of an error holds no secret."""
+        reason = result.get("reason")
+        masked = {"reason": mask(reason)} if isinstance(reason, str) else {}
+        self.write_report(self.result, {**result, **masked, **restarts_of(self.path)})
+
+    def read_result(self) -> dict[str, Any] | None:
+        """What `result.json` holds; None where there is none, or none that can be read."""
+        try:
+            return read_map(self.result, {}, optional=_RESULT)
+        except UnreadableError:
+            return None
+
+
+_RESULT: Final[Mapping[str, Kind]] = {
+    "status": str,
+    "reason": (str, type(None)),
+    "last": (str, type(None)),
+    "best": (str, type(None)),
+}
+"""Kinds of the values of result.json that are read again."""
+
+
+def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON so that a reader, and a crash at any moment, sees the old file or the new one, never a part.
+
+    Numbers that JSON has no word for (NaN, infinity) become null.
+    """
+    write_atomically(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a text file so that a reader, and a crash at any moment, sees the old one or the new one.
+
+    The folder must exist: that of a run which is gone is not made again. On return the file is on the disk.
+
+    Raises:
+        OSError: it cannot be written; names the file.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, Path) else value

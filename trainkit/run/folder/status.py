@@ -1,0 +1,226 @@
+"""`status.json`: what a run does at the moment, and how one tells a run that was killed from one that runs.
+
+The process that holds the folder writes it (the one process of a run, its supervisor, rank 0 of a launch), from a
+thread of its own: a step pays nothing. A process that is killed leaves the state that it had; whoever reads the file
+looks whether the process lives, or, from another host, how old the file is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import Any, Final, Self
+
+from trainkit.cluster.machine import Machine
+from trainkit.cluster.process_id import ProcessId
+from trainkit.errors import TrainkitError, UnreadableError
+from trainkit.reading import read_map
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.signals import EXIT_CODES, status_of_error
+
+__all__ = ["ENDED", "FILE", "RunStatus", "StatusFile", "read_status"]
+
+FILE: Final = "status.json"
+ENDED: Final = frozenset({*EXIT_CODES, "failed"} - {"resized"})
+"""States of a run that has ended: the statuses of `result.json`."""
+_VERSION: Final = 1
+_WRITE_S: Final = 2.0
+"""Seconds between two looks at the step."""
+_REFRESH_S: Final = 15.0
+"""Seconds after which the file is written again though nothing has changed."""
+_SILENT_S: Final = 120.0
+"""Age of the file from which a run on another host counts as silent: its clock may differ by a minute."""
+_LIMIT: Final = 1 << 16
+_KINDS: Final[dict[str, Any]] = {
+    "state": str, "step": (int, type(None)), "pid": int, "process_start": int, "host": str, "boot_id": str,
+    "processes": str, "resumable": bool, "updated": (int, float),
+}  # fmt: skip
+
+
+class StatusFile:
+    """Writes `status.json` while its block runs.
+
+    Args:
+        folder: the run folder, which this process holds.
+        confirm: raises where the folder is another group's by now.
+    """
+
+    def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> None:
+        self._folder = folder
+        self._confirm = confirm or (lambda: None)
+        machine, mark = Machine.here(), ProcessId.own()
+        self._constant = {
+            "version": _VERSION,
+            "pid": mark.pid,
+            "process_start": mark.started,
+            "host": machine.host,
+            "boot_id": machine.boot_id,
+            "boot_time": machine.boot_time,
+            "processes": machine.processes,
+        }
+        self._step_now: Callable[[], int | None] = lambda: None
+        self._step: int | None = None
+        self._changed, self._has_ended = threading.Event(), threading.Event()
+        self._written: tuple[Any, ...] = ()
+        self._written_at = -float("inf")
+        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+
+    def follow(self, step_now: Callable[[], int | None]) -> None:
+        """Take the step of the run from a function from now on; None says that the run is starting."""
+        self._step_now = step_now
+        self._changed.set()
+
+    def __enter__(self) -> Self:
+        self._write("starting")
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._has_ended.set()
+        self._changed.set()
+        self._thread.join()
+        result = self._folder.read_result() or {}
+        found = str(result.get("status")) if error is None else status_of_error(error)
+        if isinstance(result.get("steps"), int):
+            self._step = result["steps"]
+        self._write(found if found in ENDED else "finished", sync=True)
+
+    def _keep(self) -> None:
+        while not self._has_ended.is_set():
+            self._changed.wait(_WRITE_S)
+            self._changed.clear()
+            if not self._has_ended.is_set():
+                step = self._step_now()
+                self._step = self._step if step is None else step
+                self._write("starting" if step is None else "running")
+
+    def _write(self, state: str, *, sync: bool = False) -> None:
+        """Write the file where something has changed, or it grows old; a disk that refuses it ends nothing."""
+        told = (state, self._step, any(self._folder.checkpoints.glob("step_*/manifest.json")))
+        if told == self._written and time.monotonic() - self._written_at < _REFRESH_S:
+            return
+        content = {
+            "state": state,
+            "step": self._step,
+            "resumable": told[2],
+            "updated": round(time.time(), 3),
+            "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
+            **self._constant,
+        }
+        path = self._folder.path / FILE
+        draft = path.with_name(f".{FILE}")  # one name: of a process that was killed none is left over
+        with contextlib.suppress(OSError, TrainkitError):
+            self._confirm()
+            draft.unlink(missing_ok=True)
+            with draft.open("x", encoding="utf-8") as file:
+                file.write(json.dumps(content, indent=2) + "\n")
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            draft.replace(path)
+            self._written, self._written_at = told, time.monotonic()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """What is known of a run by its folder."""
+
+    state: str
+    """`starting`, `running`, `killed`, `silent` (on another host, its file is old), `unknown`, or one of `ENDED`."""
+    step: int | None = None
+    resumable: bool = False
+    """Whether there is a complete checkpoint."""
+    updated: float | None = None
+    """Seconds since the epoch."""
+    where: str = ""
+    """The process, `process 12 on host`."""
+    note: str = ""
+    """What `state` goes by, where it is not certain."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process works, or is believed to."""
+        return self.state in ("starting", "running")
+
+    def told(self) -> str:
+        """Return the state in a few words.
+
+        Example:
+            >>> RunStatus(state="killed", step=120).told()
+            'was killed at step 120'
+            >>> RunStatus(state="running", step=3, where="process 7 on a").told()
+            'runs as process 7 on a, at step 3'
+        """
+        at = "" if self.step is None else f"at step {self.step:,}"
+        if self.is_running:
+            return ", ".join(filter(None, (f"runs as {self.where}", at, self.note)))
+        if self.state == "silent":
+            return ", ".join(filter(None, ("is silent", at, self.note)))
+        return f"{_PHRASES.get(self.state, f'was {self.state}')} {at}".rstrip()
+
+
+_PHRASES: Final = {
+    "unknown": "is in an unknown state",
+    "failed": "failed",
+    "finished": "has finished",
+    "hangup": "lost its terminal",
+}
+
+
+def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | None = None) -> RunStatus:
+    """Find out what a run does, by `status.json`, `result.json` and the table of processes.
+
+    Args:
+        folder: the run folder; what stands in it may be anybody's.
+        here: the machine that looks.
+        now: seconds since the epoch.
+    """
+    result = folder.read_result() or {}
+    ended = result.get("status")
+    ended = ended if isinstance(ended, str) and ended in ENDED else None
+    steps = result.get("steps")
+    resumable = any(folder.checkpoints.glob("step_*/manifest.json"))
+    try:
+        content = read_map(folder.path / FILE, _KINDS, limit=_LIMIT)
+    except UnreadableError:
+        return RunStatus(state=ended or "unknown", step=steps if isinstance(steps, int) else None, resumable=resumable)
+    state, note = _state_of(content, here or Machine.here(), time.time() if now is None else now)
+    return RunStatus(
+        state=state if ended is None or state in ("starting", "running") else ended,
+        step=content["step"],
+        resumable=resumable,
+        updated=content["updated"],
+        where=f"process {content['pid']} on {_plain(content['host'])}",
+        note=note,
+    )
+
+
+def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, str]:
+    """The state of a run, and what it goes by."""
+    state = content["state"]
+    if state in ENDED:
+        return state, ""
+    if state not in ("starting", "running"):
+        return "unknown", ""
+    age = max(0.0, now - content["updated"])
+    if content["host"] == here.host and content["boot_id"] != here.boot_id:
+        return "killed", f"{here.host} was started again since"
+    if (content["host"], content["processes"]) == (here.host, here.processes):
+        mark = ProcessId(content["pid"], content["process_start"])
+        if mark.state:  # this system tells
+            return (state if mark.lives else "killed"), ""
+    aged = f"told {age:,.0f} s ago by another host" if content["host"] != here.host else f"told {age:,.0f} s ago"
+    return (state if age <= _SILENT_S else "silent"), aged
+
+
+def _plain(text: str) -> str:
+    return "".join(character for character in text[:64] if character.isprintable())

@@ -1,0 +1,118 @@
+"""The limits of time: how long a rank may make no progress, by what it is doing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Final, Literal
+
+from trainkit.config.schema import Supervisor
+from trainkit.run.process.heartbeat import HeartbeatReading
+from trainkit.trainer.failpoints import Phase
+
+__all__ = ["FLOOR_S", "Limit", "TimeLimits"]
+
+FLOOR_S: Final = 30.0
+"""The least that `supervisor.hang_timeout_s=auto` allows."""
+_FACTOR: Final = 10.0
+"""What `auto` allows, in longest recent pauses."""
+_KEYS: Final[Mapping[Phase, str]] = {
+    "start": "start_timeout_s",
+    "join": "start_timeout_s",
+    "load": "load_timeout_s",
+    "callback": "eval_timeout_s",
+    "evaluate": "eval_timeout_s",
+    "save": "checkpoint_timeout_s",
+    "end": "checkpoint_timeout_s",
+    "compile": "first_step_timeout_s",
+}
+"""The key of each phase that is no part of a step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """How long a rank may make no progress in what it is doing."""
+
+    key: str
+    """The full name of the key that sets it."""
+    seconds: float
+    longest_s: float | None = None
+    """The longest recent pause that it was learnt from; None where it was given."""
+
+    def remedy(self, silence_s: float) -> str:
+        """Return what this limit is and what to do where it ended a healthy rank.
+
+        Args:
+            silence_s: how long the rank has made no progress.
+
+        Example:
+            >>> Limit(key="supervisor.eval_timeout_s", seconds=600).remedy(601)
+            'The limit is supervisor.eval_timeout_s=600: raise it if the rank was healthy.'
+        """
+        if self.longest_s is None:
+            return f"The limit is {self.key}={self.seconds:g}: raise it if the rank was healthy."
+        return (
+            f"The limit is {self.seconds:.0f} s by {self.key}=auto, where recent steps paused for "
+            f"{self.longest_s:.2g} s at most: set {self.key} to more than {silence_s:.0f} if the rank was healthy."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimeLimits:
+    """The `supervisor.*_timeout_s` keys of a run, each in seconds without progress.
+
+    Example:
+        >>> steady = HeartbeatReading(moment=1.0, step=7, phase="forward", longest_s=4.5)
+        >>> TimeLimits().limit_of(steady).seconds, TimeLimits(hang_timeout_s=9).limit_of(steady).seconds
+        (45.0, 9)
+        >>> TimeLimits().limit_of(None).key
+        'supervisor.start_timeout_s'
+    """
+
+    hang_timeout_s: float | Literal["auto"] = Supervisor.hang_timeout_s
+    start_timeout_s: float = Supervisor.start_timeout_s
+    first_step_timeout_s: float = Supervisor.first_step_timeout_s
+    checkpoint_timeout_s: float = Supervisor.checkpoint_timeout_s
+    eval_timeout_s: float = Supervisor.eval_timeout_s
+    load_timeout_s: float = Supervisor.load_timeout_s
+
+    @classmethod
+    def of(cls, settings: Supervisor | Mapping[str, Any]) -> TimeLimits:
+        """Return the limits that a config sets, or those of a mapping that `dataclasses.asdict` made."""
+        if isinstance(settings, Mapping):
+            return cls(**settings)
+        return cls(**{one.name: getattr(settings, one.name) for one in fields(cls)})
+
+    @property
+    def shortest_s(self) -> float:
+        """The least of all limits: who watches has to look more often."""
+        values = (getattr(self, one.name) for one in fields(self))
+        return min(FLOOR_S if value == "auto" else float(value) for value in values)
+
+    @property
+    def longest(self) -> Limit:
+        """The largest of the limits that are given."""
+        names = [one.name for one in fields(self) if getattr(self, one.name) != "auto"]
+        return self._given(max(names, key=lambda name: float(getattr(self, name))))
+
+    def limit_of(self, pulse: HeartbeatReading | None) -> Limit | None:
+        """Return the limit of what a rank is doing; None where it may wait for ever.
+
+        Args:
+            pulse: its last beat; None: it has not come to its first.
+        """
+        if pulse is None:
+            return self._given("start_timeout_s")
+        if pulse.phase == "idle":
+            return None
+        if pulse.phase in _KEYS:
+            return self._given(_KEYS[pulse.phase])
+        if pulse.is_first:
+            return self._given("first_step_timeout_s")
+        if self.hang_timeout_s != "auto":
+            return self._given("hang_timeout_s")
+        seconds = max(FLOOR_S, _FACTOR * pulse.longest_s)
+        return Limit(key="supervisor.hang_timeout_s", seconds=seconds, longest_s=pulse.longest_s)
+
+    def _given(self, name: str) -> Limit:
+        return Limit(key=f"supervisor.{name}", seconds=getattr(self, name))

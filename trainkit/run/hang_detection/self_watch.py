@@ -1,0 +1,217 @@
+"""Watch a rank from a thread of its own process, where no parent watches it.
+
+The thread interrupts the main thread with an error that names what it did, so that the run ends as after any other
+error. A main thread that does not take the interrupt, since it is in code that does not return to Python, is given a
+moment; then the process ends without it. Code in C that lets no thread of Python run keeps this one from running as
+well: such a rank is found by other ranks of its host, and not at all in a run of one process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Final, Self
+
+from trainkit.errors import HangError
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.cpu_times import ThreadTimes
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.pauses import Pauses
+from trainkit.run.hang_detection.watch import OverdueRank, Watch, threads_of
+from trainkit.run.process.error_report import write_error_report
+from trainkit.run.process.heartbeat import Beats, HeartbeatReading
+from trainkit.run.supervisor.failure import hanging
+from trainkit.trainer.failpoints import Phase
+
+__all__ = ["BeatCounter", "SelfWatch"]
+
+_GRACE_S: Final = 10.0
+"""Seconds that the main thread has to take the interrupt."""
+_ENDING_S: Final = 60.0
+"""Seconds that it then has to end the run."""
+_OTHERS_S: Final = 30.0
+"""Seconds beyond its limit that another rank has to end itself before this one ends."""
+_DEBUGGERS: Final = ("bdb.py", "pydevd.py", "pydevd_runpy.py")
+"""Files of debuggers: a thread that is in one of them waits for a person."""
+
+
+class BeatCounter:
+    """The beats of a run of one process: it tells of the phases beside the steps, and its steps are counted from aside.
+
+    So a step costs nothing. Where failures are planted, every phase is told, since they need it.
+
+    Args:
+        relay: is told as well; None: no failure is planted.
+    """
+
+    def __init__(self, relay: Beats | None = None) -> None:
+        self.within_steps = relay is not None
+        """Whether the parts of a step are to be told as well."""
+        self._relay, self._pauses, self._lock = relay, Pauses(), threading.Lock()
+        self.pulse = HeartbeatReading(moment=time.monotonic(), step=0, phase="start", is_first=True)
+        """The last beat."""
+        self._step_of: Callable[[], int] | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """What was told last."""
+        return self.pulse.phase
+
+    @property
+    def step(self) -> int:
+        """Updates completed then."""
+        return self.pulse.step
+
+    def __call__(self, phase: Any, step: int) -> None:
+        """Take a beat.
+
+        Args:
+            phase: what begins.
+            step: updates completed.
+        """
+        with self._lock:
+            self._beat(phase, step)
+        if self._relay is not None:
+            self._relay(phase, step)
+
+    def follow(self, step_of: Callable[[], int]) -> None:
+        """Count steps from now on.
+
+        Args:
+            step_of: returns the number of completed updates.
+        """
+        self._step_of = step_of
+
+    def count(self) -> HeartbeatReading:
+        """Return the last beat, after a look at the number of steps."""
+        if self._step_of is not None and (step := self._step_of()) != self.pulse.step:
+            with self._lock:
+                if step != self.pulse.step:  # the main thread has told no more since
+                    self._beat("data", step)
+        return self.pulse
+
+    def _beat(self, phase: Phase, step: int) -> None:
+        moment, pauses = time.monotonic(), self._pauses
+        pauses.note(phase, step, moment=moment)
+        self.pulse = HeartbeatReading(
+            moment=moment, step=step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first
+        )
+
+
+class SelfWatch:
+    """Ends this process where its rank makes no progress for longer than its limit; entered in the main thread.
+
+    Args:
+        limits: how long a rank may make no progress.
+        folder: the run folder.
+        rank: of this process.
+        others: ranks of this host whose beats lie in the folder.
+        sees_all: whether these are all that train together.
+        assistants: those of them that assist the others.
+        read: returns the last beat of a rank; by default what the folder holds.
+        leave: ends the process with an exit code, where the main thread cannot.
+    """
+
+    def __init__(
+        self,
+        limits: TimeLimits,
+        folder: RunFolder,
+        *,
+        rank: int = 0,
+        others: Collection[int] = (),
+        sees_all: bool = True,
+        assistants: Collection[int] = (),
+        read: Callable[[int], HeartbeatReading | None] | None = None,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._folder, self._rank, self._ranks, self._leave = folder, rank, (rank, *others), leave
+        self._watch = Watch(
+            limits,
+            folder,
+            sees_all=sees_all,
+            assistants=assistants,
+            read=read,
+            pid_of=lambda one: os.getpid() if one == rank else None,
+            threads=_other_threads,
+        )
+        self._error: HangError | None = None
+        self._taken, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._main: int | None = None
+        self._before: signal._HANDLER = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread() and hasattr(signal, "SIGUSR2"):
+            self._main = threading.get_ident()
+            self._before = signal.signal(signal.SIGUSR2, self._interrupt)
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if self._main is not None:
+            self._thread.join()
+            signal.signal(signal.SIGUSR2, self._before if self._before is not None else signal.SIG_DFL)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        error, self._error = self._error, None
+        if error is not None:
+            self._taken.set()
+            raise error
+
+    def _run(self) -> None:
+        while not self._over.wait(self._watch.interval_s):
+            if _is_held(self._frame()):  # the others wait for it meanwhile
+                self._watch.restart()
+                continue
+            overdue = self._watch.look(self._ranks)
+            if overdue is not None and self._is_to_end(overdue):
+                self._end(overdue)
+                return
+
+    def _is_to_end(self, overdue: OverdueRank) -> bool:
+        """Whether this rank hangs, or another that does not end itself."""
+        return overdue.rank == self._rank or overdue.silence_s > overdue.limit.seconds + _OTHERS_S
+
+    def _frame(self) -> FrameType | None:
+        return None if self._main is None else sys._current_frames().get(self._main)  # noqa: SLF001 - as documented
+
+    def _end(self, overdue: OverdueRank) -> None:
+        assert self._main is not None
+        error = HangError(hanging(self._folder, overdue, [overdue.rank]).headline)
+        stack = "".join(traceback.format_stack(self._frame())).rstrip() if overdue.rank == self._rank else ""
+        self._error = error
+        signal.pthread_kill(self._main, signal.SIGUSR2)
+        if self._taken.wait(_GRACE_S) and self._over.wait(_ENDING_S):
+            return
+        if not self._over.is_set() and "ipykernel" not in sys.modules:
+            write_error_report(self._folder.error_of(self._rank), self._rank, error)
+            if self._rank == 0 and self._folder.read_result() is None:
+                command = self._folder.resume_command
+                self._folder.write_result({"status": "failed", "reason": str(error), "resume": command})
+            print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+            self._leave(error.exit_code)
+
+
+def _other_threads(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
+    """Return the times of the threads of this process and of its children, without the one that asks."""
+    return {thread: times for thread, times in threads_of(pid, phase).items() if thread != threading.get_native_id()}
+
+
+def _is_held(frame: FrameType | None) -> bool:
+    """Return whether a thread that has come to this frame waits in a debugger."""
+    while frame is not None:
+        if Path(frame.f_code.co_filename).name in _DEBUGGERS:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,46 @@
+"""Ask a rank that hangs what its threads are doing, before it is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from typing import Final
+
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_tail
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.cpu_times import children_of
+from trainkit.run.process.worker_group import WorkerGroup
+
+__all__ = ["stacks_of"]
+
+_ANSWER_S: Final = 0.3
+_SIZE: Final = 1 << 16
+
+
+def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None) -> str:
+    """Return the stacks of a rank's threads, and of the processes that read samples for it; empty where it cannot tell.
+
+    The other ranks of the group write theirs as well, into their files. A process that is stopped cannot tell. A
+    process of the user's own that knows no SIGUSR2 ends by it, a moment before it is ended with its rank.
+
+    Args:
+        group: the ranks.
+        folder: where they write.
+        rank: the one that hangs.
+        pid: its process; None where it is not known.
+    """
+    if not hasattr(signal, "SIGUSR2"):
+        return ""
+    group.signal(signal.SIGUSR2)
+    for child in children_of(pid):
+        with contextlib.suppress(OSError):
+            os.kill(child, signal.SIGUSR2)
+    time.sleep(_ANSWER_S)
+    try:
+        stacks = read_tail(folder.stacks_of(rank), _SIZE)[0].decode(errors="replace").strip()
+    except UnreadableError:
+        return ""
+    return f"What its threads were doing:\n{stacks}" if stacks else ""

@@ -1,0 +1,1 @@
+"""What a run is before it starts: plan, components, memory, and notes for the user."""

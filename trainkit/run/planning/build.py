@@ -1,0 +1,192 @@
+"""From a config's nodes to objects: the parts of a training, before anything is placed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.callbacks.metrics_file import MetricsFile
+from trainkit.callbacks.screen import FinalSummary, StartupSummary
+from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import build
+from trainkit.data.folds import folded
+from trainkit.data.splits import build_splits
+from trainkit.errors import ConfigError, Problem, TrainkitError
+from trainkit.numerics.deferred import build_deferred
+from trainkit.numerics.generators import Untouched, seed_host
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.schedules import Schedule
+from trainkit.objectives.base import Objective
+from trainkit.strategies.base import LossWeighting, Numerics, Strategy
+from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
+from trainkit.trainer.events import Callback
+
+__all__ = [
+    "Components",
+    "build_callbacks",
+    "build_components",
+    "build_model",
+    "make_optimizer",
+    "model_transforms_of",
+    "numerics_of",
+    "transformed_model",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """What a training is made of."""
+
+    strategy: Strategy
+    precision: Precision
+    schedule: Schedule
+    objective: Objective
+    datasets: Mapping[str, Any]
+    """Split -> dataset; `train` is always there."""
+    numerics: Numerics
+
+    @cached_property
+    def sample(self) -> Any:
+        """Any one sample of the training data; None where it has no places."""
+        train = self.datasets["train"]
+        if not hasattr(train, "__getitem__"):
+            return None
+        with Untouched(seed=0):
+            return train[0]
+
+    @property
+    def weighing(self) -> LossWeighting:
+        """How the loss is normalised, from any one sample."""
+        per_sample = self.objective.weight_per_sample(self.sample)
+        return LossWeighting(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
+
+
+def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Components:
+    """Build everything but the model, the optimizer and the callbacks.
+
+    Args:
+        cfg: a checked config.
+        splits: its datasets, where they were built already.
+
+    Raises:
+        ConfigError: a target cannot be built.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    return Components(
+        strategy=build(cfg.strategy, "strategy"),
+        precision=build(cfg.precision, "precision"),
+        schedule=build(cfg.schedule, "schedule"),
+        objective=build(cfg.objective, "objective"),
+        datasets=folded(build_splits(cfg.data), cfg.cv) if splits is None else splits,
+        numerics=numerics_of(cfg),
+    )
+
+
+def numerics_of(cfg: RunConfig) -> Numerics:
+    """The numbers settings as a strategy takes them."""
+    return Numerics(
+        seed=cfg.seed,
+        reproducible=cfg.numerics.reproducible,
+        lanes=cfg.numerics.lanes,
+        on_nonfinite=cfg.numerics.on_nonfinite,
+    )
+
+
+def model_transforms_of(cfg: RunConfig) -> ModelTransforms:
+    """What of the model is recomputed, and what compiled."""
+    return ModelTransforms(
+        recompute=cfg.activation_checkpointing, compile_mode=cfg.compile.mode, backend=cfg.compile.backend
+    )
+
+
+def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
+    """Build the model on the CPU, its initial weights drawn from the run's seed alone.
+
+    Args:
+        cfg: a checked config.
+        deferred: build it without its numbers, for a strategy that makes those it needs
+            (`trainkit.numerics.deferred.initial_values`); with them, where its constructor does not allow that.
+
+    Raises:
+        ConfigError: the target is no model.
+    """
+    with Untouched(seed=cfg.seed):
+        model = _deferred(cfg) if deferred else None
+        if model is None:
+            seed_host(cfg.seed)
+            model = build(cfg.model, "model")
+    if not isinstance(model, nn.Module):
+        rule = f"gives a {type(model).__name__}, not a torch.nn.Module."
+        raise ConfigError([Problem(key="model._target_", value=cfg.model.get("_target_"), rule=rule)])
+    return model
+
+
+def transformed_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
+    """The model as `Strategy.place` takes it: forward passes that are recomputed or compiled are in place."""
+    model = build_model(cfg, deferred=strategy.defers)
+    apply_transforms(model, model_transforms_of(cfg), compiles=strategy.compiles)
+    return model
+
+
+def _deferred(cfg: RunConfig) -> nn.Module | None:
+    torch.default_generator.manual_seed(cfg.seed)
+    try:
+        return build_deferred(lambda: build(cfg.model, "model"))
+    except TrainkitError:
+        raise
+    except Exception:  # noqa: BLE001 - a constructor that wants its numbers may fail in any way
+        return None
+
+
+def build_callbacks(cfg: RunConfig) -> list[Callback]:
+    """What looks on at every run, around the callbacks and loggers that the config names, in its order."""
+    groups = {"callbacks": cfg.callbacks, "logger": cfg.logger}
+    chosen = [build(node, place) for place, nodes in groups.items() for node in nodes.values()]
+    callbacks = [StartupSummary(), MetricsFile(), *chosen, FinalSummary()]
+    return [one for one in callbacks if not (cfg.quiet and one.prints)]
+
+
+def make_optimizer(
+    cfg: RunConfig, model: nn.Module, **replaced: Any
+) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
+    """How a strategy builds the optimizer, once it knows the parameters to update.
+
+    `optimizer.groups` names groups of parameters by `match`, globs on canonical names (`*.bias`) or on the class of the
+    module that owns the parameter (`type:*Norm*`); the first group that matches has it, with the other keys of the
+    group as its settings. `replaced` are settings to use instead of the config's.
+    """
+    node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
+    groups = cfg.optimizer.get("groups") or {}
+    owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+
+    def make(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+        if not params:
+            raise ConfigError([Problem(key="model", rule="has no parameter to train.")])
+        chosen: dict[str | None, list[nn.Parameter]] = {None: [], **{name: [] for name in groups}}
+        for name, param in params.items():
+            chosen[_group_of(name, owners[name], groups)].append(param)
+        settings: dict[str | None, dict[str, Any]] = {None: {}}
+        settings.update({name: {k: v for k, v in group.items() if k != "match"} for name, group in groups.items()})
+        filled = [{"params": members, **settings[name]} for name, members in chosen.items() if members]
+        optimizer: torch.optim.Optimizer = build(node, "optimizer", params=filled)
+        return optimizer
+
+    return make
+
+
+def _group_of(name: str, owner: str, groups: Mapping[str, Mapping[str, Any]]) -> str | None:
+    matching = (group for group, settings in groups.items() if _matches(name, owner, settings.get("match", ())))
+    return next(matching, None)
+
+
+def _matches(name: str, owner: str, patterns: Sequence[str]) -> bool:
+    return any(
+        fnmatchcase(owner, pattern.removeprefix("type:")) if pattern.startswith("type:") else fnmatchcase(name, pattern)
+        for pattern in patterns
+    )

@@ -1,0 +1,179 @@
+"""Find by running whether a model or an objective draws random numbers or couples the samples of a shard.
+
+A shard is run several times from the same generator states and buffers, each time with other samples in some of its
+places. In the places that keep their samples, the inputs and outputs of the model must keep their bits, and so must
+the gradient of the loss with respect to the outputs, but for rounding. The loss must be a sum over samples: of the
+four shards that two choices of samples for each of two parts make, the losses of opposite pairs have equal sums.
+
+Names of layers are not looked at. What four samples do not show (a router that drops samples only when it is full) is
+not found.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.objectives.base import Objective
+from trainkit.run.planning.passes import MODEL, OBJECTIVE, Pass, Shard, kept_generators
+
+__all__ = ["COUPLES", "DRAWS", "Coupling", "probe"]
+
+DRAWS: Final = "draws random numbers"
+COUPLES: Final = "couples the samples of a shard"
+_KEEPS: Final = "keeps statistics of a shard in its buffers"
+_UNSTEADY: Final = "gives other numbers when it runs again"
+_EITHER: Final = "the model or the objective"
+_ROUNDING: Final = 64.0
+"""Units in the last place that sums over a shard in another order may cost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coupling:
+    """What makes the result of a training depend on the cut of its steps, as far as it is known."""
+
+    found: tuple[tuple[str, str], ...] = ()
+    """(subject, predicate): `("the model", "draws random numbers")`."""
+    not_probed: str | None = None
+    """Why the model was not run, or not to the end; None where it was, or where the objective declares coupling."""
+
+    @property
+    def depends_on_cut(self) -> bool | None:
+        """Whether another cut of the steps is another training; None where that is not known."""
+        return True if self.found else None if self.not_probed else False
+
+    @property
+    def text(self) -> str:
+        """What was found, as a clause.
+
+        Example:
+            >>> Coupling(found=((MODEL, DRAWS), (MODEL, COUPLES))).text
+            'the model draws random numbers and couples the samples of a shard'
+        """
+        subjects = dict.fromkeys(subject for subject, _ in self.found)
+        by_subject = {name: [does for subject, does in self.found if subject == name] for name in subjects}
+        return ", and ".join(f"{subject} {' and '.join(does)}" for subject, does in by_subject.items())
+
+
+def probe(model: nn.Module, objective: Objective, samples: Sequence[Any]) -> Coupling:
+    """Run a model and an objective on variants of one shard, and compare.
+
+    Args:
+        model: a model for the probe alone, on the CPU, in training mode; its parameters are changed.
+        objective: an objective for the probe alone.
+        samples: an even number of samples of equal shapes; the second half replaces the first.
+
+    Returns:
+        What was found. The generators of torch (CPU), `random` and NumPy are as before.
+    """
+    with kept_generators(), warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        _vary_constant_parameters(model)
+        return _findings(Shard(model, objective, samples))
+
+
+def _vary_constant_parameters(model: nn.Module) -> None:
+    """Change parameters whose elements are all alike: a layer that begins as zero would hide what is behind it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.numel() and param.is_floating_point() and bool((param == param.reshape(-1)[0]).all()):
+                noise = torch.rand(param.shape, generator=generator).mul_(0.2).sub_(0.1).to(param.dtype)
+                param.add_(torch.where(param == 0, noise, noise * param))
+
+
+def _findings(shard: Shard) -> Coupling:
+    """Compare the variants of a shard with the shard itself."""
+    base = shard.run()
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in (*base.outputs, base.total)):
+        return Coupling(not_probed="the first outputs or losses are not finite numbers")
+    found = [(who, DRAWS) for who in (MODEL, OBJECTIVE) if who in base.drew]
+    again = shard.run()
+    if not _equal(base.outputs, again.outputs) or not torch.equal(base.total, again.total):
+        return Coupling(found=(*found, (_EITHER, _UNSTEADY)))
+    runs = {replaced: shard.run(replaced) for replaced in _variants(shard.size)}
+    if base.inputs and _equal(base.inputs, runs[frozenset(range(shard.size))].inputs):
+        return Coupling(found=tuple(found), not_probed="the samples that were tried are all alike")
+    # Whether something changes in places that keep their samples.
+    kept = [([place for place in range(shard.size) if place not in replaced], run) for replaced, run in runs.items()]
+    if not all(_equal(base.inputs, run.inputs, places) for places, run in kept):
+        found.append((OBJECTIVE, COUPLES))
+    elif not all(_equal(base.outputs, run.outputs, places) for places, run in kept):
+        found.append((MODEL, COUPLES))
+    elif _buffers_depend_on_cut(shard, base, runs):
+        found.append((MODEL, _KEEPS))
+    if all(does != COUPLES for _, does in found) and (
+        not all(_grads_close(base, run, places) for places, run in kept) or not _is_sum(base, runs)
+    ):
+        found.append((OBJECTIVE if base.outputs else _EITHER, COUPLES))
+    return Coupling(found=tuple(found))
+
+
+def _variants(size: int) -> list[frozenset[int]]:
+    """Return places to replace: each place is replaced while each other is kept; then halves, and all of them.
+
+    Example:
+        >>> [sorted(places) for places in _variants(4)]
+        [[1, 3], [0, 2], [2, 3], [0, 1], [0, 1, 2, 3]]
+    """
+    everywhere = frozenset(range(size))
+    found = []
+    for bit in range((size - 1).bit_length()):
+        chosen = frozenset(place for place in everywhere if place >> bit & 1)
+        found += [chosen, everywhere - chosen]
+    return [*found, everywhere]
+
+
+def _equal(left: Sequence[Tensor], right: Sequence[Tensor], places: Sequence[int] | None = None) -> bool:
+    """Return whether tensors have equal bits, in some places alone."""
+    if len(left) != len(right):
+        return False
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(*((one, other) if places is None else (one[places], other[places]))) for one, other in pairs)
+
+
+def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether two tensors are equal but for rounding in a dtype."""
+    if not one.numel():
+        return True
+    scale = torch.maximum(one.abs().max(), other.abs().max())
+    return not bool(((one - other).abs() > _ROUNDING * torch.finfo(dtype).eps * scale).any())
+
+
+def _grads_close(base: Pass, run: Pass, places: Sequence[int]) -> bool:
+    """Return whether the gradient by the outputs is the same in some places, but for rounding."""
+    pairs = [(one, other) for one, other in zip(base.grads, run.grads, strict=True) if one is not None]
+    return all(other is not None and _close(one[places], other[places], one.dtype) for one, other in pairs)
+
+
+def _is_sum(base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
+    """Return whether the loss of a shard is a sum of what its parts contribute, whatever stands in the other places.
+
+    The gradient by outputs does not show an auxiliary loss that the model computes from what it has inside.
+    """
+    everywhere = max(runs, key=len)
+    for replaced, run in runs.items():
+        if replaced == everywhere:
+            continue
+        totals = [base.total, runs[everywhere].total, run.total, runs[everywhere - replaced].total]
+        rounding = _ROUNDING * torch.finfo(base.total.dtype).eps * float(sum(total.abs() for total in totals))
+        if float((totals[0] + totals[1] - totals[2] - totals[3]).abs()) > rounding:
+            return False
+    return True
+
+
+def _buffers_depend_on_cut(shard: Shard, base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
+    """Return whether buffers depend on the samples, and are not the mean of those that two halves would give."""
+    whole = runs[frozenset(range(shard.size))].buffers
+    moved = [name for name, buffer in base.buffers.items() if not torch.equal(buffer, whole[name])]
+    if not moved or shard.size % 2:
+        return bool(moved)
+    middle = shard.size // 2
+    one, other = (shard.run(places=range(*ends)).buffers for ends in ((0, middle), (middle, shard.size)))
+    means = {name: (one[name] + other[name]) / 2 for name in moved}
+    return not all(_close(base.buffers[name], mean, mean.dtype) for name, mean in means.items())

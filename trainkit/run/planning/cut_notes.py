@@ -1,0 +1,110 @@
+"""Whether the result of a planned training depends on how its steps are cut into shards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import numpy as np
+from torch import Tensor, nn
+
+from trainkit.config.targets.build import build
+from trainkit.data.reading.iterable import Stream
+from trainkit.data.splits import size_of
+from trainkit.run.planning.build import build_model
+from trainkit.run.planning.coupling import COUPLES, Coupling, probe
+from trainkit.run.planning.passes import OBJECTIVE, kept_generators
+from trainkit.run.planning.plan import RunPlan
+
+__all__ = ["coupling_of", "cut_notes"]
+
+_CHEAP: Final = 50_000_000
+"""Parameters up to which train and plan run the model on a few samples."""
+_SHARD: Final = 4
+"""Samples of the shard that is run: enough for two pairs."""
+_LOOKED_AT: Final = 32
+"""Samples among which those of one shape are looked for."""
+
+
+def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
+    """Return what the user should know about another number of replicas; nothing where the cut does not follow it.
+
+    Args:
+        plan: the run.
+        coupling: finds what makes the result depend on the cut; asked where the cut follows the replicas.
+    """
+    if not plan.micro_size_depends_on_replicas or plan.components.strategy.is_another_training:
+        return []
+    found = coupling()
+    if found.depends_on_cut:
+        only = f"only at an equal batch.micro_size (here {plan.batch.micro_size})"
+        return [f"{found.text}: on another number of replicas it is the same training {only}."]
+    return [f"coupling: not probed, {found.not_probed}."] if found.not_probed else []
+
+
+def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
+    """Run the model of a plan on a few samples of its training data, on the CPU, and see what depends on the cut.
+
+    The model and the objective are built anew for it, so that those of the training are left as they are.
+
+    Args:
+        plan: the run.
+        model: perhaps without its numbers: counted, not run.
+        at_any_size: whether a model of more than 50 million parameters is run as well.
+    """
+    if plan.components.objective.couples_samples:
+        return Coupling(found=((OBJECTIVE, COUPLES),))
+    count = sum(param.numel() for param in model.parameters())
+    if count > _CHEAP and not at_any_size:
+        return Coupling(
+            not_probed=f"the model has {count:,} parameters, more than {_CHEAP:,}: trainkit prove probes it"
+        )
+    try:
+        with kept_generators():
+            samples = _samples_of_one_shape(plan.components.datasets["train"])
+        if isinstance(samples, str):
+            return Coupling(not_probed=samples)
+        return probe(build_model(plan.cfg), build(plan.cfg.objective), samples)
+    except Exception as error:  # noqa: BLE001 - a user's model may fail in any way here, and says so again in training
+        reason = str(error).partition("\n")[0]
+        return Coupling(not_probed=f"a pass on the CPU failed ({type(error).__name__}: {reason[:200]})")
+
+
+def _samples_of_one_shape(dataset: Any) -> list[Any] | str:
+    """Return an even number of samples whose shapes are equal, or why there are none."""
+    if not hasattr(dataset, "__getitem__"):
+        return f"the samples of {type(dataset).__name__} have no places"
+    by_shape: dict[Any, list[Any]] = {}
+    for sample in _some(dataset):
+        alike = by_shape.setdefault(_shape(sample), [])
+        alike.append(sample)
+        if len(alike) == 2 * _SHARD:
+            return alike
+    most = max(by_shape.values(), key=len, default=[])
+    if len(most) < 4:
+        return f"there are not 4 samples of one shape among the first {sum(map(len, by_shape.values()))}"
+    return most[: len(most) // 4 * 4]
+
+
+def _some(dataset: Any) -> Iterator[Any]:
+    """Samples from all over the dataset, since neighbours may be alike; of a stream the first."""
+    if isinstance(dataset, Stream):
+        yield from itertools.islice(dataset.items(0), _LOOKED_AT)
+        return
+    size = size_of(dataset)
+    count = min(size, _LOOKED_AT)
+    # In bit-reversed order: the first 8 are far from each other too.
+    order = sorted(range(count), key=lambda place: f"{place:05b}"[::-1])
+    yield from (dataset[place * size // count] for place in order)
+
+
+def _shape(value: Any) -> Any:
+    """What two samples have in common that can stand in one batch."""
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list):
+        return tuple(map(_shape, value))
+    if isinstance(value, dict):
+        return tuple((key, _shape(part)) for key, part in value.items())
+    return type(value)

@@ -1,0 +1,292 @@
+"""The plan of a run: everything that is decided before a device is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import Numerics, RunConfig
+from trainkit.config.targets.build import build, resolve_target
+from trainkit.data.splits import size_of
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
+from trainkit.numerics.learning_rate import LearningRate, scale_lr
+from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.planning.build import Components, build_components
+from trainkit.strategies.base import PlanContext
+
+__all__ = ["RunPlan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """A run, decided."""
+
+    cfg: RunConfig
+    """The config with everything that was auto resolved: what `resolved.yaml` holds."""
+    components: Components
+    """What it is made of."""
+    tasks: tuple[Task, ...]
+    """The processes it needs."""
+    num_replicas: int
+    """Replicas that get their own shards."""
+    batch: BatchPlan
+    """How steps are cut."""
+    num_steps: int
+    """Steps of the whole training."""
+    rate: LearningRate
+    """The learning rate of every step."""
+    facts: PlanContext = field(default_factory=PlanContext)
+    """What the strategy was judged by."""
+    engine: ProcessBackend | None = None
+    """What starts the processes, where this machine does not."""
+    micro_size_depends_on_replicas: bool = False
+    """Whether the cut of a step follows the number of replicas, because the config leaves it open."""
+
+    @property
+    def last_step(self) -> int:
+        """Updates after which this start of the run ends."""
+        asked = self.cfg.stop_at_step
+        return self.num_steps if asked is None else min(self.num_steps, self.components.strategy.settles_at(asked))
+
+    @property
+    def auxiliary_ranks(self) -> tuple[int, ...]:
+        """Ranks that do not run the engine's loop."""
+        trains = self.components.strategy.trains
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or not trains(task))
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether a task evaluates checkpoints beside the training."""
+        return any(task.is_evaluator for task in self.tasks)
+
+    @property
+    def replaceable(self) -> tuple[int, ...]:
+        """Ranks that are started again alone when they die."""
+        replaces = self.components.strategy.replaces
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or replaces(task))
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Samples of a forward pass of evaluation."""
+        return self.cfg.eval.batch_size or max(self.batch.micro_size, 256)
+
+    def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
+        """The plan with what its strategy leaves to be decided by the model.
+
+        Args:
+            build: gives the model, perhaps without its numbers; asked for where something is left open.
+        """
+        strategy = self.components.strategy.decided(build, self.facts)
+        return replace(self, components=replace(self.components, strategy=strategy))
+
+    def summary(self, num_params: int) -> dict[str, str]:
+        """Effective values for a person, label -> text."""
+        full, batch, cfg = self.batch.num_shards(0), self.batch, self.cfg
+        factors = f"{full} shards of at most {batch.micro_size}" if full > 1 else "1 shard"
+        peak = f"{self.rate.peak:g}"
+        if self.rate.peak != self.rate.base:
+            scaling = cfg.lr_scaling
+            peak += f" ({self.rate.base:g} at {scaling.reference_batch}, {scaling.rule} rule)"
+        devices = sorted({task.device.partition(":")[0] for task in self.tasks})
+        warmup = f"{self.rate.warmup_steps} steps from {self.rate.start:g}" if self.rate.warmup_steps else "none"
+        rows = {
+            "recipe": cfg.recipe,
+            "strategy": cfg.strategy["_target_"].rpartition(".")[2],
+            "tasks": _told(self.tasks),
+            "replicas": f"{self.num_replicas} on {', '.join(devices)}",
+            "samples": f"{batch.num_samples:,} for training",
+            "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
+            "steps": f"{self.num_steps:,} ({batch.steps_per_epoch:,} an epoch)",
+            "learning rate": peak,
+            "warmup": warmup,
+            "schedule": cfg.schedule["_target_"].rpartition(".")[2],
+            "precision": self.components.precision.value,
+            "parameters": f"{num_params:,}",
+            "recomputed": _recomputed(cfg.activation_checkpointing),
+            "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
+            "not finite": _told_of_skips(cfg.numerics),
+            "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
+        }
+        return {label: text for label, text in rows.items() if text}
+
+
+def _told(tasks: Sequence[Task]) -> str | None:
+    """How many of each role there are, where not all do the same."""
+    counts = Counter(task.role for task in tasks)
+    return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
+
+
+def _told_of_skips(numerics: Numerics) -> str | None:
+    """Return what becomes of a step that is not finite, where the run does not end with it."""
+    if numerics.on_nonfinite == "skip":
+        share = f"{numerics.max_skipped_share * 100:g} %"
+        return f"left out, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
+    return "trained again from the last checkpoint" if numerics.on_nonfinite == "rollback" else None
+
+
+def make_plan(
+    cfg: RunConfig,
+    *,
+    num_gpus: int | None = None,
+    launch: LaunchEnvironment | None = None,
+    splits: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """Decide everything about a run; starts no process and needs no GPU.
+
+    Args:
+        cfg: a checked config.
+        num_gpus: CUDA devices to plan for; None: those of this host.
+        launch: the processes that something else started for this run.
+        splits: the datasets, where they were built already.
+
+    Raises:
+        ConfigError: what is wrong with this combination, all at once.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
+    engine = cluster if isinstance(cluster, ProcessBackend) else None
+    gpus = _num_gpus(engine) if num_gpus is None else num_gpus
+    parts = build_components(cfg, splits)
+    facts = PlanContext(
+        numerics=parts.numerics,
+        num_gpus=gpus,
+        precision=parts.precision.value,
+        optimizer=_class_of(cfg.optimizer),
+        objective=parts.objective,
+        sample=parts.sample,
+        launch=launch,
+    )
+    problems = parts.strategy.problems(facts)
+    if not problems:
+        problems += [*_elastic_problems(cfg, parts, facts, engine), *_evaluator_problems(cfg, parts, facts)]
+    if problems:
+        raise ConfigError(problems)
+    replicas = parts.strategy.num_replicas(facts)
+    sizes = _sizes(cfg, replicas, parts.strategy.shards_a_replica)
+    num_samples = size_of(parts.datasets["train"])
+    batch = BatchPlan(
+        num_samples=num_samples,
+        global_size=sizes.global_size,
+        micro_size=sizes.micro_size,
+        drop_last=cfg.batch.drop_last,
+    )
+    if batch.steps_per_epoch == 0:
+        rule = f"larger than the {num_samples} training samples, and batch.drop_last leaves the short batch out."
+        raise ConfigError([Problem(key="batch.global_size", value=sizes.global_size, rule=rule)])
+    num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
+    resolved = replace(
+        cfg, batch=replace(cfg.batch, global_size=sizes.global_size, micro_size=sizes.micro_size, accumulation=None)
+    )
+    if engine is not None:
+        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": gpus})  # a worker sees no more than its own
+    return RunPlan(
+        cfg=resolved,
+        components=parts,
+        tasks=parts.strategy.tasks(facts),
+        facts=replace(facts, micro_size=sizes.micro_size),
+        engine=engine,
+        num_replicas=replicas,
+        batch=batch,
+        num_steps=num_steps,
+        rate=_rate(cfg, parts, batch, num_steps),
+        micro_size_depends_on_replicas=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
+    )
+
+
+def _class_of(node: Mapping[str, Any]) -> type | None:
+    """What a node builds; None where that is a function's to say."""
+    target = resolve_target(node["_target_"])
+    return target if isinstance(target, type) else None
+
+
+def _num_gpus(engine: ProcessBackend | None) -> int:
+    return torch.cuda.device_count() if engine is None or engine.num_gpus == "auto" else engine.num_gpus
+
+
+def _elastic_problems(
+    cfg: RunConfig, parts: Components, facts: PlanContext, engine: ProcessBackend | None
+) -> list[Problem]:
+    fewest = cfg.elastic.min_replicas
+    count = len(parts.strategy.tasks(facts))
+    if fewest is None or count == 1:  # that one process makes no use of it was told by the check
+        return []
+    if facts.launch is not None:
+        rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
+    elif engine is not None and not engine.elastic:
+        rule = f"has no effect: {engine.name} starts all processes or none."
+    elif not parts.strategy.elastic:
+        rule = "has no effect: this strategy goes on with all its processes or not at all."
+    elif fewest > count:
+        rule = f"more than the {count} replicas of this run. Use {count} or fewer."
+    else:
+        return []
+    return [Problem(key="elastic.min_replicas", value=fewest, rule=rule)]
+
+
+def _evaluator_problems(cfg: RunConfig, parts: Components, facts: PlanContext) -> list[Problem]:
+    if not any(task.is_evaluator for task in parts.strategy.tasks(facts)):
+        return []
+    key = "strategy.evaluator" if facts.launch is None else "cluster.evaluator"
+    problems = []
+    if "val" not in parts.datasets:
+        problems.append(Problem(key=key, rule="has no validation split to evaluate on: the data has none."))
+    for name, node in cfg.callbacks.items():
+        if getattr(_class_of(node), "decides_by_figures", False):
+            rule = (
+                f"goes by evaluations during the training, which {key} leaves to a process of its own. Leave one out."
+            )
+            problems.append(Problem(key=f"callbacks.{name}", rule=rule))
+    return problems
+
+
+def _sizes(cfg: RunConfig, replicas: int, shards_a_replica: int) -> BatchSizes:
+    sizes = resolve_batch(
+        global_size=cfg.batch.global_size,
+        micro_size=cfg.batch.micro_size,
+        accumulation=cfg.batch.accumulation,
+        num_replicas=replicas,
+        lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
+        shards_a_replica=shards_a_replica,
+    )
+    if isinstance(sizes, list):
+        raise ConfigError(sizes)
+    return sizes
+
+
+def _rate(cfg: RunConfig, parts: Components, batch: BatchPlan, num_steps: int) -> LearningRate:
+    base = float(cfg.optimizer["lr"])
+    peak = scale_lr(
+        base,
+        global_size=batch.global_size,
+        reference_size=cfg.lr_scaling.reference_batch,
+        rule=cfg.lr_scaling.rule,
+    )
+    epochs = cfg.warmup.epochs
+    warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
+    if warmup > num_steps:
+        key, value = ("warmup.steps", cfg.warmup.steps) if epochs is None else ("warmup.epochs", epochs)
+        rule = f"{warmup} steps of warmup, and the training has {num_steps}. Use {num_steps} or fewer."
+        raise ConfigError([Problem(key=key, value=value, rule=rule)])
+    start = base if cfg.warmup.start == "base" else 0.0
+    return LearningRate(
+        base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=parts.schedule
+    )
+
+
+def _recomputed(asked: str | int | Sequence[str]) -> str | None:
+    if asked == "none":
+        return None
+    words = "every block" if isinstance(asked, str) else f"one block in {asked}"
+    return words if isinstance(asked, str | int) else f"each {', '.join(asked)}"
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -1,0 +1,56 @@
+"""Planning every point of a sweep before the first one runs: what only a plan can tell is told at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from trainkit.config.composition import Composition
+from trainkit.data.folds import folded
+from trainkit.data.splits import build_splits
+from trainkit.errors import ConfigError, Problem
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.plan import make_plan
+
+__all__ = ["plan_all_points"]
+
+
+def plan_all_points(compositions: Iterable[Composition], *, num_gpus: int | None = None) -> list[int]:
+    """Plan them all, and start none.
+
+    A point that continues another run is left out: what it has left auto is that run's to say. A dataset is read once
+    for all points in a row that have it.
+
+    Args:
+        compositions: checked ones.
+        num_gpus: GPUs that each will have on the machine where it runs; None: those of this one.
+
+    Returns:
+        The steps of each one's training; 0 of one that continues another run.
+
+    Raises:
+        ConfigError: every problem of every plan.
+        DataError: a dataset is absent, damaged or empty.
+    """
+    problems: dict[str, Problem] = {}
+    known: str | None = None
+    splits: Mapping[str, Any] = {}
+    lengths = []
+    for composition in compositions:
+        cfg = composition.cfg
+        lengths.append(0)
+        if cfg.resume is not None:
+            continue
+        try:
+            if known != (node := json.dumps(cfg.data, default=str)):
+                splits, known = build_splits(cfg.data), node
+            plan = make_plan(cfg, num_gpus=num_gpus, splits=folded(splits, cfg.cv))
+            lengths[-1] = plan.num_steps
+            model_notes(plan, meta_model(plan))
+        except ConfigError as error:
+            problems |= {str(problem): problem for problem in composition.with_origins(error).problems}
+    if problems:
+        raise ConfigError(problems.values())
+    return lengths

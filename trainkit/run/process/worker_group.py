@@ -1,0 +1,245 @@
+"""The worker processes of one attempt: started together, watched by a thread each, ended together."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Protocol, Self
+
+from trainkit.cluster.process_id import ProcessId
+from trainkit.reading import open_regular
+from trainkit.report.train_log import unrecorded
+from trainkit.run.process import parent_death_pipe as lifeline
+from trainkit.run.process.signals import stop_signals
+
+__all__ = ["Process", "ProcessExit", "WorkerGroup"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessExit:
+    """A worker has ended."""
+
+    attempt: int
+    rank: int
+    code: int
+    """Its exit code; -9 where signal 9 ended it."""
+
+
+class Process(Protocol):
+    """A worker that was started, however."""
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+
+    @property
+    def mark(self) -> ProcessId | None:
+        """Its pid and start time; None where they are not known yet."""
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, and its children none; nothing where it has ended."""
+
+    def kill(self) -> None:
+        """End it and all its children now."""
+
+    def join(self) -> None:
+        """Wait until it has ended, and has been reported."""
+
+
+class WorkerGroup:
+    """Owns processes; whatever happens, leaving its block ends them and everything they started.
+
+    Each worker leads a session and process group of its own: a Ctrl-C at the terminal reaches the supervisor alone.
+    """
+
+    def __init__(self, attempt: int, report: Callable[[ProcessExit], None], *, pass_fds: Sequence[int] = ()) -> None:
+        self._attempt = attempt
+        self._report = report
+        self._pass_fds = tuple(pass_fds)
+        self._workers: dict[int, Process] = {}
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path | None,
+        *,
+        cwd: Path | None = None,
+    ) -> None:
+        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+        reader, writer = os.pipe()
+        try:
+            with contextlib.ExitStack() as stack:
+                output: IO[bytes] | int | None = None if _prints_to_the_terminal() else subprocess.PIPE
+                if log is not None:
+                    output = stack.enter_context(_opened(log))
+                stack.enter_context(_signals_blocked())
+                process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                    command,
+                    cwd=cwd,
+                    env={**environ, lifeline.VARIABLE: str(reader)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output is not None else None,
+                    pass_fds=(reader, *self._pass_fds) if os.name == "posix" else (),
+                    start_new_session=True,
+                )
+                lifeline.arm_kill_on_parent_death(reader, process.pid)
+                worker = self._workers[rank] = _Worker(process, writer)
+        except BaseException:
+            os.close(writer)
+            raise
+        finally:
+            os.close(reader)
+        worker.watch(lambda code: self._report_exit(rank, code))
+
+    def _report_exit(self, rank: int, code: int) -> None:
+        self._report(ProcessExit(attempt=self._attempt, rank=rank, code=code))
+
+    @property
+    def running(self) -> list[int]:
+        """The ranks that have not ended."""
+        return [rank for rank, worker in self._workers.items() if worker.running]
+
+    @property
+    def marks(self) -> dict[int, ProcessId]:
+        """Pid and start time of the workers, by rank, also of those that have ended."""
+        return {rank: mark for rank, worker in self._workers.items() if (mark := worker.mark) is not None}
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to every worker that runs, not to its children."""
+        for worker in self._workers.values():
+            worker.signal(number)
+
+    def end(self, rank: int) -> None:
+        """End one worker and all its children now, and wait until they are gone."""
+        self._workers[rank].kill()
+        self._workers[rank].join()
+
+    def kill(self) -> None:
+        """End every worker and all its children now, and wait until they are gone."""
+        for worker in self._workers.values():
+            worker.kill()
+        self.join()
+
+    def join(self) -> None:
+        """Wait until every worker has ended, and has been reported."""
+        for worker in self._workers.values():
+            worker.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.kill()
+
+
+class _Worker:
+    def __init__(self, process: subprocess.Popen[bytes], lifeline_writer: int) -> None:
+        self._process = process
+        self.mark = ProcessId.of(process.pid)
+        self._writer = lifeline_writer
+        self._lock = threading.Lock()  # between a signal and the reaping: a reaped pid may be anybody's
+        self._reaped = False
+        self._thread: threading.Thread | None = None
+        self._pump: threading.Thread | None = None
+        if process.stdout is not None:
+            self._pump = threading.Thread(
+                target=_relay_output, args=(process.stdout,), name="worker output", daemon=True
+            )
+            self._pump.start()
+
+    @property
+    def running(self) -> bool:
+        return not self._reaped
+
+    def watch(self, report: Callable[[int], None]) -> None:
+        """Report the exit code once the process has ended, from a thread that sleeps until then."""
+        self._thread = threading.Thread(target=self._wait, args=(report,), name="worker exit", daemon=True)
+        self._thread.start()
+
+    def _wait(self, report: Callable[[int], None]) -> None:
+        if hasattr(os, "waitid"):  # ended, but not reaped: its number still names its group
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        else:
+            self._process.wait()
+        with self._lock:
+            self._kill_group()  # children it left behind
+            code = self._process.wait()
+            self._reaped = True
+        os.close(self._writer)
+        report(code)
+
+    def signal(self, number: signal.Signals) -> None:
+        with self._lock:
+            if not self._reaped:  # not send_signal of Popen, which may reap
+                os.kill(self._process.pid, number)
+
+    def kill(self) -> None:
+        with self._lock:
+            if not self._reaped:
+                self._kill_group()
+
+    def _kill_group(self) -> None:
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: a group of zombies
+                os.killpg(self._process.pid, signal.SIGKILL)
+        else:
+            self._process.kill()
+
+    def join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if self._pump is not None:
+            self._pump.join(timeout=1.0)  # a grandchild in a session of its own may keep it open
+
+
+def _prints_to_the_terminal() -> bool:
+    """Whether print() here and descriptor 1 of a child end in the same place: not in a notebook."""
+    try:
+        return sys.stdout.fileno() == 1
+    except (OSError, AttributeError, ValueError):
+        return False
+
+
+def _relay_output(source: IO[bytes]) -> None:
+    """Print here what a child prints, as it comes."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    with source:
+        while content := os.read(source.fileno(), 1 << 16):
+            shown = unrecorded(sys.stdout)  # the child records what it prints itself
+            shown.write(decoder.decode(content))
+            shown.flush()
+
+
+@contextlib.contextmanager
+def _opened(log: Path) -> Iterator[IO[bytes]]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # The server that the jobs of a sweep are forks of writes to the null device, which is no regular file.
+    with log.open("ab") if log == Path(os.devnull) else open_regular(log, "ab") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Start a process with stop signals blocked: they wait until its `StopFlag` is there to take them."""
+    if sys.platform == "win32":
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, list(stop_signals()))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,1 @@
+"""Processes that another program has started: how they meet, agree, join late and end together."""

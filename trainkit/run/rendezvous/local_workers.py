@@ -1,0 +1,152 @@
+"""The ranks of one process of a launch, where that process stands for a host and takes all its devices.
+
+TF_CONFIG and a cluster spec name a task a host. Such a task starts a worker a device and watches them; nobody starts
+them again: a failure ends this task, and with it the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.tasks import Task
+from trainkit.config.secrets.secrets import VARIABLE as SECRETS
+from trainkit.errors import TrainkitError
+from trainkit.run.folder import fencing_token as fence
+from trainkit.run.folder.metadata import num_cores, worker_environ
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.process_evidence import ProcessEvidence
+from trainkit.run.hang_detection.stacks import stacks_of
+from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.process.signals import Reason, StopFlag, signal_of, stop_error
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.process.worker_groups import ENTRY, worker_group_factory
+from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
+
+__all__ = ["VARIABLE", "LocalWorkerGroup", "launch_environment_from"]
+
+VARIABLE: Final = "TRAINKIT_LAUNCH"
+"""The environment variable that hands a worker the launch it belongs to, so that it plans what the others plan."""
+_GRACE_S: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalWorkerGroup:
+    """Workers of this host to run."""
+
+    launch: LaunchEnvironment
+    tasks: tuple[Task, ...]
+    """Those of this host, with their devices."""
+    num_ranks: int
+    """Ranks of the run, over all hosts."""
+    store: tuple[str, int]
+    prefix: str
+    token: str
+    """Of the fence."""
+    secrets: Mapping[str, Any]
+    limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
+    """How long a rank may make no progress."""
+
+    def run(self, folder: RunFolder) -> dict[str, Any] | None:
+        """Start the workers and watch them to the end; Ctrl-C, SIGTERM and SIGHUP are passed on.
+
+        Returns:
+            The content of result.json.
+
+        Raises:
+            TrainkitError: the failure that came first on this host.
+        """
+        events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
+        command = [*ENTRY, str(folder.resolved)]
+        folder.open_live()
+        with (
+            worker_group_factory(command, self.tasks) as groups,
+            StopFlag(events.put) as stop,
+            groups(self.launch.attempt, events.put) as group,
+        ):
+            for task in self.tasks:
+                group.start(task.rank, command, self._environ(task), folder.log_of(task.rank) if task.rank else None)
+            evidence = ProcessEvidence(folder, lambda: group.marks)
+            failed = self._watch(group, events, folder, stop, evidence)
+            if isinstance(failed, Failure):
+                raise failed.error()
+            if failed:
+                failure = root_cause(folder, failed, group.running, evidence)
+                if stop.requested and not failure.is_permanent:
+                    raise stop_error(stop.requested, str(failure.error()))
+                lost = failure.report is not None and failure.report.is_secondary
+                raise failure.error() from (ConnectionError("a rank of another host is gone") if lost else None)
+        return folder.read_result()
+
+    def _watch(
+        self,
+        group: WorkerGroup,
+        events: queue.SimpleQueue[ProcessExit | Reason],
+        folder: RunFolder,
+        stop: StopFlag,
+        evidence: ProcessEvidence,
+    ) -> list[ProcessExit] | Failure:
+        """Wait for all to end; the failures, as soon as there is one and the others have had a moment, or a hang."""
+        failed: list[ProcessExit] = []
+        deadline = None
+        watch = Watch(self.limits, folder, sees_all=len(self.tasks) == self.num_ranks, pid_of=evidence.pid)
+        while group.running and (deadline is None or time.monotonic() < deadline):
+            try:
+                event = events.get(timeout=min(0.2, watch.interval_s))
+            except queue.Empty:
+                overdue = None if failed else watch.look(group.running)
+                if overdue is None:
+                    continue
+                failure = hanging(folder, overdue, group.running, evidence)
+                return replace(failure, detail=stacks_of(group, folder, failure.rank, evidence.pid(failure.rank)))
+            if not isinstance(event, ProcessExit):
+                group.signal(signal_of(event))
+            elif not is_clean(folder, event, stopping=stop.requested is not None):
+                failed.append(event)
+                deadline = deadline or time.monotonic() + _GRACE_S
+        while not events.empty():
+            event = events.get()
+            if isinstance(event, ProcessExit) and not is_clean(folder, event, stopping=stop.requested is not None):
+                failed.append(event)
+        return failed
+
+    def _environ(self, task: Task) -> dict[str, str]:
+        identity = Identity(
+            task=task,
+            num_ranks=self.num_ranks,
+            store=self.store,
+            prefix=self.prefix,
+            attempt=self.launch.attempt,
+        )
+        threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
+        handed = {VARIABLE: json.dumps(asdict(self.launch)), fence.VARIABLE: self.token}
+        secrets = {SECRETS: json.dumps(dict(self.secrets))} if self.secrets else {}
+        return {**worker_environ({**threads, **os.environ}, identity), **handed, **secrets}
+
+
+def launch_environment_from(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """The launch of a worker's host; None where no launch started it.
+
+    Raises:
+        TrainkitError: the variable holds none.
+    """
+    text = environ.get(VARIABLE, "")
+    if not text:
+        return None
+    try:
+        values = json.loads(text)
+        tasks = tuple(Task(**task) for task in values.pop("tasks"))
+        host, port = values.pop("store")
+        return LaunchEnvironment(
+            **{**values, "tasks": tasks, "store": (host, port), "addresses": tuple(values["addresses"])}
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise TrainkitError(f"{VARIABLE} holds no launch: {error}") from error

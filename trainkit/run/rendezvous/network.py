@@ -1,0 +1,72 @@
+"""Which address and network interface reach the other hosts of a launch."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import sys
+from typing import Final
+
+from trainkit.cluster.address import is_loopback
+from trainkit.cluster.launch import LaunchEnvironment
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["interface_of", "own_address", "reachable", "socket_environ"]
+
+_SIOCGIFADDR: Final = 0x8915  # of Linux; Python has no name for it
+_ANYWHERE: Final = "192.0.2.1"
+"""An address of the documentation's range (RFC 5737): no packet is sent to it."""
+
+
+def reachable(host: str, port: int, *, timeout_s: float = 1.0) -> bool:
+    """Whether something answers at an address."""
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s):
+            return True
+    except OSError:
+        return False
+
+
+def own_address(towards: str = _ANYWHERE) -> str | None:
+    """The address that this host has in the network that reaches another; None where there is no way to it.
+
+    A datagram socket is connected, which looks the way up and sends nothing.
+    """
+    with contextlib.suppress(OSError):
+        family, kind, protocol, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            found: str = probe.getsockname()[0]
+            return found
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an IPv4 address; None where none does, and elsewhere than on Linux."""
+    if sys.platform != "linux":
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # one without an address
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def socket_environ(launch: LaunchEnvironment) -> dict[str, str]:
+    """What gloo needs to be told: loopback on one host, else the interface that reaches the store."""
+    if sys.platform == "win32":
+        return {}
+    if launch.num_hosts == 1 or is_loopback(launch.store[0]):
+        name: str | None = "lo0" if sys.platform == "darwin" else "lo"
+    else:
+        own = own_address(launch.store[0])
+        if own is not None and is_loopback(own):  # the store is here, under a name that means this host
+            own = own_address()
+        name = None if own is None else interface_of(own)
+    return {} if name is None else {"GLOO_SOCKET_IFNAME": name}

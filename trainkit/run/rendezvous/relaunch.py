@@ -1,0 +1,123 @@
+"""What a launch continues: the folder it made before its launcher started it again, or what `resume` says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import Kind, expect_maps, parse_json
+from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.config.identity import fingerprint
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
+from trainkit.reading import read_map
+from trainkit.run.backends.attempt import failure_in
+from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
+from trainkit.run.rendezvous.barrier import ProcessBarrier
+from trainkit.run.rendezvous.external_restarts import record_relaunch
+from trainkit.run.resume import Start, adopt, find_start
+
+__all__ = ["ENDED", "clear_run_folder", "note_restart_of", "record_run_folder", "resume_point_of_launch"]
+
+_KEY: Final = "folder"
+_RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
+"""What a group leaves of the exceptions that ended it."""
+ENDED: Final = ("finished", "stopped")
+"""Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
+
+
+def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, meeting: ProcessBarrier) -> Start:
+    """Work out where the launch begins; for its rank 0.
+
+    A launcher that starts its processes again gives them the command they had, and means them to go on. The folder of
+    the launch is found by the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
+
+    Args:
+        cfg: the checked config.
+        run_dir: the run folder that the user named.
+        meeting: the processes that take part.
+
+    Raises:
+        ConfigError: what `resume` asks for does not exist, or is another training.
+    """
+    launch = meeting.launch
+    for path in (meeting.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
+        start = None if path is None else _continued(cfg, Path(path))
+        if start is not None:
+            return start
+    return find_start(cfg, run_dir)
+
+
+def record_run_folder(cfg: RunConfig, folder: RunFolder, meeting: ProcessBarrier) -> None:
+    """Keep the folder for the next start of this launch."""
+    path = str(folder.path.absolute())
+    meeting.store_for_relaunch(_KEY, path)
+    if meeting.launch.name:
+        record = _record(cfg, meeting.launch)
+        record.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomically(record, {"launch": meeting.launch.name, "folder": path})
+
+
+def clear_run_folder(cfg: RunConfig, folder: RunFolder, meeting: ProcessBarrier) -> None:
+    """Delete the record of a launch that has ended, which is not started again; one of another folder stays."""
+    if _recorded(cfg, meeting.launch) == str(folder.path.absolute()):
+        _record(cfg, meeting.launch).unlink(missing_ok=True)
+
+
+def _continued(cfg: RunConfig, path: Path) -> Start | None:
+    """Going on in a folder, where it holds this training, and it has not ended."""
+    folder = RunFolder(path)
+    result = folder.read_result()
+    if not folder.resolved.is_file() or (result is not None and result.get("status") in ENDED):
+        return None
+    try:
+        earlier = load_resolved(folder.resolved)
+    except (ConfigError, UnreadableError):
+        return None
+    adopted = adopt(cfg, earlier)
+    if fingerprint(adopted) != fingerprint(earlier):
+        return None
+    note = f"started again by the launcher: continues {path}"
+    return Start(cfg=adopted, folder=folder, note=note, relaunched=True)
+
+
+def note_restart_of(folder: RunFolder, meeting: ProcessBarrier) -> None:
+    """Record that the launcher has started all processes again; for rank 0, before the folder is begun anew.
+
+    Raises:
+        CrashLoopError: user code raised the same exception twice in the same place. The launcher may start the
+            processes again even so; they end in the same way, at once.
+    """
+    failure, key = failure_in(folder), "raised"
+    headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
+    relaunch = record_relaunch(folder, headline, rank, before=_raised_before(meeting, key))
+    if relaunch.refusal is not None and failure is not None:
+        error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
+        folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(error)})
+        raise error
+    meeting.store_for_relaunch(key, json.dumps(relaunch.to_json()))
+
+
+def _raised_before(meeting: ProcessBarrier, key: str) -> list[dict[str, Any]]:
+    try:
+        found = expect_maps(parse_json(meeting.load_from_previous(key) or "[]"), _RAISED)
+    except ValueError as error:
+        raise LinkError(f"the store of the launch holds no message of this launch under {key}: {error}") from None
+    return [{name: one[name] for name in _RAISED} for one in found]
+
+
+def _record(cfg: RunConfig, launch: LaunchEnvironment) -> Path:
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", launch.name)
+    return Path("outputs") / cfg.name / ".launches" / f"{name}.json"
+
+
+def _recorded(cfg: RunConfig, launch: LaunchEnvironment) -> str | None:
+    if not launch.name:
+        return None
+    try:
+        return str(read_map(_record(cfg, launch), {"folder": str})["folder"])
+    except UnreadableError:
+        return None

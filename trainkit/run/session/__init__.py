@@ -1,0 +1,1 @@
+"""What one rank does around the training loop: checkpoints, evaluation, triggers and restoring."""

@@ -1,0 +1,267 @@
+"""The evaluator: scores each new complete checkpoint of a run beside its training, which never waits for it.
+
+It reads the folder of checkpoints and nothing else of the training. What it finds stands in `evaluations.jsonl`, a line
+a checkpoint, and in an event file of its own beside the training's; which checkpoint is best is told through
+`checkpoints/evaluated.json` (`trainkit.trainer.checkpoint.evaluated_index`). It may die and be started again at any
+moment: a checkpoint has its line once it is done, and what has a line is not done again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import expect_map, parse_json
+from trainkit.cluster.identity import Identity
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.data.evaluation import EvalBatches
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import open_regular, read_bytes, read_lines
+from trainkit.report.events import EventFile
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.checkpointer import retention_of
+from trainkit.run.session.saved_state import refuse_malformed
+from trainkit.storage import naming
+from trainkit.strategies.one_device import OneDevice
+from trainkit.strategies.tensors.lazy_state import model_weights
+from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
+from trainkit.trainer.evaluate import evaluate
+from trainkit.trainer.manifest import MANIFEST, is_checkpoint
+from trainkit.trainer.state import State
+
+__all__ = ["CheckpointEvaluator", "evaluate_checkpoints", "evaluated_so_far", "training_has_ended"]
+
+_MAX_BYTES: Final = 64 << 20
+"""Of a manifest."""
+_POLL_INTERVAL_S: Final = 0.5
+"""Seconds between two looks at the folder of checkpoints."""
+
+
+def evaluate_checkpoints(
+    plan: RunPlan,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    requested: Callable[[], str | None],
+    on_phase: Callable[[str, int], None],
+    has_ended: Callable[[], bool] | None = None,
+) -> bool:
+    """Evaluate each checkpoint as it comes, until the training has ended and its last one is done; or asked to stop.
+
+    Args:
+        plan: the run.
+        identity: who this process is.
+        folder: the run folder.
+        requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
+        on_phase: is told (phase, step) of what it does.
+        has_ended: whether no checkpoint will follow; by default, whether the training has ended.
+
+    Returns:
+        Whether everything is done; False: it was asked to stop before.
+    """
+    ended = has_ended or (lambda: training_has_ended(folder))
+    evaluator = CheckpointEvaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
+    try:
+        while requested() is None:
+            is_last_look = ended()  # asked first: a checkpoint may come in between
+            if evaluator.evaluate_next(requested):
+                continue
+            if is_last_look:
+                return True
+            on_phase("idle", evaluator.step)
+            time.sleep(_POLL_INTERVAL_S)
+    finally:
+        evaluator.close()
+    return False
+
+
+def training_has_ended(folder: RunFolder) -> bool:
+    """Whether no checkpoint will follow: the training is marked as ended, or has a result that more will not follow."""
+    if folder.trained.exists():
+        return True
+    result = folder.read_result()
+    return result is not None and result.get("status") != "resized"
+
+
+def evaluated_so_far(folder: RunFolder) -> tuple[int, list[str]]:
+    """Return how many checkpoints were evaluated, and the names of those in the folder that were not."""
+    rows = _rows(folder.evaluations)
+    done = {row["manifest"] for row in rows}
+    left = [
+        one.folder.name for one in reversed(list_complete(folder.checkpoints)) if _content_id(one.folder) not in done
+    ]
+    return len(rows), left
+
+
+class CheckpointEvaluator:
+    """A model on one device, and the checkpoints that it has scored.
+
+    Args:
+        plan: the run.
+        folder: its folder.
+        device: where to compute.
+        on_phase: is told (phase, step) of what it does.
+    """
+
+    def __init__(self, plan: RunPlan, folder: RunFolder, *, device: str, on_phase: Callable[[str, int], None]) -> None:
+        self._plan = plan.resolved(lambda: meta_model(plan))
+        self._folder, self._on_phase = folder, on_phase
+        cfg, parts = self._plan.cfg, self._plan.components
+        self._strategy = OneDevice(device=device)
+        model = transformed_model(cfg, self._strategy)
+        self._placed = self._strategy.place(
+            model,
+            identity=Identity.solo(device),
+            precision=parts.precision,
+            numerics=replace(parts.numerics, reproducible=False),
+            make_optimizer=make_optimizer(cfg, model),
+        )
+        self._batches = EvalBatches(
+            parts.datasets["val"],
+            batch_size=self._plan.eval_batch_size,
+            rank=0,
+            num_ranks=1,
+            device=self._placed.device,
+            settings=cfg.loader,
+        )
+        self._watched = MonitoredMetric.of(cfg.eval)
+        self._retention: Retention = retention_of(cfg)
+        self._events: EventFile | None = None
+        self._told: set[str] = set()
+        self.rows = _rows(folder.evaluations)
+        """What was found, a row a checkpoint, in the order in which it was."""
+        self.step = self.rows[-1]["step"] if self.rows else 0
+        """The step of the latest checkpoint that was looked at."""
+        self._publish()
+
+    def evaluate_next(self, requested: Callable[[], str | None] = lambda: None) -> dict[str, Any] | None:
+        """Score the oldest checkpoint that was not; returns its row, or None where there was nothing to do.
+
+        Args:
+            requested: why to leave off in the middle, or None.
+        """
+        checkpoint = self._try_lock()
+        if checkpoint is None:
+            return None
+        self.step = checkpoint.step
+        self._on_phase("load", self.step)
+        started = time.monotonic()
+        mark = _content_id(checkpoint.folder)
+        try:
+            loaded = load(checkpoint.folder)
+            refuse_malformed(loaded)
+            self._take(loaded)
+        except (CheckpointError, OSError) as error:
+            self._told.add(mark)
+            print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - the log of this task
+            return self.evaluate_next(requested)
+        parts = self._plan.components
+        self._on_phase("evaluate", self.step)
+        try:
+            figures = evaluate(self._placed, parts.objective, self._watched_batches(requested), split="val")
+        except EvaluationAbortedError:
+            return None
+        state = State(plan=self._plan.batch)
+        state.restore(loaded.meta["state"])
+        row = {
+            "step": checkpoint.step,
+            "epoch": round(state.epoch, 6),
+            **figures,
+            "checkpoint": checkpoint.folder.name,
+            "manifest": mark,
+            "seconds": round(time.monotonic() - started, 3),
+        }
+        self._note(row, figures)
+        return row
+
+    def close(self) -> None:
+        """Give back what it holds."""
+        self._publish()
+        if self._events is not None:
+            self._events.close()
+        self._strategy.leave(self._placed)
+
+    def _try_lock(self) -> Checkpoint | None:
+        """The oldest complete checkpoint that has no row, kept from now on until another one is claimed."""
+        done = {row["manifest"] for row in self.rows} | self._told
+        root = self._folder.checkpoints
+        if not root.is_dir():
+            return None
+        with exclusive(root):
+            for checkpoint in reversed(list_complete(root)):
+                if _content_id(checkpoint.folder) not in done:
+                    replace(EvaluatedIndex.read(root), evaluating=checkpoint.folder.name).write(root)
+                    return checkpoint
+        return None
+
+    def _take(self, loaded: Loaded) -> None:
+        self._strategy.load_state(self._placed, model_weights(loaded.tensors))
+
+    def _watched_batches(self, requested: Callable[[], str | None]) -> Iterator[Any]:
+        for batch in self._batches:
+            if requested() is not None:
+                raise EvaluationAbortedError
+            self._on_phase("evaluate", self.step)
+            yield batch
+
+    def _note(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
+        """Keep a row: on the curves, in the file, and then in what best is judged by."""
+        if self._events is None:
+            self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
+        self._events.scalars(figures, step=row["step"], wall_time=time.time())
+        self._events.flush()
+        text = f"{json.dumps(row)}\n".encode()
+        path = self._folder.evaluations
+        with naming(path, needed=len(text)), open_regular(path, "ab") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(dict(row))
+        self._publish()
+
+    def _publish(self) -> None:
+        root, name = self._folder.checkpoints, self._watched.metric
+        if not root.is_dir():
+            return
+        metrics = {
+            row["checkpoint"]: row[name]
+            for row in self.rows
+            if isinstance(row.get(name), float | int) and (root / row["checkpoint"]).is_dir()
+        }
+        self._retention.judge(root, EvaluatedIndex(metrics=metrics))
+
+
+class EvaluationAbortedError(Exception):
+    """Raised to leave an evaluation in the middle."""
+
+
+def _content_id(folder: Path) -> str:
+    """What tells a checkpoint from another of the same step."""
+    try:
+        return hashlib.sha256(read_bytes(folder / MANIFEST, limit=_MAX_BYTES)).hexdigest()[:16]
+    except UnreadableError:
+        return ""
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of an earlier life; one that it did not get to the end of is none."""
+    try:
+        lines = list(read_lines(path))
+    except AbsentFileError:
+        return []
+    rows = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            row = expect_map(parse_json(line), {"step": int, "checkpoint": str, "manifest": str})
+            rows += [row] if is_checkpoint(row["checkpoint"]) else []
+    return rows

@@ -1,0 +1,85 @@
+"""What a task does that does not run the loop: it assists the rank that trains, as its strategy says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+from trainkit.cluster.identity import Identity
+from trainkit.data.reading.loader import Loader
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.out_of_memory import explain_oom
+from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.restore import make_step_context
+from trainkit.strategies.base import Data, TaskContext
+
+__all__ = ["run_auxiliary", "unprefetched_loader"]
+
+
+def run_auxiliary(
+    plan: RunPlan,
+    identity: Identity,
+    folder: RunFolder,  # noqa: ARG001 - what tasks share is not a folder
+    *,
+    requested: Callable[[], str | None],
+    on_phase: Callable[[str, int], None],
+) -> None:
+    """Do the part of one task of a run, to its end.
+
+    Args:
+        plan: the run.
+        identity: who this process is: a task that `Strategy.trains` says no to.
+        folder: the run folder, which is not this task's to write into.
+        requested: why this process was asked to stop, or None. The rank that trains was asked as well.
+        on_phase: is told (phase, step) whenever this task begins something else.
+    """
+    decided = plan.resolved(lambda: meta_model(plan))
+    cfg, strategy, reached = decided.cfg, decided.components.strategy, [0]
+
+    def enter(phase: str, step: int) -> None:
+        reached[0] = step
+        on_phase(phase, step)
+
+    with explain_oom(plan, identity.task, lambda: reached[0]), ExitStack() as opened:
+
+        def open_data(device: torch.device) -> Data:
+            loader = unprefetched_loader(decided, device)
+            opened.callback(loader.close)
+            return loader
+
+        model = transformed_model(cfg, strategy)
+        bench = TaskContext(
+            identity=identity,
+            model=model,
+            make_optimizer=make_optimizer(cfg, model),
+            precision=decided.components.precision,
+            numerics=decided.components.numerics,
+            training=make_step_context(decided),
+            num_steps=decided.num_steps,
+            open_data=open_data,
+            requested=requested,
+            on_phase=enter,
+        )
+        strategy.assist(bench)
+
+
+def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
+    """Training data by tickets that nobody knows beforehand: nothing is read ahead.
+
+    Args:
+        plan: the run.
+        device: where batches are wanted.
+    """
+    return Loader(
+        plan.components.datasets["train"],
+        plan=plan.batch,
+        shards_at=lambda _step: (),
+        device=device,
+        settings=plan.cfg.loader,
+        seed=plan.cfg.seed,
+        num_steps=0,
+    )

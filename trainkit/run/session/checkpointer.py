@@ -1,0 +1,259 @@
+"""What a run keeps: its checkpoints, written and taken up again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import RunConfig
+from trainkit.errors import NonFiniteError
+from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.base import Placed
+from trainkit.strategies.groups.gather_objects import all_gather_object
+from trainkit.strategies.tensors.lazy_state import model_weights
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
+from trainkit.trainer.checkpoint import (
+    BackgroundSaver,
+    Loaded,
+    Retention,
+    ShardedSaver,
+    sha256_of_pieces,
+    weights_sha256,
+)
+from trainkit.trainer.events import Callback, Run
+from trainkit.trainer.left_out import REMEDY
+from trainkit.trainer.manifest import damaged
+from trainkit.trainer.ownership import OwnershipToken
+
+__all__ = ["Checkpointer", "retention_of"]
+
+
+class Checkpointer:
+    """Writes the checkpoints of a run, one a step at most; every rank has one, and the owner's writes.
+
+    Where ranks hold what others lack, every rank writes its pieces: then `save`, `announce` and `close` are collective.
+
+    Args:
+        plan: what was decided.
+        run: what callbacks see of the run.
+        placed: the replica of this rank.
+        callbacks: have something to keep, and are told what was kept.
+        fingerprint: the hash of the maths keys.
+        confirm: raises where the folder is another group's by now.
+        enter: is told when callbacks are shown a checkpoint.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: Run,
+        placed: Placed,
+        *,
+        callbacks: Sequence[Callback],
+        fingerprint: str,
+        confirm: Callable[[], None] | None,
+        enter: Callable[[str], None],
+    ) -> None:
+        self._plan, self._run, self._placed = plan, run, placed
+        self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
+        self._strategy = plan.components.strategy
+        self._settings = plan.cfg.checkpoint
+        root, background = run.folder / "checkpoints", self._settings.background
+        alone = not self._strategy.holds_pieces or placed.all_ranks.num_ranks == 1
+        kept: dict[str, Any] = {"retention": retention_of(plan.cfg), "background": background, "confirm": confirm}
+        kept["owner"] = OwnershipToken.found(run.folder)
+        self._saver = BackgroundSaver(root, **kept)
+        self._together = None if alone else ShardedSaver(root, placed.all_ranks, **kept)
+        self._writer = self._together or self._saver
+        buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
+        self._finite = buffers.keys() - set(nonfinite(buffers))
+        self._saved_at: int | None = None
+        self._saved_when = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `checkpoint.every_s` has passed since the last save."""
+        every_s = self._settings.every_s
+        return every_s is not None and time.monotonic() - self._saved_when >= every_s
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether there is a checkpoint of this very step."""
+        return self._saved_at == self._run.state.step
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether this rank writes something."""
+        return self._together is not None or self._run.is_owner
+
+    def mark_saved(self) -> None:
+        """Count the step as saved, by whoever writes it: every rank does."""
+        self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
+        self._run.state.left_out.saved(self._run.state.step)
+
+    def collect(self) -> ShardedState:
+        """Return what this rank writes of the current step; what is not copied changes with the next step."""
+        if self._together is not None:
+            return self._strategy.pieces(self._placed)
+        if not self._run.is_owner:
+            return {}
+        return {name: (TensorShard.whole(tensor),) for name, tensor in self._strategy.state(self._placed).items()}
+
+    def refuse_nonfinite(self, kept: ShardedState) -> None:
+        """Raise where a trained parameter, or a buffer that was finite, is not finite by now; collective.
+
+        Raises:
+            NonFiniteError: on every rank alike; names the step and a tensor.
+        """
+        found = self._found_nonfinite(kept)
+        everywhere = sorted({name for names in all_gather_object(found[:8], self._placed.all_ranks) for name in names})
+        if everywhere:
+            kind, _, name = everywhere[0].partition("/")
+            of = {"param": "parameter", "buffer": "buffer"}[kind]
+            raise NonFiniteError(
+                f"after step {self._run.state.step} the {of} {name} is not finite, and no checkpoint of it is written. "
+                f"{REMEDY}; numerics.on_nonfinite=skip leaves out steps whose loss or gradient is not finite."
+            )
+
+    def _found_nonfinite(self, kept: ShardedState) -> list[str]:
+        judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
+        frozen = {name for name, param in self._placed.model.named_parameters() if not param.requires_grad}
+        return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
+
+    def callback_states(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the callbacks."""
+        return {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
+
+    def save_alone(
+        self, *, metric: float | None, callbacks: Mapping[str, Any] | None = None, evaluation_due: bool = False
+    ) -> bool:
+        """Write a checkpoint of this step after an error, without another rank; return whether there is a new one.
+
+        Nothing is written where it is not certain that the state is that of the end of the step, whole and finite. The
+        state of a stream is left out: reading may have stopped in the middle of it.
+
+        Args:
+            metric: what best is judged by, where it was measured at this step.
+            callbacks: their states, where they are not to be asked any more.
+            evaluation_due: whether the evaluation that is due after this step was not made.
+
+        Raises:
+            CheckpointError: this checkpoint, or the one before it, could not be written.
+        """
+        if self._together is not None or not self._run.is_owner:
+            return False
+        self._saver.wait()
+        step = self._run.state.step
+        if self.has_saved or not step or not self._strategy.recover(self._placed, step):
+            return False
+        kept = self.collect()
+        if self._found_nonfinite(kept):
+            return False
+        self.mark_saved()
+        self.save(kept, data=None, metric=metric, callbacks=callbacks, evaluation_due=evaluation_due)
+        self._saver.wait()
+        return True
+
+    def save(
+        self,
+        kept: ShardedState,
+        *,
+        data: Mapping[str, Any] | None,
+        metric: float | None,
+        callbacks: Mapping[str, Any] | None = None,
+        evaluation_due: bool = False,
+    ) -> None:
+        """Write a checkpoint of this step; for every rank that takes part.
+
+        Args:
+            kept: from `collect`.
+            data: the state of the loader.
+            metric: what best is judged by, where it was measured at this step.
+            callbacks: their states, where they are not to be asked.
+            evaluation_due: as `save_alone` has it.
+        """
+        state = self._run.state
+        meta = {
+            "position": {"step": state.step, "tickets": []},
+            "fingerprint": self._fingerprint,
+            "state": state.to_json(),
+            "loss_scale": self._placed.loss_scale.state(),
+            "callbacks": self.callback_states() if callbacks is None else callbacks,
+            "data": data,
+            "strategy": self._strategy.remember(self._placed),
+            "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
+            **({"evaluation_due": True} if evaluation_due else {}),
+        }
+        if self._together is not None:
+            self._together.save(step=state.step, pieces=kept, meta=meta, metric=metric)
+        else:
+            tensors = {name: parts[0].tensor for name, parts in kept.items()}
+            self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
+
+    def restore(self, loaded: Loaded) -> dict[str, Any] | None:
+        """Take up a checkpoint as if nothing had happened; returns the state of the loader."""
+        self._strategy.load_state(self._placed, loaded.tensors)
+        self._run.state.restore(loaded.meta["state"])
+        self._placed.loss_scale = self._placed.loss_scale.restored(loaded.meta["loss_scale"])
+        for name, callback in _by_kind(self._callbacks).items():
+            if name in loaded.meta["callbacks"]:
+                callback.restore(loaded.meta["callbacks"][name])
+        try:
+            self._strategy.recall(self._placed, loaded.meta.get("strategy", {}))
+        except (ValueError, TypeError) as error:
+            what = f"meta.json does not tell what the strategy remembered ({error})"
+            raise damaged(loaded.checkpoint.folder, what) from None
+        # One that lacks its evaluation is written once more where that finds it best.
+        self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
+        return loaded.meta.get("data")
+
+    def start_from(self, loaded: Loaded) -> None:
+        """Take over weights alone: a new training that begins where another ended."""
+        self._strategy.load_state(self._placed, model_weights(loaded.tensors))
+
+    def wait(self) -> None:
+        """Wait for what is being written, and tell of it; collective."""
+        self._writer.wait()
+        self.notify_saved()
+        self._placed.all_ranks.sum(torch.zeros(1))
+
+    def notify_saved(self) -> None:
+        """Tell the callbacks of what was written since the last call."""
+        if self._together is not None:
+            self._together.proceed()
+        for checkpoint in self._writer.finished():
+            self._enter("callback")
+            for callback in self._callbacks:
+                callback.checkpoint_saved(self._run, checkpoint.folder)
+
+    def close(self) -> None:
+        """Wait for what is being written, and tell of it."""
+        self._writer.wait()
+        self.notify_saved()
+        self._writer.close()
+
+    def weights_sha256(self) -> str | None:
+        """The hash of all weights, on the owner; None elsewhere. Collective where ranks hold what others lack."""
+        if self._together is not None:
+            return sha256_of_pieces(self._strategy.pieces(self._placed), self._placed.all_ranks)
+        return weights_sha256(self._strategy.state(self._placed)) if self._run.is_owner else None
+
+
+def retention_of(cfg: RunConfig) -> Retention:
+    """Which checkpoints of a run stay."""
+    settings = cfg.checkpoint
+    return Retention(keep_last=settings.keep_last, keep_best=settings.keep_best, mode=MonitoredMetric.of(cfg.eval).mode)
+
+
+def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
+    """Callbacks by class, the second of a kind with a number: a resumed run may have others in other places."""
+    found: dict[str, Callback] = {}
+    for callback in callbacks:
+        kind = f"{type(callback).__module__}.{type(callback).__qualname__}"
+        count = sum(name.partition("#")[0] == kind for name in found)
+        found[f"{kind}#{count}" if count else kind] = callback
+    return found

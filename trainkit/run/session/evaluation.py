@@ -1,0 +1,98 @@
+"""How good the model is: splits scored while a run goes, and what is best so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.data.evaluation import EvalBatches
+from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.base import Placed
+from trainkit.trainer.evaluate import evaluate
+from trainkit.trainer.events import Callback, Run
+from trainkit.trainer.manifest import better
+
+__all__ = ["EvalRunner"]
+
+
+class EvalRunner:
+    """Scores splits and remembers the figures.
+
+    Args:
+        plan: what was decided.
+        run: what callbacks see of the run.
+        placed: the replica of this rank.
+        callbacks: are shown the figures.
+        enter: is told of each batch.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        run: Run,
+        placed: Placed,
+        *,
+        callbacks: Sequence[Callback],
+        enter: Callable[[str], None],
+    ) -> None:
+        self._plan, self._run, self._placed, self._callbacks = plan, run, placed, callbacks
+        self._enter = enter
+        self._watched = MonitoredMetric.of(plan.cfg.eval)
+        self._validated_at: int | None = None
+        self.figures: dict[str, float] = {}
+        """The newest value of each figure."""
+
+    @property
+    def is_up_to_date(self) -> bool:
+        """Whether the validation split was scored at this very step."""
+        return self._validated_at == self._run.state.step
+
+    @property
+    def metric(self) -> float | None:
+        """What best is judged by, where it was measured at this step."""
+        return self.figures.get(self._watched.metric) if self.is_up_to_date else None
+
+    def forget(self) -> None:
+        """Forget the figures: the training rolls back to a step before them, or measures them again."""
+        self._validated_at = None
+        self.figures.clear()
+
+    def score(self, split: str) -> None:
+        """Score a split; collective."""
+        batches = EvalBatches(
+            self._plan.components.datasets[split],
+            batch_size=self._plan.eval_batch_size,
+            rank=self._placed.rank,
+            num_ranks=self._placed.num_ranks,
+            device=self._placed.device,
+            settings=self._plan.cfg.loader,
+            together=self._plan.components.strategy.computes_together,
+        )
+        figures = evaluate(
+            self._placed,
+            self._plan.components.objective,
+            self._told(batches),
+            split=split,
+            num_counted=batches.num_counted,
+        )
+        self.figures.update(figures)
+        row = {"step": self._run.state.step, "epoch": self._run.state.epoch, **figures}
+        for callback in self._callbacks:
+            callback.eval_end(self._run, row)
+        if split == "val":
+            self._validated_at = self._run.state.step
+
+    def _told(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Beat once a batch: `supervisor.eval_timeout_s` is the limit of a batch."""
+        for batch in batches:
+            yield batch
+            self._enter("evaluate")
+
+    def update_best(self) -> bool:
+        """Whether the model is the best so far, which is remembered."""
+        value, state = self.metric, self._run.state
+        if value is None or not better(value, state.best, self._watched.mode):
+            return False
+        state.best = value
+        return True

@@ -1,0 +1,35 @@
+"""How the evaluator of an attempt has ended: `live/evaluated.json`, for which the result of the run waits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
+from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
+
+__all__ = ["EvaluatorEnd", "report_end", "reported_end"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorEnd:
+    """The end of an evaluator."""
+
+    status: Literal["finished", "failed", "timed out", "stopped"]
+    reason: str | None = None
+    """Why it has not finished."""
+
+
+def report_end(folder: RunFolder, end: EvaluatorEnd) -> None:
+    """Report that nothing more is evaluated; for the evaluator, or for the supervisor that gives it up."""
+    write_json_atomically(folder.evaluated, {"status": end.status, "reason": end.reason})
+
+
+def reported_end(folder: RunFolder) -> EvaluatorEnd | None:
+    """Return what was reported; None: the evaluator is still at work, or gone."""
+    try:
+        found = read_map(folder.evaluated, {"status": str, "reason": (str, type(None))})
+    except UnreadableError:
+        return None
+    return EvaluatorEnd(status="finished" if found["status"] == "finished" else "failed", reason=found["reason"])

@@ -1,0 +1,120 @@
+"""Evaluate the checkpoints of any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
+
+It scores the checkpoints that are there and those that come, until the training has ended, or no process works in its
+folder any more; then it writes the best checkpoint into the result of the run, which did not wait for it. It may be
+stopped and started again: what is done is not done again. The run knows nothing of it, but that a checkpoint which is
+being evaluated is not removed, and which one is best.
+
+Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.schema import NO_RUN, RunConfig, load_resolved
+from trainkit.config.secrets.secrets import in_environment, restored
+from trainkit.config.targets.allowed import allow_packages
+from trainkit.errors import ConfigError, Problem, TrainkitError, UnreadableError
+from trainkit.reading import read_map
+from trainkit.redaction import masked_output
+from trainkit.report.train_log import lasting_output
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.process.signals import EXIT_CODES, StopFlag
+from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
+from trainkit.run.session.outcome import best_and_last
+from trainkit.run.supervisor.await_evaluator import bring_up_to_date
+from trainkit.strategies.one_device import OneDevice
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Evaluate a run; returns the exit code.
+
+    Args:
+        arguments: the run folder, the device if that is not the CPU, and packages of the person's own that the run's
+            classes may come from, each after `--allow-package`.
+    """
+    arguments, packages = _without_packages(arguments)
+    if len(arguments) not in (1, 2):
+        usage = "usage: python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]"
+        print(usage, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
+        return 2
+    folder = RunFolder(Path(arguments[0]))
+    task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
+    with masked_output(), lasting_output(), StopFlag() as stop:
+        try:
+            with allow_packages(packages):
+                done = evaluate_checkpoints(
+                    _plan_of(folder, task.device),
+                    Identity(task=task, num_ranks=2),
+                    folder,
+                    requested=lambda: stop.requested,
+                    on_phase=lambda _phase, _step: None,
+                    has_ended=lambda: training_has_ended(folder) or not _is_at_work(folder),
+                )
+                if done:
+                    _conclude(folder)
+        except TrainkitError as error:
+            print(error, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
+            return error.exit_code
+    return EXIT_CODES[stop.requested or "finished"]
+
+
+def _conclude(folder: RunFolder) -> None:
+    """Bring the result of the run up to date, and say which checkpoint is best."""
+    current = bring_up_to_date(folder)
+    best = best_and_last(folder)["best"]
+    print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
+    if not current and folder.result.exists():
+        print(f"{folder.result} was left as it is: another process uses the folder.", flush=True)  # noqa: T201
+
+
+def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """Take `--allow-package PKG` and `--allow-package=PKG` out of the arguments; returns the rest, and the packages."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--allow-package", action="append", default=[])
+    found, rest = parser.parse_known_args(arguments)
+    return rest, [name for text in found.allow_package for name in text.split(",")]
+
+
+def _plan_of(folder: RunFolder, device: str) -> RunPlan:
+    """The plan of the run as that of one device: what it trained on need not be here."""
+    key, told = str(folder.path), "command line"
+    if not folder.resolved.is_file():
+        raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=told)])
+    # It writes no log and runs no callback, so that it needs none of their secrets.
+    values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
+    cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
+    alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
+    plan = make_plan(replace(cfg, strategy=alone, cluster={}))
+    if "val" not in plan.components.datasets:
+        raise ConfigError([Problem(key="RUN", value=key, rule="has no validation split to evaluate on.", origin=told)])
+    return plan
+
+
+def _is_at_work(folder: RunFolder) -> bool:
+    """Whether the process that signed the lock lives; one on another host is believed to. The lock is not tried."""
+    try:
+        holder = read_map(folder.path / ".lock", {"host": str, "pid": int})
+        if holder["host"] != socket.gethostname():
+            return True
+        os.kill(holder["pid"], 0)
+    except PermissionError:  # somebody else's
+        return True
+    except (OSError, UnreadableError, OverflowError):
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

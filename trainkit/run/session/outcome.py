@@ -1,0 +1,84 @@
+"""How far a run has come and why it ended, as result.json holds it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trainkit.errors import AbsentFileError, TrainingError, TrainkitError
+from trainkit.reading import read_map
+from trainkit.run.folder.rollbacks import rollbacks_of
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import ErrorReport
+from trainkit.run.process.signals import REASONS, status_of_error
+from trainkit.trainer.events import Run
+from trainkit.trainer.manifest import is_checkpoint
+
+__all__ = ["Report", "best_and_last", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
+
+Report = Callable[[BaseException], ErrorReport]
+"""Reports an error to the parent and the other ranks."""
+
+
+def progress_of(run: Run) -> dict[str, Any]:
+    """Return how far a run has come, and the steps that it has left out or trained again."""
+    state = run.state
+    found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
+    return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
+
+
+def status_of(run: Run) -> dict[str, str]:
+    """Return the status of a run that has ended as it should, and the reason."""
+    reason = run.stop_reason
+    if reason is not None:
+        known = reason in REASONS
+        return {"status": reason if known else "finished", "reason": REASONS[reason] if known else reason}
+    if run.state.step < run.num_steps:
+        return {"status": "stopped", "reason": f"stop_at_step={run.cfg.stop_at_step}"}
+    return {"status": "finished", "reason": "all steps done"}
+
+
+def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
+    """Return what the result says of an error; of one that only follows from another rank's, no more than that."""
+    reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
+    if lost:
+        reason = "another rank has failed"
+    return {
+        "status": status_of_error(error),
+        "reason": "Ctrl-C, twice" if isinstance(error, KeyboardInterrupt) else reason,
+        "resume": folder.resume_command,
+    }
+
+
+def reported(error: BaseException, report: Report | None) -> bool:
+    """Report an error; return whether it only says that another rank is gone."""
+    if report is None or isinstance(error, KeyboardInterrupt):
+        return False
+    return report(error).is_secondary
+
+
+def unless_exit(error: BaseException, report: Report | None, step: int | None) -> BaseException:
+    """Return the error that ends a rank: of `sys.exit` in the only process of a run, one that says where it was called.
+
+    Python would end that process with the code given to `sys.exit`, and 0 would pass for success. Where there is a
+    parent, the parent names the rank.
+    """
+    if report is not None or not isinstance(error, SystemExit):
+        return error
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    when = "while the run was starting" if step is None else f"in step {step}"
+    return TrainingError(
+        f"the process was to exit with code {error.code or 0} {when}, before the training was done: sys.exit was "
+        f"called in {frame.filename}, line {frame.lineno}, in {frame.name}."
+    )
+
+
+def best_and_last(folder: RunFolder) -> dict[str, str | None]:
+    """Return where the best and the last checkpoint of a run lie."""
+    try:
+        names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
+    except AbsentFileError:
+        names = {}
+    found = {name: names.get(name) or "" for name in ("best", "last")}
+    return {name: str(folder.checkpoints / one) if is_checkpoint(one) else None for name, one in found.items()}

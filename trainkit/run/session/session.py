@@ -1,0 +1,350 @@
+"""A session: one task of a run on this process, from placing the model to the last checkpoint."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainkit.cluster.identity import Identity
+from trainkit.data.reading.loader import Loader
+from trainkit.errors import NonFiniteError, TrainingError
+from trainkit.numerics.deferred import lazy_init_values
+from trainkit.run.folder.rollbacks import record_rollback
+from trainkit.run.planning.build import make_optimizer, transformed_model
+from trainkit.run.planning.memory import meta_model
+from trainkit.run.planning.plan import RunPlan
+from trainkit.run.process.signals import REASONS
+from trainkit.run.session.auxiliary import unprefetched_loader
+from trainkit.run.session.checkpointer import Checkpointer
+from trainkit.run.session.evaluation import EvalRunner
+from trainkit.run.session.last_save import LastSave
+from trainkit.run.session.outcome import progress_of, status_of
+from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
+from trainkit.run.session.triggers import at_sync_points, every_n_steps, every_steps_or_epochs
+from trainkit.storage import Presence
+from trainkit.strategies.base import Placed
+from trainkit.trainer.checkpoint import Loaded
+from trainkit.trainer.events import Callback, overriding
+from trainkit.trainer.left_out import RollbackNeeded, Suspect
+from trainkit.trainer.loop import Trigger, TriggerSchedule, train
+from trainkit.trainer.metrics_accumulator import MetricsAccumulator
+from trainkit.trainer.stop_consensus import StopSaveConsensus
+
+__all__ = ["TaskSession"]
+
+
+class TaskSession:
+    """Everything that lives between the first and the last step on one rank.
+
+    Args:
+        plan: what was decided.
+        identity: who this process is.
+        folder: the run folder.
+        callbacks: look on, in order.
+        fingerprint: the hash of the maths keys.
+        requested: why this process was asked to stop, or None.
+        notes: what the summary shall say besides the effective values.
+        confirm: raises where the folder is another group's by now; asked before anything is kept in it.
+        on_phase: is told (phase, step) whenever this rank begins something else.
+        within_steps: whether it is told of the parts of a step as well.
+    """
+
+    def __init__(
+        self,
+        plan: RunPlan,
+        *,
+        identity: Identity,
+        folder: Path,
+        callbacks: list[Callback],
+        fingerprint: str,
+        requested: Callable[[], str | None],
+        notes: tuple[str, ...] = (),
+        confirm: Callable[[], None] | None = None,
+        on_phase: Callable[[str, int], None] | None = None,
+        within_steps: bool = True,
+    ) -> None:
+        self._presence, self._confirm = Presence(folder), confirm
+        self.plan = plan.resolved(lambda: meta_model(plan))
+        self.cfg, self.parts = self.plan.cfg, self.plan.components
+        self.callbacks, self.fingerprint = callbacks, fingerprint
+        self._requested = requested
+        self._data_state: dict[str, Any] | None = None
+        self._on_phase = on_phase
+        self._evaluation_due = False
+        self._cleanup = ExitStack()
+        strategy = self.parts.strategy
+        model = transformed_model(self.cfg, strategy)
+        if strategy.defers and lazy_init_values(model) is None:
+            notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
+        if on_phase is not None:
+            on_phase("join", 0)
+        self.placed: Placed = self.parts.strategy.place(
+            model,
+            identity=identity,
+            precision=self.parts.precision,
+            numerics=self.parts.numerics,
+            make_optimizer=make_optimizer(self.cfg, model),
+        )
+        self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
+        self._failed = False
+        self._cleanup.callback(self._leave)
+        self.placed.make_loader = self._open_data
+        self.placed.folder = folder
+        self.placed.on_phase = on_phase if within_steps else None
+        self.run = make_run_view(self.plan, self.placed, folder, notes)
+        self._training = make_step_context(self.plan)
+        self._scorer = EvalRunner(self.plan, self.run, self.placed, callbacks=callbacks, enter=self.enter)
+        self._keeper = Checkpointer(
+            self.plan,
+            self.run,
+            self.placed,
+            callbacks=callbacks,
+            fingerprint=fingerprint,
+            confirm=self.confirm,
+            enter=self.enter,
+        )
+        self._last = LastSave(self.run, self._keeper, self._scorer)
+        self._agreement = StopSaveConsensus(self.placed.all_ranks, requested, lambda: self._keeper.is_due)
+
+    def confirm(self) -> None:
+        """Make sure that the run folder is there, and still this group's.
+
+        Raises:
+            StorageError: it is gone.
+            TrainingError: another group has taken it over.
+        """
+        self._presence.check()
+        if self._confirm is not None:
+            self._confirm()
+
+    def _refuse_absent_folder(self) -> None:
+        """Raise on the owner where the run folder is gone: nothing that is trained from here on could be saved."""
+        if self.run.is_owner:
+            self._presence.check()
+
+    def _open_data(self, device: torch.device) -> Loader:
+        loader = unprefetched_loader(self.plan, device)
+        self._opened.callback(loader.close)
+        return loader
+
+    def enter(self, phase: str) -> None:
+        """Tell that this rank begins something else."""
+        if self._on_phase is not None:
+            self._on_phase(phase, self.run.state.step)
+
+    def warn(self, message: str) -> None:
+        """Add a note to the summary that is still to be shown."""
+        self.run.notes = (*self.run.notes, message)
+
+    def restore(self, loaded: Loaded) -> None:
+        """Continue from a checkpoint as if nothing had happened."""
+        self._data_state = self._keeper.restore(loaded)
+        self._evaluation_due = loaded.meta.get("evaluation_due") is True and "val" in self.parts.datasets
+
+    def start_from(self, loaded: Loaded) -> None:
+        """Take over weights alone: a new training that begins where another ended."""
+        self._keeper.start_from(loaded)
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end, or until asked to stop; returns what result.json holds."""
+        self.enter("data")
+        self._cleanup.callback(self._close_loader)
+        self._open_loader()
+        for line in self.parts.strategy.prepare(self.placed):
+            self.warn(line)
+        for callback in self.callbacks:
+            callback.run_start(self.run)
+        self._log_hooks = overriding(self.callbacks, "log")
+        # What lives by now lives to the end: the collector need not look through it again and again. With samples that
+        # are read one at a time, hundreds of new objects a step, that took 5 to 10 % of a small model's step.
+        gc.freeze()
+        self._cleanup.callback(gc.unfreeze)
+        if self.cfg.numerics.on_nonfinite == "rollback":
+            self.save()  # a step before the first checkpoint needs one to go back to
+        try:
+            while (suspect := self._train_on()) is not None:
+                self._roll_back(suspect)
+            return self._finish()
+        except NonFiniteError:
+            self.enter("save")
+            self._keeper.wait()  # all ranks raise it at the same step, and the last good checkpoint is to be complete
+            raise
+
+    def _open_loader(self) -> None:
+        """Read from the step of the run on."""
+        self._loader = loader_of(self.plan, self.placed)
+        self._journal = MetricsAccumulator(self.run, self.placed, lambda: self._loader.wait_s)
+        found = self._loader.load_state(self._data_state) if self.run.state.step else None
+        if found is not None:
+            self.warn(found)
+
+    def _close_loader(self) -> None:
+        self._loader.close()
+
+    def _train_on(self) -> int | None:
+        """Train to the end, or to a step that the training is to be rolled back for, which is returned."""
+        if self._evaluation_due:  # an error kept the run that is continued from making it
+            self._evaluation_due = False
+            self.evaluate()
+        timeline = TriggerSchedule(self._triggers(), self.run.state.step)
+        self._last.begin(timeline, self._journal, self.evaluate)
+        try:
+            train(
+                self.run,
+                strategy=self.parts.strategy,
+                placed=self.placed,
+                data=self._loader,
+                training=self._training,
+                callbacks=self.callbacks,
+                journal=self._journal,
+                timeline=timeline,
+                last_step=self.plan.last_step,
+                interrupted=self._requested if self.placed.all_ranks.num_ranks == 1 else lambda: None,
+            )
+        except RollbackNeeded as found:
+            return found.step
+        return None
+
+    def _roll_back(self, step: int) -> None:
+        """Restore the last checkpoint, to train up to a step that was not finite once more; collective."""
+        self.enter("save")
+        self._keeper.wait()
+        restore_or_init(self, self.run.folder / "checkpoints")
+        suspect = Suspect(step=step, checkpoint=self.run.state.step)
+        if self.run.is_owner:
+            self.confirm()
+            record_rollback(self.run.folder, suspect)
+        self.run.state.left_out.train_again(suspect)
+        self._scorer.forget()
+        self.enter("data")
+        self._close_loader()
+        self._open_loader()
+        for callback in self.callbacks:
+            callback.rolled_back(self.run, step)
+
+    def rest(self) -> None:
+        """Say that this rank only waits from now on; it does not count as hanging."""
+        self.enter("idle")
+
+    def save_last(self, error: BaseException) -> None:
+        """Save after an error, if that is certain to be right and needs no other rank."""
+        self._last.save(error, self.enter)
+
+    def close(self, *, failed: bool = False) -> None:
+        """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
+        self._failed = failed
+        self._cleanup.close()
+
+    def _leave(self) -> None:
+        strategy = self.parts.strategy
+        (strategy.abort if self._failed else strategy.leave)(self.placed)
+
+    def _triggers(self) -> list[Trigger]:
+        cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
+        found = [Trigger(act=self.flush, next_after=every_n_steps(cfg.log_every_steps))]
+        if "val" in self.parts.datasets:
+            found += [
+                Trigger(act=self.save if self.plan.has_evaluator else self.evaluate, next_after=next_after)
+                for next_after in every_steps_or_epochs(cfg.eval.every_steps, cfg.eval.every_epochs, per_epoch)
+            ]
+        found += [
+            Trigger(act=self.save, next_after=next_after)
+            for next_after in every_steps_or_epochs(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
+        ]
+        if self.placed.all_ranks.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
+            found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
+        found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
+        return [found[0], *(at_sync_points(one, self.parts.strategy) for one in found[1:])]
+
+    def flush(self) -> None:
+        """Make a row of the steps since the last one and show it to the callbacks; collective."""
+        row = self._journal.flush()
+        if row is not None and self._log_hooks:
+            self.enter("callback")
+            for hook in self._log_hooks:
+                hook(self.run, row)
+        self._keeper.notify_saved()
+
+    def evaluate(self) -> None:
+        """Score the validation split; a best model is saved. Collective."""
+        if self._scorer.is_up_to_date:
+            return
+        self.flush()
+        with self._last.evaluating():
+            self._score("val")
+        if self._scorer.update_best() and self.cfg.checkpoint.keep_best and self.run.state.step < self.plan.last_step:
+            self.save()
+
+    def _score(self, split: str) -> None:
+        self.enter("evaluate")
+        self._journal.pause()
+        self.parts.strategy.catch_up(self.placed)
+        self._scorer.score(split)
+        self._journal.proceed()
+
+    def save(self) -> None:
+        """Write a checkpoint of this step, once; the owner writes it, or each rank its pieces."""
+        if self._keeper.has_saved:
+            return
+        self.flush()
+        self.enter("save")
+        self._journal.pause()
+        self._refuse_absent_folder()
+        kept = self._keeper.collect()
+        self._keeper.refuse_nonfinite(kept)
+        self._keeper.mark_saved()
+        if self._keeper.writes_here:
+            self._keeper.save(kept, data=self._loader.state(), metric=self._scorer.metric)
+        self._journal.proceed()
+
+    def _check_replicas(self) -> None:
+        self.enter("evaluate")
+        drifted = self.parts.strategy.check_replicas(self.placed)
+        if drifted is not None:
+            raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
+
+    def _sync_stop_and_save(self) -> None:
+        self._refuse_absent_folder()
+        answer = self._agreement.ask()
+        self._keeper.notify_saved()
+        if answer.save:
+            self.save()
+        if answer.stop is not None:
+            self.run.request_stop(answer.stop)
+
+    def _finish(self) -> dict[str, Any]:
+        state = self.run.state
+        self.flush()
+        for one in self.parts.strategy.settle(self.placed):
+            state.left_out.take(one)
+        self.parts.strategy.catch_up(self.placed)
+        asked = self.run.stop_reason in REASONS
+        watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
+        if not asked and (watched or state.step == self.plan.num_steps):
+            if "val" in self.parts.datasets:
+                self.evaluate()
+            if "test" in self.parts.datasets:
+                self._score("test")
+        self.save()
+        self.enter("save")
+        self._keeper.close()
+        self.enter("end")
+        self._journal.pause()
+        # The owner writes to disk while the others have nothing left to do; all leave the group together.
+        self.placed.all_ranks.sum(torch.zeros(1))
+        result = {**status_of(self.run), **self.progress(), **self.parts.strategy.findings(self.placed)}
+        result["weights_sha256"] = self._keeper.weights_sha256()
+        for callback in self.callbacks:
+            callback.train_end(self.run, result)
+        return result
+
+    def progress(self) -> dict[str, Any]:
+        """How far the run has come, as result.json says it."""
+        figures = {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)}
+        return {**progress_of(self.run), "metrics": figures, "fingerprint": self.fingerprint}

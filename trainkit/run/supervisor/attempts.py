@@ -1,0 +1,305 @@
+"""An attempt at a run: every rank started in a process of its own, and watched until all have ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from secrets import token_hex
+from typing import Any, Final
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.secrets.secrets import VARIABLE as SECRETS
+from trainkit.run.folder.metadata import worker_environ
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
+from trainkit.run.hang_detection.stacks import stacks_of
+from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.run.process.signals import Reason, StopFlag, resize_signal, signal_of
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+from trainkit.run.rendezvous.store import Rendezvous
+from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
+from trainkit.run.supervisor.membership import ReplicaMembership
+from trainkit.run.supervisor.save_grace import wait_for_owner_save
+from trainkit.run.supervisor.task_restarts import TaskRestarter
+from trainkit.storage import Presence
+
+__all__ = ["AttemptRunner"]
+
+_GRACE_S: Final = 0.1
+"""How long the others have to say their last words once one has failed."""
+_GRACE_AFTER_LOSS_S: Final = 1.0
+"""The same where the one only says that it lost another: who fails first may well be the last to end."""
+_ENDING_S: Final = 10.0
+"""How long a process that has ended may take to be reaped, on a machine that is busy."""
+_REPORTED_S: Final = 30.0
+"""How long a rank may live on after its error report, unless it saves."""
+_SHUTDOWN_GRACE_S: Final = 5.0
+"""How long tasks that assist have to end once the training has."""
+
+
+class AttemptRunner:
+    """Starts the ranks of a run as often as it takes.
+
+    Args:
+        roster: who takes part.
+        folder: the run folder.
+        command: what to start, the same for every rank.
+        groups: makes the workers of an attempt, none of which is started: (its number, who is told of ends).
+        meeting: the store the ranks meet at.
+        limits: how long a rank may make no progress.
+        secrets: what the workers need and no file holds.
+        assistants: ranks that assist the one that trains, and end with it.
+        replaceable: ranks that are started again alone when they die.
+        max_restarts: deaths of such a one in a row, without progress, that are put up with.
+        say: is told of such deaths.
+        memory: counts processes that the kernel killed for lack of memory; by default those of this cgroup.
+    """
+
+    def __init__(
+        self,
+        roster: ReplicaMembership,
+        *,
+        folder: RunFolder,
+        command: Sequence[str],
+        groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
+        meeting: Rendezvous,
+        limits: TimeLimits,
+        secrets: Mapping[str, Any],
+        assistants: Collection[int] = (),
+        replaceable: Collection[int] = (),
+        max_restarts: int = 0,
+        say: Callable[[str], None] = print,
+        memory: MemoryEvents | None = None,
+    ) -> None:
+        self._roster = roster
+        self._folder = folder
+        self._command = command
+        self._groups = groups
+        self._meeting = meeting
+        self._limits = limits
+        self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
+        self._token = token_hex(32)
+        self._assistants = frozenset(assistants)
+        alone = frozenset(task.rank for task in roster.tasks if max_restarts or task.is_evaluator)
+        self._replaceable = frozenset(replaceable) & alone  # an evaluator never ends a run
+        self._max_restarts, self._say = max_restarts, say
+        self._memory = memory or MemoryEvents()
+        self._presence = Presence(folder.path)
+        self._begin()
+        self.events: queue.SimpleQueue[ProcessExit | Reason] = (
+            queue.SimpleQueue()
+        )  # its put is safe in a signal handler
+        self.stop = StopFlag()
+
+    def _begin(self) -> None:
+        """What an attempt knows of its tasks when none has been started."""
+        self._evidence = ProcessEvidence(self._folder, memory=self._memory)
+        self._watcher = Watch(self._limits, self._folder)
+        self._asked_to_resize = False
+        self._over_at: float | None = None  # when the training ended, where others assist the rank that trains
+        self._left_at: float | None = None  # when that rank ended cleanly
+        self._told_to_wait = False
+        self._ended: set[int] = set()  # ranks ended here, whose exit is no news
+        self._replacing = TaskRestarter(
+            [task for task in self._roster.tasks if task.rank in self._replaceable],
+            folder=self._folder,
+            max_restarts=self._max_restarts,
+            say=self._say,
+        )
+
+    def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
+        """Start all ranks and watch them until all have ended; returns the first failure.
+
+        Args:
+            attempt: its number, from 0.
+            continues_at: the step of the checkpoint that it goes on from; None: from the start.
+        """
+        self._folder.begin()
+        self._folder.open_live()
+        self._begin()
+        with self._groups(attempt, self.events.put) as group:
+            self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
+            self._watcher = Watch(self._limits, self._folder, assistants=self._assistants, pid_of=self._evidence.pid)
+            for task in self._roster.tasks:
+                self._start(group, task, attempt)
+            self._meeting.open()
+            return self._watch(group, attempt, continues_at)
+
+    def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
+        identity = Identity(
+            task=task,
+            num_ranks=len(self._roster.tasks),
+            store=self._meeting.address,
+            prefix=f"attempt/{attempt}",
+            attempt=attempt,
+            life=self._replacing.restart_count(task.rank),
+            token=self._token,
+        )
+        environ = worker_environ(self._environ, identity)
+        log = self._folder.log_of(task.rank) if task.rank > 0 else None
+        group.start(task.rank, self._command, environ, log)
+
+    def _watch(self, group: WorkerGroup, attempt: int, continues_at: int | None) -> Failure | None:
+        if self.stop.requested:  # between two attempts
+            self._ask_to_stop(group, self.stop.requested)
+        while True:
+            for task in self._replacing.due():
+                self._start(group, task, attempt)
+            self._note_trained()
+            self._kill_stragglers(group)
+            if not group.running and not self._replacing.pending:
+                group.join()  # what has ended has been reported then
+                if self.events.empty():
+                    return None
+            event = self._next_event(self._watcher.interval_s)
+            self._evidence.look(task.rank for task in self._roster.tasks)
+            failure = self._poll(group, continues_at) if event is None else self._handle_event(group, attempt, event)
+            if failure is not None:
+                if not self._assistants:
+                    wait_for_owner_save(self._folder, group, failure)
+                return failure
+
+    def _poll(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:
+        """Look after those that run; the failure of one that hangs, unless it is started again alone.
+
+        Raises:
+            StorageError: the run folder is gone, and with it the heartbeats.
+        """
+        self._presence.check()
+        lingering = self._lingering(group)
+        if lingering:
+            failure = root_cause(self._folder, (), lingering, self._evidence)
+        else:
+            overdue = self._watcher.look(group.running)
+            if overdue is None:
+                self._request_resize(group, continues_at)
+                return None
+            failure = hanging(self._folder, overdue, group.running, self._evidence)
+            stacks = stacks_of(group, self._folder, failure.rank, self._evidence.pid(failure.rank))
+            failure = replace(failure, detail=stacks)
+        if not self._replacing.may_restart(failure):
+            return failure
+        self._end(group, failure.rank)
+        self._replacing.on_death(failure)
+        return None
+
+    def _lingering(self, group: WorkerGroup) -> list[int]:
+        """Return the ranks that have reported an error long ago and do not end."""
+        found = []
+        for rank in group.running:
+            reported_s = self._evidence.reported_for_s(rank)
+            if reported_s is not None and reported_s > _REPORTED_S:
+                pulse = read_heartbeat(self._folder.heartbeat_of(rank))
+                found += [rank] * (pulse is None or pulse.phase != "save")
+        return found
+
+    def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> Failure | None:
+        """Do what an event asks for; the failure that ends the attempt, if it tells of one."""
+        if not isinstance(event, ProcessExit):
+            self._ask_to_stop(group, event)
+            return None
+        if event.attempt != attempt or self._is_expected(event.rank):
+            return None
+        if is_clean(self._folder, event, stopping=self.stop.requested is not None):
+            self._on_exit(event.rank)
+            return None
+        failure, exits = self._first_failure(group, attempt, event)
+        each = [root_cause(self._folder, [one], (), self._evidence) for one in exits]
+        if not all(self._replacing.may_restart(one) for one in each):
+            return failure
+        for one in each:
+            self._replacing.on_death(one)
+        return None
+
+    def _is_expected(self, rank: int) -> bool:
+        if rank in self._ended:
+            self._ended.discard(rank)
+            return True
+        expected = self._assistants - (self._evaluators if self._left_at is None else frozenset())
+        return self._over_at is not None and rank in expected
+
+    def _on_exit(self, rank: int) -> None:
+        if rank == 0 and self._assistants:
+            self._left_at = time.monotonic()
+            self._over_at = self._over_at or self._left_at
+            self._replacing.stop_restarting(evaluator=True)
+
+    def _note_trained(self) -> None:
+        """Start no worker again once the training has ended, while rank 0 waits for the evaluator."""
+        if self._over_at is None and self._evaluators and self._folder.trained.exists():
+            self._over_at = time.monotonic()
+            self._replacing.stop_restarting()
+
+    def _kill_stragglers(self, group: WorkerGroup) -> None:
+        """End the assistants a while after the training, and the evaluator a while after rank 0, which waits for it."""
+        if self._over_at is None or time.monotonic() < self._over_at + _SHUTDOWN_GRACE_S:
+            return
+        left, kept = set(group.running), self._evaluators
+        if self._left_at is not None and time.monotonic() >= self._left_at + _SHUTDOWN_GRACE_S:
+            kept = frozenset()
+        for rank in left & self._assistants - kept:
+            self._end(group, rank)
+        if left & kept and self._left_at is None and not self._told_to_wait:
+            self._told_to_wait = True
+            self._say("The training has ended. Waiting for the evaluator to finish.")
+
+    @property
+    def _evaluators(self) -> frozenset[int]:
+        return frozenset(task.rank for task in self._roster.tasks if task.is_evaluator)
+
+    def _end(self, group: WorkerGroup, rank: int) -> None:
+        self._ended.add(rank)
+        group.end(rank)
+
+    def has_progressed(self, rank: int, continues_at: int | None) -> bool:
+        """Whether a rank of the current or last attempt has done a step in it."""
+        pulse = read_heartbeat(self._folder.heartbeat_of(rank))
+        return pulse is not None and pulse.step > (continues_at or 0)
+
+    def _request_resize(self, group: WorkerGroup, continues_at: int | None) -> None:
+        """Ask a group that trains to save and end, once, where a lost replica is due: the next is started with it."""
+        if self._roster.is_due and not self._asked_to_resize and self.has_progressed(0, continues_at):
+            self._asked_to_resize = True
+            if (number := resize_signal()) is not None:  # elsewhere it waits for a failure
+                group.signal(number)
+
+    def _next_event(self, timeout_s: float) -> ProcessExit | Reason | None:
+        try:
+            return self.events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def _ask_to_stop(self, group: WorkerGroup, reason: Reason) -> None:
+        group.signal(signal_of(reason))
+
+    def _first_failure(self, group: WorkerGroup, attempt: int, first: ProcessExit) -> tuple[Failure, list[ProcessExit]]:
+        """The failure that came first, and all that came within a moment of it."""
+        exits, begun = [first], time.monotonic()
+        while group.running and (left := begun + self._grace_s(group, exits) - time.monotonic()) > 0:
+            event = self._next_event(min(left, _GRACE_S))
+            self._evidence.look(task.rank for task in self._roster.tasks)
+            if event is not None and not isinstance(event, ProcessExit):
+                self._ask_to_stop(group, event)
+            elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
+                if is_clean(self._folder, event, stopping=self.stop.requested is not None):
+                    self._on_exit(event.rank)
+                else:
+                    exits.append(event)
+        return root_cause(self._folder, exits, group.running, self._evidence), exits
+
+    def _grace_s(self, group: WorkerGroup, exits: list[ProcessExit]) -> float:
+        """Return how long to wait for the failures of others: longer while all that failed only lost a connection."""
+        running = group.running
+        reports = [self._evidence.report(rank) for rank in (*(one.rank for one in exits), *running)]
+        if any(report is not None and not report.is_secondary for report in reports):
+            return _GRACE_S
+        if any(self._evidence.report(one.rank) is None for one in exits):
+            return _GRACE_S
+        return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S

@@ -1,0 +1,274 @@
+"""Which rank failed, and how: what the user reads first.
+
+Failures are ordered by kind: an error that a rank raised itself, then a process that a signal or an exit ended, then a
+connection that was lost. Within a kind the lower step comes first, then what arrived here first. The clocks of other
+hosts decide nothing.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Final
+
+from trainkit.errors import HangError, TrainingError, TrainkitError, UnreadableError
+from trainkit.reading import read_tail
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.hang_detection.process_evidence import ProcessEvidence
+from trainkit.run.hang_detection.watch import OverdueRank
+from trainkit.run.process.error_report import ErrorReport
+from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
+from trainkit.run.process.signals import EXIT_CODES
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.strategies.collective_records import waited_for
+
+__all__ = ["Failure", "Kind", "hanging", "is_clean", "root_cause", "unresponsive_rank"]
+
+_LOG_LINES: Final = 20
+_LOG_BYTES: Final = 1 << 16
+_CLEAN: Final = frozenset(EXIT_CODES.values())
+
+
+class Kind(IntEnum):
+    """The kinds of failures, in the order in which they explain the others."""
+
+    OWN_ERROR = 0
+    PROCESS_ENDED = 1
+    CONNECTION_LOST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """The failure that caused the others of an attempt."""
+
+    rank: int
+    headline: str
+    """One sentence: which rank, process and host; when; what."""
+    detail: str = ""
+    """Traceback, stacks, or the end of a log."""
+    report: ErrorReport | None = None
+    hang: bool = False
+    step: int | None = None
+    """Updates that the rank had completed; None: it had not begun."""
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether a restart would end the same way."""
+        return self.report is not None and self.report.is_permanent
+
+    def error(self, remark: str = "") -> TrainkitError:
+        """The exception that ends the command."""
+        if self.report is not None and self.report.is_permanent:
+            return self.report.error()
+        headline = f"{self.headline} {remark}".rstrip()
+        kind = HangError if self.hang else TrainingError
+        return kind("\n".join(part for part in (headline, self.detail) if part))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Account:
+    """What is known of one rank that failed."""
+
+    rank: int
+    kind: Kind
+    step: int
+    arrival: int
+    words: ErrorReport | None
+    code: int
+
+    @property
+    def order(self) -> tuple[Kind, int, int]:
+        return self.kind, self.step, self.arrival
+
+
+def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
+    """Return whether a rank that has ended had done its part, or was asked to stop before that.
+
+    Exit code 0 alone shows neither: user code may call `sys.exit` or `os._exit` in the middle of a step.
+
+    Args:
+        folder: holds the mark of the ranks that have done their part.
+        exited: the end of the rank.
+        stopping: whether the ranks were asked to stop.
+    """
+    if exited.code not in _CLEAN:
+        return False
+    return folder.done_of(exited.rank).exists() or (exited.code != 0 and stopping)
+
+
+def root_cause(
+    folder: RunFolder, exits: Sequence[ProcessExit], running: Iterable[int], evidence: ProcessEvidence | None = None
+) -> Failure:
+    """Return the failure that caused the others.
+
+    If every rank only lost a connection, and a rank that reports nothing still runs, that rank stopped answering.
+
+    Args:
+        folder: holds the reports and pulses of the ranks.
+        exits: of the ranks that ended, other than cleanly, in the order in which they arrived.
+        running: the ranks that have not ended.
+        evidence: what the caller knows of the processes, where it started them.
+    """
+    running, evidence = list(running), evidence or ProcessEvidence(folder)
+    evidence.look([*(exited.rank for exited in exits), *running])
+    reports = {rank: report for rank in running if (report := evidence.report(rank)) is not None}
+    accounts = [_account(folder, exited, place, evidence) for place, exited in enumerate(exits)]
+    accounts += [_reported(report, evidence) for report in reports.values()]
+    first = min(accounts, key=lambda account: account.order)
+    mute = [rank for rank in running if rank not in reports]
+    if first.kind is Kind.CONNECTION_LOST and mute:
+        return unresponsive_rank(folder, mute, evidence)
+    if first.words is not None:
+        return _from_report(first.words, evidence)
+    return _from_exit(folder, first, evidence)
+
+
+def _account(folder: RunFolder, exited: ProcessExit, place: int, evidence: ProcessEvidence) -> _Account:
+    report = evidence.report(exited.rank)
+    if report is not None:
+        return _reported(report, evidence)
+    step = _step_of(read_heartbeat(folder.heartbeat_of(exited.rank)))
+    return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, words=None, code=exited.code)
+
+
+def _reported(report: ErrorReport, evidence: ProcessEvidence) -> _Account:
+    step = -1 if report.step is None else report.step
+    kind = Kind.CONNECTION_LOST if report.is_secondary else Kind.OWN_ERROR
+    arrival = evidence.arrival(report.rank)
+    return _Account(rank=report.rank, kind=kind, step=step, arrival=arrival, words=report, code=report.exit_code)
+
+
+def unresponsive_rank(folder: RunFolder, ranks: Iterable[int], evidence: ProcessEvidence | None = None) -> Failure:
+    """Return the failure of the rank that the others waited for, out of those that reported nothing."""
+    evidence = evidence or ProcessEvidence(folder)
+    rank, pulse = _waited_for(folder, ranks, evidence)
+    held, ended = evidence.held(rank), evidence.has_ended(rank)
+    headline = f"{evidence.name(rank)} stopped answering{_when(pulse)}."
+    if held is not None:
+        headline = f"{evidence.name(rank)} is {held}{_when(pulse)}.{_remedy(rank, evidence)}"
+    elif ended:
+        headline = f"{evidence.name(rank)} has ended{_when(pulse)} without an error report."
+    return Failure(rank=rank, headline=headline, hang=not ended, step=None if pulse is None else pulse.step)
+
+
+def _from_report(words: ErrorReport, evidence: ProcessEvidence) -> Failure:
+    name = evidence.name(words.rank)
+    when = " while starting" if words.step is None else f" in step {words.step} ({words.phase})"
+    if words.left_by is not None:
+        headline = f"{name} exited with code {words.left_by}{when} before the training was done."
+    else:
+        what = next(iter(words.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+        headline = f"{name} failed{when}: {': '.join(filter(None, (words.kinds[0], what)))}."
+    return Failure(rank=words.rank, headline=headline, detail=words.traceback, report=words, step=words.step)
+
+
+def _from_exit(folder: RunFolder, account: _Account, evidence: ProcessEvidence) -> Failure:
+    rank, pulse = account.rank, read_heartbeat(folder.heartbeat_of(account.rank))
+    name, when = evidence.name(rank), _when(pulse)
+    if account.code == 0:
+        headline = f"{name} exited with code 0{when} before the training was done."
+    elif account.code > 0:
+        headline = f"{name} exited with code {account.code}{when} without an error report."
+    else:
+        number = _signal_name(-account.code)
+        hint = _memory_hint(evidence) if number == "SIGKILL" else ""
+        headline = f"{name} was ended by {number}{when}.{hint}"
+    step = None if pulse is None else pulse.step
+    return Failure(rank=rank, headline=headline, detail=_tail(folder.log_of(rank)), step=step)
+
+
+def _memory_hint(evidence: ProcessEvidence) -> str:
+    counted = evidence.killed_for_memory()
+    if counted is not None:
+        return f" Its cgroup ran out of memory: {counted}."
+    return "" if evidence.counts_memory else " The system may have run out of memory."
+
+
+def hanging(
+    folder: RunFolder, overdue: OverdueRank, running: Iterable[int], evidence: ProcessEvidence | None = None
+) -> Failure:
+    """Return the failure of a rank that has made no progress for longer than its limit.
+
+    A rank whose process is stopped or gone is named before the one that has come least far. Of ranks that have come
+    equally far, one is named that has not called a collective which others have called.
+
+    Args:
+        folder: holds the pulses.
+        overdue: the rank that has come least far, and its limit.
+        running: the ranks that may be the cause.
+        evidence: what the caller knows of the processes.
+    """
+    evidence = evidence or ProcessEvidence(folder)
+    running = list(running)
+    blocked = [rank for rank in running if evidence.held(rank) is not None or evidence.has_ended(rank)]
+    waited = waited_for(running, folder.collectives_of)
+    late = [rank for rank in running if rank in waited and _is_level(folder, rank, overdue.pulse)]
+    suspects = blocked or late
+    rank = overdue.rank if overdue.rank in suspects or not suspects else suspects[0]
+    pulse = overdue.pulse if rank == overdue.rank else read_heartbeat(folder.heartbeat_of(rank))
+    held = evidence.held(rank)
+    state = "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
+    headline = (
+        f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(pulse)}{state} "
+        f"{overdue.limit.remedy(overdue.silence_s)}"
+    )
+    return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
+
+
+def _is_level(folder: RunFolder, rank: int, pulse: HeartbeatReading | None) -> bool:
+    """Return whether a rank has come exactly as far as a pulse says."""
+    found = read_heartbeat(folder.heartbeat_of(rank))
+    return found is not None and pulse is not None and found.progress == pulse.progress
+
+
+def _remedy(rank: int, evidence: ProcessEvidence) -> str:
+    pid = evidence.pid(rank)
+    return "" if pid is None or evidence.state(rank) != "T" else f" To let it continue: kill -CONT {pid}."
+
+
+def _waited_for(
+    folder: RunFolder, ranks: Iterable[int], evidence: ProcessEvidence
+) -> tuple[int, HeartbeatReading | None]:
+    """Return the rank that the others wait for.
+
+    That is one whose process is stopped or gone, else the one that has come least far; of those one that has not called
+    a collective which others have called, else the longest silent.
+    """
+    ranks = list(ranks)
+    late = waited_for(ranks, folder.collectives_of)
+    pulses: Mapping[int, HeartbeatReading | None] = {rank: read_heartbeat(folder.heartbeat_of(rank)) for rank in ranks}
+
+    def place(rank: int) -> tuple[bool, tuple[int, int], bool, float]:
+        pulse = pulses[rank]
+        blocked = evidence.held(rank) is not None or evidence.has_ended(rank)
+        progress, moment = (pulse.progress, pulse.moment) if pulse else ((-1, 0), 0.0)
+        return not blocked, progress, rank not in late, moment
+
+    rank = min(pulses, key=place)
+    return rank, pulses[rank]
+
+
+def _step_of(pulse: HeartbeatReading | None) -> int:
+    return -1 if pulse is None else pulse.step
+
+
+def _when(pulse: HeartbeatReading | None) -> str:
+    return f" in step {pulse.step} ({pulse.phase})" if pulse else " while starting"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tail(log: Path) -> str:
+    try:
+        lines = read_tail(log, _LOG_BYTES)[0].decode(errors="replace").splitlines()[-_LOG_LINES:]
+    except UnreadableError:
+        return ""
+    return "\n".join([f"The end of {log}:", *(f"  {line}" for line in lines)]) if lines else ""

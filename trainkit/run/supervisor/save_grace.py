@@ -1,0 +1,38 @@
+"""The time that rank 0 is given to save before a failed group is ended."""
+
+from __future__ import annotations
+
+import time
+from typing import Final
+
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.heartbeat import read_heartbeat
+from trainkit.run.process.worker_group import WorkerGroup
+from trainkit.run.supervisor.failure import Failure
+
+__all__ = ["wait_for_owner_save"]
+
+_NOTICE_S: Final = 1.0
+"""How long rank 0 may take to notice that it has lost another rank, and begin to save."""
+_SAVE_S: Final = 120.0
+"""How long it may take to save then."""
+_AT_WORK: Final = ("data", "forward", "backward", "reduce", "evaluate", "save")
+"""Phases in which it notices a loss, or saves."""
+
+
+def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure) -> None:
+    """Wait where rank 0 is about to save because it has lost another rank, or saves.
+
+    Args:
+        folder: holds its heartbeat.
+        group: the ranks, which are ended next.
+        failure: what ends the group; where rank 0 itself failed or a rank hangs, there is nothing to wait for.
+    """
+    begun = time.monotonic()
+    while 0 in group.running and failure.rank != 0 and not failure.hang:
+        pulse, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun
+        if pulse is None or pulse.phase not in _AT_WORK or waited > _SAVE_S:
+            return
+        if pulse.phase != "save" and waited > _NOTICE_S:
+            return
+        time.sleep(0.02)

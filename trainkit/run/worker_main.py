@@ -1,0 +1,162 @@
+"""One task of a run in a process of its own: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
+
+Who it is stands in the environment (`trainkit.cluster.identity`), all else in the run folder; Hydra is not imported.
+
+A rank can be run by hand, in a debugger for one: start every rank in a terminal of its own, with a free port that they
+share. Rank 0 then hosts the store.
+
+    export TRAINKIT_RANKS=2 TRAINKIT_STORE=127.0.0.1:29400
+    TRAINKIT_RANK=0 python -m pdb -m trainkit.run.worker_main RUN/resolved.yaml
+    TRAINKIT_RANK=1 python -m trainkit.run.worker_main RUN/resolved.yaml
+
+The run folder opens no package: where the run names classes of yours, add `TRAINKIT_ALLOW_PACKAGES=my_package`.
+
+Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 for a run that was stopped and can be resumed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.secrets.secrets import in_environment, restored
+from trainkit.config.targets.allowed import allow_packages, packages_from
+from trainkit.reading import open_regular
+from trainkit.redaction import masked_output
+from trainkit.report.train_log import recorded_output
+from trainkit.run.folder.fencing_token import FencingToken
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process import parent_death_pipe as lifeline
+from trainkit.run.process.error_report import Reporter
+from trainkit.run.process.exit import exit_without_teardown
+from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.process.signals import EXIT_CODES, StopFlag, stop_signals, worker_signals
+from trainkit.run.rendezvous.local_workers import launch_environment_from
+from trainkit.run.rendezvous.store import HostedStore
+from trainkit.storage import as_storage_error
+from trainkit.trainer import failpoints
+
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Run the task this process is; returns the exit code.
+
+    Args:
+        arguments: the path of `resolved.yaml`, in the run folder.
+    """
+    signals = worker_signals() if lifeline.VARIABLE in os.environ else stop_signals()
+    with masked_output(), StopFlag(signals=signals) as stop:  # first of all: from here on no signal is lost
+        supervised = lifeline.watch_parent(os.environ)
+        if len(arguments) != 1:
+            print("usage: python -m trainkit.run.worker_main RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
+            return 2
+        resolved = Path(arguments[0])
+        folder = RunFolder(resolved.parent)
+        rank = 0
+        report = Reporter(folder.error_of(rank), rank)
+        try:
+            identity = Identity.from_environ(os.environ)
+            rank = identity.task.rank
+            report = Reporter(folder.error_of(rank), rank)
+            _name_process(str(identity.task))
+            if supervised and identity.store is not None:
+                Heartbeat(folder.heartbeat_of(rank)).close()  # the imports that follow take a while
+            failpoints.hit("start", 0)
+            with (
+                _recorded(folder, rank, supervised=supervised),
+                _stacks_on_demand(folder, rank),
+                _store_of_hand_started(identity, supervised=supervised),
+            ):
+                result = _run(resolved, identity, folder, stop, report)
+            with contextlib.suppress(OSError):  # the folder is gone: the parent finds out
+                folder.done_of(rank).touch()
+        except KeyboardInterrupt:
+            return EXIT_CODES["stopped"]
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the end of the line: every error is reported
+            words = report(as_storage_error(error, folder.path) or error)
+            if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
+                with _recorded(folder, rank, supervised=True):
+                    print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
+            return words.exit_code
+        status = (result or {}).get("status", "finished")
+        return EXIT_CODES.get(status, 1) if stop.requested else 0
+
+
+def _run(
+    resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
+) -> dict[str, Any] | None:
+    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the flag has to be up before
+    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
+    from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
+
+    values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
+    fence = FencingToken.from_environ(folder, os.environ)
+    confirm = None if fence is None else fence.check
+    cfg, launch = RunConfig.from_dict(values), launch_environment_from(os.environ)
+    with allow_packages(packages_from(os.environ)):
+        plan = None if launch is None else make_plan(cfg, launch=launch)
+        return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
+
+
+@contextlib.contextmanager
+def _recorded(folder: RunFolder, rank: int, *, supervised: bool) -> Iterator[None]:
+    """Record what rank 0 prints, unless it goes into a log by itself, which the driver of an engine shows."""
+    if rank > 0 or _goes_into(folder.log_of(rank)):
+        yield
+        return
+    with recorded_output(folder.log, separated=not supervised):
+        yield
+
+
+def _goes_into(log: Path) -> bool:
+    """Whether standard output is a file."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(1), log.stat())
+    return False
+
+
+def _name_process(name: str) -> None:
+    """What `top` and `ps -eo pid,comm` call it, on Linux."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+@contextlib.contextmanager
+def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
+    """SIGUSR2 writes the stacks of all threads, also while Python hangs in C; crashes of C code are told on stderr."""
+    faulthandler.enable()
+    if not hasattr(signal, "SIGUSR2"):
+        yield
+        return
+    folder.open_live()
+    with open_regular(folder.stacks_of(rank), "wb") as file:
+        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(signal.SIGUSR2)
+
+
+@contextlib.contextmanager
+def _store_of_hand_started(identity: Identity, *, supervised: bool) -> Iterator[None]:
+    if supervised or identity.store is None or identity.task.rank > 0:
+        yield
+        return
+    with HostedStore(identity.store) as store:
+        store.open()
+        yield
+
+
+if __name__ == "__main__":
+    exit_without_teardown(main(sys.argv[1:]))

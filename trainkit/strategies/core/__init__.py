@@ -1,0 +1,1 @@
+"""What all strategies share: the synchronous step, the optimizer step, replicas and buffers."""

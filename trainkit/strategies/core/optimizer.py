@@ -1,0 +1,226 @@
+"""Stepping a torch optimizer at each update's rate, by the shortest way to its kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.strategies.tensors.layouts import in_layout
+
+__all__ = ["OptimizerStepper", "optimizer_state", "restore_optimizer_state"]
+
+
+class OptimizerStepper:
+    """Steps an optimizer with given gradients at a given rate.
+
+    Adam, AdamW and SGD with `fused=true` and no hooks are stepped by calling their fused kernel: the wrappers of
+    `Optimizer.step` (profiler ranges, hook dictionaries, regrouping by device) cost more than the kernel on a small
+    model. The kernel is the same, and so are the bits.
+
+    Args:
+        optimizer: any torch optimizer over `params`.
+        params: the parameters it updates, in canonical order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+        self.optimizer = optimizer
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._place = {id(param): place for place, param in enumerate(params)}
+        self._params = list(params)
+        self._strides = [param.stride() for param in params]
+        self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
+        self._places: list[list[int]] = []
+        self._counters: list[Tensor] = []
+        self._rates: list[float] = []
+
+    def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
+        """Update the parameters.
+
+        Args:
+            grads: one a parameter, in the order of `params`; None leaves the parameter out, as torch does.
+            lr_factor: every group's own rate is multiplied by it.
+        """
+        grads = self._in_layout(grads)
+        if self._kernels is not None and all(grad is not None for grad in grads):
+            for counter in self._counters:
+                counter.add_(1)
+            for kernel, places, base_lr in zip(self._kernels, self._places, self._rates, strict=True):
+                kernel([grads[place] for place in places], base_lr * lr_factor)  # type: ignore[misc]
+            return
+        for group, base_lr in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
+            group["lr"] = base_lr * lr_factor
+        for param, grad in zip(self._params, grads, strict=True):
+            param.grad = grad
+        if any(grad is not None and grad.is_sparse for grad in grads):
+            self._unfuse()
+        self.optimizer.step()
+        for param in self._params:
+            param.grad = None
+        self._find_kernels(grads)
+
+    def _in_layout(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Give every gradient the strides of its parameter: fused kernels pair elements by their place in memory."""
+        return [
+            grad if grad is None or grad.is_sparse or grad.stride() == strides else in_layout(grad, strides)
+            for grad, strides in zip(grads, self._strides, strict=True)
+        ]
+
+    def invalidate_cache(self) -> None:
+        """Look for the kernels anew: the optimizer's state was replaced."""
+        self._kernels = None
+
+    def _unfuse(self) -> None:
+        """Fused kernels take no sparse gradients; where a group has one, torch's plain loop does."""
+        for group in self.optimizer.param_groups:
+            if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
+                group["fused"] = False
+
+    def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
+        """Now that the optimizer has made its state, see whether its kernels can be called directly."""
+        make, groups = _kernel_maker(type(self.optimizer)), self.optimizer.param_groups
+        if (
+            make is None
+            or any(grad is None for grad in grads)
+            or _hooked(self.optimizer)
+            or not all(map(_has_plain_kernel, groups))
+        ):
+            return
+        states = self.optimizer.state
+        if not all(_slots_agree(param, states[param]) for param in self._params):
+            for group in groups:
+                group["fused"] = False  # torch's plain loop takes slots of any strides
+            return
+        self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
+        # a fused kernel works on one device
+        parts = [
+            (group, base_lr, members)
+            for group, base_lr in zip(groups, self.base_lrs, strict=True)
+            for members in _by_device(group["params"])
+        ]
+        self._rates = [base_lr for _, base_lr, _ in parts]
+        self._places = [[self._place[id(param)] for param in members] for _, _, members in parts]
+        self._kernels = [make(group, members, [states[p] for p in members]) for group, _, members in parts]
+
+
+def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
+    return bool(group["fused"]) and not group.get("capturable") and not group["differentiable"]
+
+
+def _slots_agree(param: Tensor, slots: Mapping[str, Any]) -> bool:
+    """Whether every tensor of the optimizer that is of the parameter's shape has its strides."""
+    found = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
+    return all(slot.stride() == param.stride() for slot in found)
+
+
+def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
+    found: dict[torch.device, list[Tensor]] = {}
+    for param in params:
+        found.setdefault(param.device, []).append(param)
+    return list(found.values())
+
+
+def _joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
+    """Adam's counts of steps as views of one tensor a device: its kernel reads them, one addition advances them all."""
+    by_device: dict[torch.device, list[dict[str, Tensor]]] = {}
+    for state in states:
+        by_device.setdefault(state["step"].device, []).append(state)
+    joined = []
+    for members in by_device.values():
+        counts = torch.stack([state["step"] for state in members])
+        for state, count in zip(members, counts.unbind(), strict=True):
+            state["step"] = count
+        joined.append(counts)
+    return joined
+
+
+def _hooked(optimizer: torch.optim.Optimizer) -> bool:
+    from torch.optim import optimizer as module  # noqa: PLC0415 - torch.optim imports torch._dynamo: only when stepping
+
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # noqa: SLF001
+    shared = (module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks)  # noqa: SLF001
+    return any([*own, *shared])
+
+
+def _adam_kernel(
+    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]], *, decoupled: bool
+) -> Callable[[list[Tensor], float], None]:
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    averages = [state["exp_avg"] for state in states]
+    squares = [state["exp_avg_sq"] for state in states]
+    largest = [state["max_exp_avg_sq"] for state in states] if group["amsgrad"] else []
+    steps = [state["step"] for state in states]
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    settings = {
+        "beta1": beta1,
+        "beta2": beta2,
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "amsgrad": group["amsgrad"],
+        "maximize": group["maximize"],
+    }
+
+    def step(grads: list[Tensor], lr: float) -> None:
+        kernel(params, grads, averages, squares, largest, steps, lr=lr, **settings)
+
+    return step
+
+
+def _sgd_kernel(
+    group: Mapping[str, Any], params: list[Tensor], states: list[dict[str, Tensor]]
+) -> Callable[[list[Tensor], float], None]:
+    momenta = [state["momentum_buffer"] for state in states] if group["momentum"] else []
+    settings = {name: group[name] for name in ("weight_decay", "momentum", "dampening", "nesterov", "maximize")}
+
+    def step(grads: list[Tensor], lr: float) -> None:
+        torch._fused_sgd_(params, grads, momenta, lr=lr, is_first_step=False, **settings)
+
+    return step
+
+
+def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], None]] | None:
+    """What makes the direct kernel of a group of this very class; a subclass may do something else."""
+    if kind is torch.optim.AdamW:
+        return partial(_adam_kernel, decoupled=True)
+    if kind is torch.optim.Adam:
+        return lambda group, *rest: _adam_kernel(group, *rest, decoupled=bool(group.get("decoupled_weight_decay")))
+    return _sgd_kernel if kind is torch.optim.SGD else None
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """The optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies."""
+    found = {}
+    for name, param in params.items():
+        for slot, value in optimizer.state.get(param, {}).items():
+            if value is not None:
+                kept = torch.as_tensor(value)
+                found[f"optimizer/{slot}/{name}"] = kept.to_dense() if kept.is_sparse else kept
+    return found
+
+
+def restore_optimizer_state(
+    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> None:
+    """Give the optimizer the state that `optimizer_state` saved, every slot in the strides of its parameter.
+
+    Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
+    """
+    slots: dict[str, dict[str, Tensor]] = {}
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        slot, _, name = rest.partition("/")
+        # A tensor that is not asked for need not be read; a slot with a place in it is another copy's.
+        if kind == "optimizer" and name in params and "@" not in slot:
+            slots.setdefault(name, {})[slot] = tensors[key]
+    state = optimizer.state_dict()
+    names = {id(param): name for name, param in params.items()}
+    order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    state["state"] = {place: slots[name] for place, name in enumerate(order) if name in slots}
+    optimizer.load_state_dict(state)
+    for param, own in optimizer.state.items():  # load_state_dict casts dtype and device, not layout
+        for slot, value in own.items():
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                own[slot] = in_layout(value, param.stride())

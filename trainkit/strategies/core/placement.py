@@ -1,0 +1,59 @@
+"""Where the tensors of a model go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+__all__ = ["Placement", "SingleDevicePlacement"]
+
+
+class Placement(Protocol):
+    """The devices of a replica, and which tensor is on which."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches must be, and the loss is."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """All of them."""
+        ...
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a parameter, by canonical name."""
+        ...
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move every tensor of the model to its device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleDevicePlacement:
+    """The whole model on one device.
+
+    Example:
+        >>> SingleDevicePlacement(device=torch.device("cpu")).device_of("any.weight")
+        device(type='cpu')
+    """
+
+    device: torch.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The one."""
+        return (self.device,)
+
+    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
+        """The one."""
+        return self.device
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move it as a whole."""
+        return model.to(device=self.device)

@@ -1,0 +1,245 @@
+"""One replica of a synchronous strategy: the model, its optimizer, and what a step needs beside them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import CheckpointError
+from trainkit.moved import moved_attribute
+from trainkit.numerics.precision import Precision
+from trainkit.numerics.randomness import BlockKeys
+from trainkit.strategies.base import Numerics, Placed
+from trainkit.strategies.core.buffers import StepBuffers
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.core.placement import Placement
+from trainkit.strategies.reducers import Overlapping, Reducer
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.lazy_state import shape_of
+
+__all__ = [
+    "JoinNorms",
+    "PlacedModel",
+    "Replica",
+    "make_master_params",
+    "refuse_mismatch",
+    "replica_state",
+    "restore_replica",
+]
+
+JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
+"""(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
+all gradients of the model; the same on every rank; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedModel:
+    """A model with its tensors where they belong."""
+
+    model: nn.Module
+    params: dict[str, nn.Parameter]
+    """Trainable parameters of the model by canonical name."""
+    masters: dict[str, nn.Parameter]
+    """What the optimizer updates: `params` itself, or copies in higher precision."""
+
+
+@dataclass(kw_only=True)
+class Replica(Placed):
+    """A whole model, on one device or spread over several."""
+
+    params: dict[str, nn.Parameter]
+    """Trainable parameters of the model by canonical name."""
+    masters: dict[str, nn.Parameter]
+    """What the optimizer updates: `params` itself, or copies in higher precision."""
+    stepper: OptimizerStepper
+    """Steps the optimizer over `masters`."""
+    buffers: StepBuffers
+    """Buffers that the forward pass updates."""
+    keys: BlockKeys
+    """Keys of the model's randomness."""
+    reducer: Reducer
+    """Adds up the partial sums of a step."""
+    numerics: Numerics
+    """The numbers settings."""
+    packing: FlatBuffer | None = None
+    """The layout of what a step exchanges; None until the first step has shown it."""
+    used: list[bool] = field(default_factory=list)
+    """Which parameters get a gradient, as the first step has shown."""
+    some_unused: bool = False
+    """Whether there is one that gets none."""
+    refuses_unused: bool = False
+    """Whether that is an error."""
+    sparse: dict[int, int] | None = None
+    """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
+    exchanged: list[int] | None = None
+    """Places of the gradients that the reducer sums; None: all."""
+    seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
+    """Where backward began last: (factor, dtype) and its () tensor, which most steps share."""
+    sums: list[Tensor | None] | None = None
+    """Gradients of a lane's earlier shards, where masters are apart."""
+    join_norms: JoinNorms | None = None
+    """Where ranks hold parts of the gradients, or some of them: makes their norms those of the whole."""
+
+    update_begun: int = -1
+    """The latest step whose update has begun."""
+    update_ended: int = -1
+    """The latest step whose update has ended."""
+
+    def begin_update(self, step: int) -> None:
+        """Note that parameters, buffers and optimizer are about to change."""
+        self.update_begun = step
+
+    def end_update(self, step: int) -> None:
+        """Note that they are those of the next step."""
+        self.update_ended = step
+
+    def recover(self, step: int) -> bool:
+        """Put buffers back that the forward passes of an interrupted step have changed.
+
+        Args:
+            step: updates completed, as the training counts them.
+
+        Returns:
+            Whether parameters and optimizer are those after that many updates. Only an update of this process counts:
+            before the first one they are those of a checkpoint.
+        """
+        if not self.update_begun == self.update_ended == step - 1:
+            return False
+        self.buffers.recover()
+        return True
+
+    @cached_property
+    def masters_apart(self) -> bool:
+        """Whether the optimizer updates copies of the parameters."""
+        return self.masters is not self.params
+
+    @cached_property
+    def overlapping(self) -> Overlapping | None:
+        """The reducer, where it may begin during backward; not for masters, which get their gradients after it."""
+        return self.reducer if isinstance(self.reducer, Overlapping) and not self.masters_apart else None
+
+    @cached_property
+    def reduced(self) -> list[nn.Parameter]:
+        """The parameters whose gradients the reducer sums."""
+        return self.trained if self.exchanged is None else [self.trained[place] for place in self.exchanged]
+
+    @cached_property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters in canonical order."""
+        return list(self.params.values())
+
+    def take_grads(self) -> list[Tensor | None]:
+        """The gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
+        if self.masters_apart:
+            sums, self.sums = self.sums, None
+            return sums or [None] * len(self.params)
+        grads = [param.grad for param in self.trained]
+        for param in self.trained:
+            param.grad = None
+        return grads
+
+    def accumulate_in_masters(self) -> None:
+        """Add the shard's gradients to `sums`: in bfloat16, adding shards would lose most of the later ones."""
+        sums = self.sums or [None] * len(self.params)
+        for place, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
+            if param.grad is not None:
+                grad, earlier = param.grad.to(master.dtype), sums[place]
+                sums[place] = grad if earlier is None else earlier.add_(grad)
+                param.grad = None
+        self.sums = sums
+
+    @torch.no_grad()
+    def refresh_params(self) -> None:
+        """Round the masters to the parameters that the forward pass uses."""
+        if self.masters_apart:
+            torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
+
+
+def make_master_params(model: nn.Module, precision: Precision, spread: Placement) -> dict[str, nn.Parameter]:
+    """Copies for the optimizer to update, where the parameters' own dtype would lose small updates; else none."""
+    if precision.model_dtype is precision.master_dtype:
+        return {}
+    named = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
+    dtype = precision.master_dtype
+    return {name: nn.Parameter(param.detach().to(spread.device_of(name), dtype, copy=True)) for name, param in named}
+
+
+def replica_state(replica: Replica) -> dict[str, Tensor]:
+    """Parameters in the masters' dtype, buffers that the model saves, optimizer slots; no copies."""
+    frozen = {name: param for name, param in replica.model.named_parameters() if not param.requires_grad}
+    found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
+    saved = replica.model.state_dict()
+    buffers = {f"buffer/{name}": buffer for name, buffer in replica.model.named_buffers() if name in saved}
+    return {**found, **buffers, **optimizer_state(replica.stepper.optimizer, replica.masters)}
+
+
+def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
+    """Take over the tensors of a checkpoint.
+
+    Raises:
+        CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
+    """
+    own = {key: tensor for key, tensor in replica_state(replica).items() if not key.startswith("optimizer/")}
+    refuse_mismatch({key: tuple(tensor.shape) for key, tensor in own.items()}, tensors)
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(tensors[key])
+    replica.refresh_params()
+    restore_optimizer_state(replica.stepper.optimizer, replica.masters, tensors)
+    replica.stepper.invalidate_cache()
+
+
+_LIKE_PARAM: Final = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "ax", "prev"}
+)
+"""Slots that the optimizers of torch keep in the shape of the parameter; fused kernels trust it without a look."""
+
+
+def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    for key in tensors:
+        kind, _, rest = key.partition("/")
+        slot, _, name = rest.partition("/")
+        shape = own.get(f"param/{name}")
+        if kind != "optimizer" or shape is None:
+            continue
+        found = tuple(shape_of(tensors, key))
+        slot = slot.partition("@")[0]
+        if slot in _LIKE_PARAM and found != shape:
+            yield f"{key} is {found} there and {shape} here"
+        elif slot == "step" and math.prod(found) != 1:
+            yield f"{key} is {found} there, and one number was expected"
+
+
+def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        own: the shapes of this model's parameters and buffers, by key.
+        tensors: the checkpoint's; read no earlier than before.
+
+    Raises:
+        CheckpointError: one is missing, unknown, or of another shape; up to five are named.
+    """
+    lines = [f"{key} is missing there" for key in own if key not in tensors]
+    lines += [f"{key} is not in this model" for key in tensors if key not in own and not key.startswith("optimizer/")]
+    lines += [
+        f"{key} is {tuple(shape_of(tensors, key))} there and {shape} here"
+        for key, shape in own.items()
+        if key in tensors and tuple(shape_of(tensors, key)) != shape
+    ]
+    lines += _misshapen_slots(own, tensors)
+    if lines:
+        more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+        raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by the name that it once had."""
+    return moved_attribute(__name__, name)

@@ -1,0 +1,271 @@
+"""Forward and backward over a rank's shards of one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
+from torch.utils._pytree import tree_map
+
+from trainkit.errors import TrainingError
+from trainkit.moved import moved_attribute
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Loss
+from trainkit.strategies.base import LossWeighting, StepContext
+from trainkit.strategies.core.grad_exchange import agree_on_exchanged_grads, scatter_to_all_params
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.sparse import find_sparse
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
+
+__all__ = ["LossDivisor", "ShardStep", "cloned_batch"]
+
+
+def cloned_batch(batch: Any) -> Any:
+    """A batch in memory of its own.
+
+    One that is a view begins at another alignment on another rank, and then vector code sums it in another order.
+    """
+    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class LossDivisor:
+    """What the loss of a step is divided by before backward.
+
+    A bare sum is never backpropagated: at a loss scale of 65536 the sum over 64 targets overflows fp16.
+    """
+
+    value: float
+    """The step's total weight where it is known, else a power of two near it."""
+    counted: bool
+    """Whether gradients must be multiplied by `value` over the counted weight once that is summed; exact, since
+    `value` is a power of two."""
+
+    @classmethod
+    def of(cls, weighing: LossWeighting, batch_size: int) -> LossDivisor:
+        """The divisor of a step of `batch_size` samples.
+
+        Example:
+            >>> LossDivisor.of(LossWeighting(per_sample=None, planned=60.0), 16)
+            Divisor(value=1024.0, counted=True)
+        """
+        if weighing.per_sample is not None:
+            return cls(weighing.per_sample * batch_size, counted=False)
+        return cls(2.0 ** round(math.log2(max(weighing.planned * batch_size, 1.0))), counted=True)
+
+
+_divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short one: two values a training
+
+
+class ShardStep:
+    """One try at a step on one rank: its shards, and what they add up to.
+
+    Args:
+        replica: computes.
+        ticket: shards of a step.
+        batches: one a shard, on the replica's device.
+        training: plan, objective and update rule.
+        batch_size: samples of the update that these shards are for; None: of their step.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        ticket: Ticket,
+        batches: Sequence[Any],
+        training: StepContext,
+        batch_size: int | None = None,
+    ) -> None:
+        self.replica, self.ticket, self.batches, self.training = replica, ticket, batches, training
+        self.batch_size = training.plan.batch_size(ticket.step) if batch_size is None else batch_size
+        self.divisor = _divisor_of(training.weighing, self.batch_size)
+        self.loss_sum: Tensor | None = None
+        self.weight: Tensor | float = 0.0
+        self._sparse: dict[int, Tensor | None] = {}
+
+    def run(self) -> Sequence[Tensor | None]:
+        """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
+        packing = self.replica.packing or self.agree_on_grad_layout()
+        if self.replica.buffers.names:
+            self.replica.buffers.begin_step()
+        num_shards = self.training.plan.num_shards(self.ticket.step)
+        sums = self.replica.reducer.reduce(self.partials(), num_shards=num_shards, packing=packing)
+        return sums if self.replica.exchanged is None else scatter_to_all_params(self.replica, sums, self._sparse)
+
+    def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
+        """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
+        lanes = self.replica.lanes
+        numbered = zip(self.ticket.shards, self.batches, strict=True)
+        if not self.ticket.shards:
+            self._enter("reduce")
+        elif lanes is None:
+            yield 0, self._lane(list(numbered))
+        else:
+            for lane, shards in groupby(numbered, key=lambda item: item[0] % lanes):
+                yield lane, self._lane([(shard, cloned_batch(batch)) for shard, batch in shards])
+
+    def _lane(self, shards: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
+        weight: Tensor | float = 0.0
+        for shard, batch in shards:
+            weight = weight + self._shard(shard, batch)
+        self.weight = self.weight + weight
+        if shards[-1][0] == self.ticket.shards[-1]:  # what comes now is the exchange
+            self._enter("reduce")
+        return self._take_grads(weight)
+
+    def _shard(self, shard: int, batch: Any) -> Tensor | float:
+        """Forward and backward of one shard into `.grad`; returns its weight."""
+        replica = self.replica
+        watched = replica.on_phase is not None
+        if watched:
+            self._enter("forward")
+        loss = self._forward(shard, batch)
+        if watched:
+            self._enter("backward")
+        if replica.buffers.names:
+            replica.buffers.end_forward(self._shard_fraction(shard))
+        total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+        if replica.overlapping is not None and shard == self.ticket.shards[-1]:
+            replica.overlapping.arm(replica.reduced)
+        # What Tensor.backward calls in the end; its checks of arguments cost a tenth of a small model's step.
+        _engine_run_backward(
+            (total,), (self._seed(total),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+        if replica.buffers.names:
+            replica.buffers.reset()
+        if replica.masters_apart:
+            replica.accumulate_in_masters()
+        seen = loss.loss_sum.detach()
+        self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+        return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+
+    def _enter(self, phase: str) -> None:
+        if self.replica.on_phase is not None:
+            self.replica.on_phase(phase, self.ticket.step)
+
+    def _shard_fraction(self, shard: int) -> float:
+        """A shard's samples over the step's."""
+        return self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
+
+    def _seed(self, total: Tensor) -> Tensor:
+        """Where backward begins: the gradient of loss scale times mean loss by the summed loss, () like the loss.
+
+        The same bits as dividing the loss by the weight, which are those of torch's own mean, without two kernels.
+        """
+        factor = self.replica.loss_scale.scale / self.divisor.value
+        if self.replica.seed is None or self.replica.seed[0] != (factor, total.dtype):
+            self.replica.seed = (factor, total.dtype), torch.full_like(total, factor, requires_grad=False)
+        return self.replica.seed[1]
+
+    def _forward(self, shard: int, batch: Any) -> Loss:
+        replica = self.replica
+        objective = self.training.objective
+        replica.keys.enter(step=self.ticket.step, shard=shard, objective=objective)
+        with replica.precision.autocast(replica.device_types):
+            return objective.loss(replica.model, batch)
+
+    def _take_grads(self, weight: Tensor | float) -> list[Tensor | None]:
+        replica = self.replica
+        taken = replica.take_grads()
+        if replica.sparse is None:
+            replica.sparse = find_sparse(taken)
+        if replica.some_unused:
+            self._refuse_late(taken)
+        if replica.sparse and replica.lanes is not None:  # their order of summation is that of dense vectors
+            taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
+        if replica.exchanged is not None:
+            self._sparse = {place: taken[place] for place in replica.sparse}
+            taken = [taken[place] for place in replica.exchanged]
+        if replica.buffers.names:
+            taken.extend(replica.buffers.take())
+        if self.divisor.counted:
+            dtype = replica.precision.master_dtype
+            taken.append(torch.as_tensor(weight, dtype=dtype, device=replica.device).reshape(1))
+        return taken
+
+    def _refuse_late(self, grads: Sequence[Tensor | None]) -> None:
+        used = self.replica.used
+        for name, grad, known in zip(self.replica.params, grads, used, strict=True):
+            if grad is not None and not known:
+                raise TrainingError(
+                    f"rank {self.replica.rank}, step {self.ticket.step}: the parameter {name} got a gradient that it "
+                    "had not got in the first step of this run. Use it in every step, or freeze it."
+                )
+
+    def agree_on_grad_layout(self) -> FlatBuffer:
+        """See which parameters get gradients and which buffers are updated, and agree on it; collective, once.
+
+        The first shard is computed and thrown away; all it draws is keyed, so the step itself is none the worse. A
+        single rank that neither exchanges nor keeps buffers has nothing to find out.
+        """
+        replica = self.replica
+        names, buffers = list(replica.params), replica.buffers
+        exchanges = replica.num_ranks > 1 or replica.lanes is not None
+        flags = [0 if exchanges else 1] * len(names)
+        dims = [0] * len(names)
+        changed = [0.0] * len(buffers.names)
+        if self.ticket.shards and (exchanges or buffers.names):
+            attributes = ObjectSnapshot(replica.model.named_modules())
+            with buffers.watch() as changed:
+                loss = self._forward(self.ticket.shards[0], self.batches[0])
+            loss.loss_sum.backward()  # type: ignore[no-untyped-call]
+            buffers.reset()
+            attributes.restore()  # a count that the model keeps does not see this pass
+            if exchanges:
+                grads = [param.grad for param in replica.params.values()]
+                flags = [int(grad is not None) for grad in grads]
+                dims = [find_sparse(grads).get(place, 0) for place in range(len(grads))]
+            for param in replica.params.values():
+                param.grad = None
+        own = [layout_mark(param) for param in replica.params.values()]
+        rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *flags, *dims, *map(int, changed)])))
+        count = len(names)
+        _refuse_other_layouts(names, rows[:, :count])
+        found: list[int] = rows[:, count:].amax(0).tolist()  # a rank without a shard has seen nothing
+        if exchanges:
+            agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
+        buffers.settle(found[2 * count :])
+        reduced, rest = replica.reduced, buffers.shapes()
+        if self.divisor.counted:
+            rest.append(torch.Size([1]))
+        replica.packing = FlatBuffer(
+            [*(param.shape for param in reduced), *rest],
+            replica.precision.master_dtype,
+            replica.device,
+            num_grads=len(reduced),
+            strides=[*map(dense_strides, reduced), *[None] * len(rest)],
+        )
+        return replica.packing
+
+
+def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
+    """Refuse parameters whose strides differ between ranks: gradients are exchanged as they lie in memory.
+
+    Args:
+        names: of the parameters.
+        marks: (ranks, parameters) `layout_mark` of each.
+
+    Raises:
+        TrainingError: there is such a parameter.
+    """
+    for name, column in zip(names, marks.unbind(1), strict=True):
+        others = (column != column[0]).nonzero().flatten().tolist()
+        if others:
+            raise TrainingError(
+                f"the parameter {name} has other strides on rank {others[0]} than on rank 0. Give it one memory format "
+                "on every rank."
+            )
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class by the name that it once had."""
+    return moved_attribute(__name__, name)

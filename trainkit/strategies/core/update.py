@@ -1,0 +1,131 @@
+"""The update of a synchronous step: unscale, look for overflow, clip, step; the same decision on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Status, UpdateParams
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.sparse import with_values
+from trainkit.strategies.core.step import LossDivisor
+
+__all__ = ["apply_update"]
+
+
+def apply_update(
+    replica: Replica,
+    sums: Sequence[Tensor | None],
+    divisor: LossDivisor,
+    update: UpdateParams,
+    *,
+    loss_sum: Tensor | None = None,
+    deciders: Collective | None = None,
+) -> tuple[Status, Tensor | None]:
+    """Update parameters, buffers and loss scale from the sums over all shards and ranks.
+
+    Args:
+        replica: where; its parameters, buffers, optimizer state and loss scale change.
+        sums: gradients, then updated buffers, then the counted weight where there is one; consumed.
+        divisor: what the loss was divided by.
+        update: learning rate and clip of this update.
+        loss_sum: () the loss that this rank has seen, None where it had no shard.
+        deciders: the ranks that leave a step out together; None: all processes of the run.
+
+    Returns:
+        What became of the step, and the global norm before clipping where it was needed, () on the device.
+
+    Raises:
+        LossScaleError: too many overflows in a row.
+    """
+    count = len(replica.params)
+    grads = sums[:count]
+    present = [grad for grad in grads if grad is not None]
+    if replica.sparse:
+        grads, present = with_values(grads)
+    norms_of = partial(_norms, replica, grads, present)
+    if divisor.counted:
+        _normalise(present, sums[-1], divisor.value)
+    scale = replica.loss_scale
+    buffers = sums[count : len(sums) - int(divisor.counted)] if replica.buffers.names else []
+    status = Status.applied
+    if replica.numerics.leaves_out:
+        beyond_scaling = [] if loss_sum is None else [~torch.isfinite(loss_sum).all()]
+        beyond_scaling += replica.buffers.became_nonfinite(buffers) if replica.buffers.names else []
+        status = _agreed(replica, beyond_scaling, norms_of(float("inf")), deciders or replica.all_ranks)
+    elif scale.moves and not _all_finite(norms_of(float("inf"))):
+        status = Status.retry
+    if status is not Status.applied:
+        if replica.buffers.names:
+            replica.buffers.reset()
+        replica.loss_scale = scale.after(overflow=True) if status is Status.retry else scale.after_skip()
+        return status, None
+    if scale.scale != 1.0:
+        torch._foreach_mul_(present, 1.0 / scale.scale)
+    norm = None if update.max_norm is None else _clip(present, norms_of(2.0), update.max_norm)
+    replica.stepper.step(grads, update.lr_factor)
+    if replica.masters_apart:
+        replica.refresh_params()
+    if replica.buffers.names:
+        replica.buffers.finish(buffers)
+    replica.loss_scale = scale.after(overflow=False)
+    return Status.applied, norm
+
+
+def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, deciders: Collective) -> Status:
+    """Decide on a step by what any rank has seen, alike on all of them; collective, waits for the device.
+
+    A smaller loss scale helps against gradients that overflow, and not where loss or buffers are not finite.
+    """
+    here = [~torch.isfinite(norms.max())]
+    loss_or_buffers = [flag.to(norms.device) for flag in beyond_scaling]
+    here.append(torch.stack(loss_or_buffers).any() if loss_or_buffers else torch.zeros_like(here[0]))
+    gradients, beyond = deciders.sum(torch.stack(here).float()).tolist()
+    if not gradients and not beyond:
+        return Status.applied
+    return Status.retry if replica.loss_scale.may_retry and not beyond else Status.skipped
+
+
+def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> None:
+    """From the planned power of two to the counted weight. A weight of zero gives zeros; the engine names it."""
+    assert weight is not None
+    factor = torch.where(weight > 0, divisor / weight, 0.0).squeeze(0)
+    _scale(grads, factor)
+
+
+def _all_finite(norms: Tensor) -> bool:
+    """Whether every gradient is finite, by its largest element. Waits for the device."""
+    return bool(torch.isfinite(norms.max()).item())
+
+
+def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients down to a global norm; returns the norm before.
+
+    Norms of whole variables, combined in canonical order: norms of pieces would depend on how they were cut.
+    """
+    norm: Tensor = torch.linalg.vector_norm(norms)
+    _scale(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _scale(grads: list[Tensor], factor: Tensor) -> None:
+    """Multiply gradients, of one device or of several, by a () tensor."""
+    for device in {grad.device for grad in grads}:
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
+
+
+def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
+    """The norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
+    filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty part has no largest element
+    norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
+    if len({norm.device for norm in norms}) > 1:
+        norms = tuple(norm.to(norms[0].device) for norm in norms)
+    here = torch.stack(norms)
+    if replica.join_norms is None:
+        return here
+    held = [place for place, grad in enumerate(grads) if grad is not None and (not grad.is_sparse or grad._nnz())]  # noqa: SLF001
+    return replica.join_norms(here, held, order)

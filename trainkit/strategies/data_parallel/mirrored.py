@@ -1,0 +1,39 @@
+"""Mirrored: synchronous data parallelism on the devices of this host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from trainkit.errors import Problem
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.data_parallel.options import ReductionOptions
+
+__all__ = ["Mirrored"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(ReductionOptions):
+    """Train a copy of the model on every device of this host, in step.
+
+    Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
+    and every replica makes the same update.
+
+    Example:
+        >>> [task.device for task in Mirrored(replicas=2).tasks(PlanContext())]
+        ['cpu', 'cpu']
+
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 3; tf.distribute.MirroredStrategy.
+    """
+
+    alone_as_one_device: ClassVar[bool] = True
+
+    def problems(self, facts: PlanContext) -> list[Problem]:
+        """What concerns every data-parallel strategy, and a launch that reaches beyond this host."""
+        if facts.launch is not None and facts.launch.num_hosts > 1:
+            rule = f"is of one host, and {facts.launch.kind} started {facts.launch.num_hosts}. {_OTHER}"
+            return [Problem(key="strategy", value="mirrored", rule=rule)]
+        return super().problems(facts)
+
+
+_OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."

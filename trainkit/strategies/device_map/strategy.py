@@ -1,0 +1,207 @@
+"""One replica over several devices: its blocks where a map says, activations moved between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.cluster.identity import Identity
+from trainkit.cluster.tasks import Task
+from trainkit.config.values import above
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Numerics, PlanContext, StagePart
+from trainkit.strategies.groups.devices import device_problems, parse_device
+from trainkit.strategies.groups.single_process import SingleProcess
+from trainkit.strategies.partition.activations import activations_in
+from trainkit.strategies.partition.device_layout import DeviceLayout
+from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
+from trainkit.strategies.reducers import DeterministicReducer, Partials, Reducer
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+
+__all__ = ["DeviceMap"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceMap(SingleProcess):
+    """Train one replica on several devices, in one process.
+
+    Example:
+        >>> DeviceMap(map={"embed": "cpu", "rest": 0}).tasks(PlanContext(num_gpus=1))
+        (Task(role='worker', index=0, rank=0, device='cuda:0'),)
+    """
+
+    named: ClassVar[str] = "device_map"
+    called: ClassVar[str] = "a device map"
+
+    map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
+    """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
+    devices: Annotated[tuple[int | str, ...] | None, placement] = None
+    """Devices that `auto` fills, in this order; null: all GPUs, else the CPU."""
+    max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
+    """GiB of parameters, gradients, buffers and a shard's activations on a device: for all, or by device, `{0:20}`."""
+
+    def problems(self, facts: PlanContext) -> list[Problem]:
+        """Whether its devices exist; `problems_with` judges the map by the model."""
+        if found := self.launch_problems(facts):
+            return found
+        problems = [
+            found for key, device in self._named_devices() for found in device_problems(key, device, facts.num_gpus)
+        ]
+        if self.map == {}:
+            rule = "places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."
+            problems.append(Problem(key="strategy.map", value="{}", rule=rule))
+        if self.map != "auto" and self.devices is not None:
+            rule = "has no effect beside strategy.map, which names its devices itself. Leave one of the two out."
+            problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
+        if self.devices == ():
+            rule = "names no device. Name some, [0,1], or null for all."
+            problems.append(Problem(key="strategy.devices", value=[], rule=rule))
+        return problems or self._memory_problems(facts.num_gpus)
+
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
+        """What is wrong with the map for this model."""
+        layout = self._judged(model, facts)
+        return [] if isinstance(layout, DeviceLayout) else self._with_limits(layout)
+
+    def parts(self, model: nn.Module, facts: PlanContext) -> tuple[StagePart, ...]:
+        """A part for each stretch of the model on one device."""
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        layout = self._judged(model, facts)
+        return layout.parts(model_bytes(precision)) if isinstance(layout, DeviceLayout) else ()
+
+    def decided(self, build: Callable[[], nn.Module], facts: PlanContext) -> DeviceMap:
+        """With a map in the place of `auto`: what a shard keeps in each block is known here, not where it is placed."""
+        if self.map != "auto" or len(self._used(facts.num_gpus)) == 1:
+            return self
+        layout = self._judged(build(), facts)
+        if not isinstance(layout, DeviceLayout):
+            raise ConfigError(self._with_limits(layout))
+        placed = zip(layout.units, layout.devices_by_unit, strict=True)
+        return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
+
+    def held(self, model: nn.Module, facts: PlanContext) -> Mapping[str, int]:
+        """What the fullest device holds."""
+        layout = self._judged(model, facts)
+        if not isinstance(layout, DeviceLayout):
+            return super().held(model, facts)
+        by_device: dict[torch.device, dict[str, int]] = {}
+        for name, param in model.named_parameters():
+            by_device.setdefault(layout.device_of(name), {})[name] = param.numel()
+        return max(by_device.values(), key=lambda held: sum(held.values()))
+
+    def _judged(self, model: nn.Module, facts: PlanContext) -> DeviceLayout | list[Problem]:
+        """The layout of a model of which all is known but its numbers."""
+        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
+        return self._fitting(precision, facts.num_gpus, facts).layout(model)
+
+    def num_slots(self, num_gpus: int) -> int:
+        """The GPUs of the map; on the CPU its parts take turns."""
+        return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
+
+    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
+        """One task; its device is the first GPU of the map, else the CPU."""
+        found = self._used(facts.num_gpus)
+        return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
+
+    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
+        """The lanes of a reproducible run, whose sums go back to where their parts were; else nothing."""
+        reducer = super().make_reducer(collective, numerics)
+        return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
+
+    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> DeviceLayout:  # noqa: ARG002
+        """The layout of this model on the devices of this host.
+
+        Raises:
+            ConfigError: the map does not fit the model.
+        """
+        layout = self._fitting(precision, torch.cuda.device_count()).layout(model)
+        if not isinstance(layout, DeviceLayout):
+            raise ConfigError(self._with_limits(layout))
+        return layout
+
+    def _fitting(self, precision: Precision, num_gpus: int, facts: PlanContext | None = None) -> PartitionSolver:
+        given = None if self.map == "auto" else self.map
+        alone = len(self._used(num_gpus)) == 1  # and nothing to weigh
+        return PartitionSolver(
+            given=given if isinstance(given, Mapping) else None,
+            devices=self._used(num_gpus),
+            capacities=self._capacities(num_gpus),
+            bytes_of=model_bytes(precision),
+            activations=activations_in(None if alone else facts, precision),
+        )
+
+    def _with_limits(self, problems: list[Problem]) -> list[Problem]:
+        """Problems of memory, with the value that set the limits."""
+        key, limits = "strategy.max_memory", self.max_memory
+        if isinstance(limits, Mapping):
+            shown: object = "{" + ",".join(f"{device}:{gib}" for device, gib in limits.items()) + "}"
+        else:
+            shown = limits
+        return [replace(one, value=shown) if one.key == key else one for one in problems]
+
+    def _used(self, num_gpus: int) -> tuple[str, ...]:
+        """The devices of the map, in its order."""
+        if isinstance(self.map, Mapping):
+            named: Sequence[int | str] = tuple(self.map.values())
+        else:
+            named = self.devices or tuple(range(num_gpus)) or ("cpu",)
+        return tuple(dict.fromkeys(device for one in named if (device := parse_device(one)) is not None)) or ("cpu",)
+
+    def _capacities(self, num_gpus: int) -> dict[str, float]:
+        """Device -> the bytes it takes, where that is limited."""
+        if isinstance(self.max_memory, Mapping):
+            limits = {parse_device(_as_given(device)): gib for device, gib in self.max_memory.items()}
+            return {device: gib * 2**30 for device, gib in limits.items() if device is not None}
+        limit = self.max_memory
+        return {} if limit is None else dict.fromkeys(self._used(num_gpus), limit * 2**30)
+
+    def _named_devices(self) -> Iterator[tuple[str, int | str]]:
+        if isinstance(self.map, Mapping):
+            yield from ((f"strategy.map.{word}", device) for word, device in self.map.items())
+        yield from (("strategy.devices", device) for device in self.devices or ())
+
+    def _memory_problems(self, num_gpus: int) -> list[Problem]:
+        if not isinstance(self.max_memory, Mapping):
+            return []
+        problems, used = [], self._used(num_gpus)
+        for device, gib in self.max_memory.items():
+            key = f"strategy.max_memory.{device}"
+            if gib <= 0:
+                problems.append(Problem(key=key, value=gib, rule="must be more than 0."))
+            if parse_device(_as_given(device)) not in used:
+                rule = f"no device of this run. There are: {', '.join(used)}."
+                problems.append(Problem(key=key, value=gib, rule=rule))
+        return problems
+
+
+def _as_given(device: str) -> int | str:
+    """A device that stands as a key, where every name is text."""
+    return int(device) if str(device).isdigit() else device
+
+
+class _Returning:
+    """Gives each sum back on the device that its parts came from: the lanes add up in one vector, on one device."""
+
+    def __init__(self, lanes: DeterministicReducer) -> None:
+        self._reducer = lanes
+        self.lanes = lanes.lanes
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
+        """The sums over all lanes."""
+        homes: list[torch.device] = []
+
+        def watched() -> Partials:
+            for lane, parts in partials:
+                known = homes or [packing.device] * len(parts)
+                homes[:] = [home if part is None else part.device for part, home in zip(parts, known, strict=True)]
+                yield lane, parts
+
+        sums = self._reducer.reduce(watched(), num_shards=num_shards, packing=packing)
+        return [None if total is None else total.to(home) for total, home in zip(sums, homes, strict=True)]

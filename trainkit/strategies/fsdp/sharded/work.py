@@ -1,0 +1,119 @@
+"""A step on ranks that hold parts of the parameters: all of them go through equally many shards, together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import StepContext
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.fsdp.sharded.dummy_batch import dummy_batch
+from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+
+__all__ = ["ShardedWork"]
+
+
+class ShardedWork(ShardStep):
+    """One try at a step, whose forward and backward passes are exchanges.
+
+    Gradients are summed over the ranks as backward makes them; what is whole on every rank (updated buffers, the
+    counted weight) is summed at the end. A rank with fewer shards than others computes one again, with weight 0.
+
+    Args:
+        replica: the parts of this rank.
+        ticket: the step and its shards here.
+        batches: one a shard.
+        training: plan, objective and update rule.
+        group: the ranks whose shards differ; None: all.
+    """
+
+    replica: ShardedReplica
+
+    def __init__(
+        self,
+        replica: ShardedReplica,
+        ticket: Ticket,
+        batches: Sequence[Any],
+        training: StepContext,
+        *,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(replica, ticket, batches, training)
+        self._group = group
+        self._counts = True
+
+    def run(self) -> Sequence[Tensor | None]:
+        """The gradients' parts that are here, updated buffers and counted weight, over all shards; collective."""
+        replica = self.replica
+        again = self._again()
+        packing = replica.packing or self.discover()
+        if replica.buffers.names:
+            replica.buffers.begin_step()
+        turns = list(zip(self.ticket.shards, self.batches, strict=True))
+        for turn, (shard, batch) in enumerate(turns, start=1):
+            self._tell(is_last=turn == len(turns) and again is None)
+            self.weight = self.weight + self._shard(shard, batch)
+        if again is not None:
+            self._tell(is_last=True)
+            self._repeat(again)
+        self._enter("reduce")
+        return [*replica.take_grads(), *self._sum(packing)]
+
+    def discover(self) -> FlatBuffer:
+        """See which buffers are updated, and agree on it; collective, once."""
+        replica, buffers = self.replica, self.replica.buffers
+        if buffers.names:
+            batch = self.batches[0] if self.batches else replica.stand_in
+            with torch.no_grad(), buffers.watch() as changed:
+                self._forward(0, batch)
+            rows = replica.data_ranks.gather(torch.tensor(changed))
+            buffers.settle(torch.stack(rows).amax(0).tolist())
+        shapes = buffers.shapes() + [torch.Size([1])] * self.divisor.counted
+        replica.packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=0)
+        return replica.packing
+
+    def _again(self) -> Any:
+        """The batch to compute once more, where other ranks have more shards; None where they have not. Collective."""
+        plan, replica, step = self.training.plan, self.replica, self.ticket.step
+        num_shards, ranks = plan.num_shards(step), replica.num_ranks
+        if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
+            own, everyone = self.batches[0] if self.batches else None, replica.all_ranks
+            replica.stand_in = own if num_shards >= ranks else dummy_batch(own, replica.device, everyone)
+        if len(self.batches) == -(-num_shards // ranks):
+            return None
+        return self.batches[-1] if self.batches else replica.stand_in
+
+    def _repeat(self, batch: Any) -> None:
+        """Take part in the exchanges of a shard, and add nothing."""
+        seen, self._counts = self.loss_sum, False
+        self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
+        self.loss_sum, self._counts = seen, True
+
+    def _share(self, shard: int) -> float:
+        return super()._shard_fraction(shard) if self._counts else 0.0
+
+    def _seed(self, total: Tensor) -> Tensor:
+        return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
+
+    def _tell(self, *, is_last: bool) -> None:
+        if self.replica.expect is not None:
+            self.replica.expect(is_last)
+
+    def _sum(self, packing: FlatBuffer) -> list[Tensor]:
+        """What is whole on every rank, summed over those whose shards differ."""
+        replica = self.replica
+        held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
+        if self.divisor.counted:
+            weight = torch.as_tensor(self.weight, dtype=packing.dtype, device=replica.device)
+            held.append(weight.reshape(1))
+        if not held:
+            return []
+        flat = packing.pack(held)
+        dist.all_reduce(flat, group=self._group)
+        return packing.views(flat)

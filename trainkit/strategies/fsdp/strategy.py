@@ -1,0 +1,158 @@
+"""Fully sharded data parallelism: every rank holds a part of each parameter, and gathers it where it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, closest
+from trainkit.errors import Problem
+from trainkit.fields import placement, speed
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.core.placement import Placement
+from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.fsdp.sharded.base import Sharded
+from trainkit.strategies.fsdp.sharded.fully import Sharding, fully_sharded, gathers_anew, reduces_when
+from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
+from trainkit.strategies.fsdp.sharded.wrap_policy import (
+    blocks_of_model,
+    modules_above,
+    modules_of_classes,
+    without_shared,
+)
+from trainkit.strategies.groups.mesh import Axes
+
+__all__ = ["Fsdp"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fsdp(Sharded):
+    """Train a model that one device does not hold: parameters, gradients and optimizer state are cut over the ranks.
+
+    Each rank computes shards of its own, as in `mirrored`. A block's parameters are gathered before it computes and
+    let go after; its gradients are summed over the ranks and cut in one exchange (FSDP2).
+
+    Example:
+        >>> [task.device for task in Fsdp(replicas=2).tasks(PlanContext())]
+        ['cpu', 'cpu']
+
+    Source: Rajbhandari et al. 2020, arXiv:1910.02054 (ZeRO, stage 3); Zhao et al. 2023, arXiv:2304.11277.
+    """
+
+    alone_as_one_device: ClassVar[bool] = True
+    defers: ClassVar[bool] = True
+
+    replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
+    """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""
+    wrap: Annotated[Literal["blocks", "size"] | tuple[str, ...], placement] = "blocks"
+    """What is gathered at once: `blocks` as a map names them; modules by `size`; or of some classes, `[Block]`."""
+    wrap_mb: Annotated[float, above(0), placement] = 25.0
+    """MiB of parameters from which on a module is gathered by itself, with `wrap=size`."""
+    reshard_after_forward: Annotated[bool, speed] = True
+    """Whether a block lets go between forward and backward; false gathers once, and keeps the whole model meanwhile."""
+    sync: Annotated[Literal["each", "last"], speed] = "each"
+    """Whether gradients are summed after each shard, or after a rank's last, which holds them whole until then."""
+    offload: Annotated[bool, placement] = False
+    """Whether parts and their optimizer are kept in the memory of the host, and travel to the GPU to be gathered."""
+
+    def problems(self, facts: PlanContext) -> list[Problem]:
+        """What concerns every strategy that cuts parameters; groups that do not come out even, keys without effect."""
+        found = super().problems(facts)
+        if found:
+            return found
+        return [*self._group_problems(facts), *self._own_problems(facts)]
+
+    def _group_problems(self, facts: PlanContext) -> list[Problem]:
+        count, groups = self.num_replicas(facts), self.replicate
+        if count % groups:
+            rule = f"must divide the {count} replicas."
+            return [Problem(key="strategy.replicate", value=groups, rule=rule)]
+        if groups > 1 and count == groups:
+            rule = f"leaves each of the {count} replicas a whole model. Use at most {count // 2}, or strategy=mirrored."
+            return [Problem(key="strategy.replicate", value=groups, rule=rule)]
+        return []
+
+    def _own_problems(self, facts: PlanContext) -> list[Problem]:
+        found = []
+        if self.wrap != "size" and self.wrap_mb != Fsdp.wrap_mb:
+            rule = "has no effect without strategy.wrap=size."
+            found.append(Problem(key="strategy.wrap_mb", value=self.wrap_mb, rule=rule))
+        if self.wrap == ():
+            rule = "names no class. Name some, [Block], or use blocks or size."
+            found.append(Problem(key="strategy.wrap", value=[], rule=rule))
+        if self.offload and any(task.device == "cpu" for task in self.tasks(facts)):
+            rule = "keeps in the memory of the host what a GPU computes with, and the replicas are on the CPU. Leave "
+            found.append(Problem(key="strategy.offload", value=True, rule=f"{rule}it out."))
+        return found
+
+    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
+        """Parameters that cannot be cut; classes that the model has not."""
+        found = super().problems_with(model, facts)
+        if isinstance(self.wrap, str):
+            return found
+        known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
+        for name in self.wrap:
+            if name not in known:
+                close = closest(name, known)
+                hint = f"Did you mean {close}?" if close else f"It has {', '.join(known)}."
+                rule = f"no module of the model is of this class. {hint}"
+                found.append(Problem(key="strategy.wrap", value=name, rule=rule))
+        return found
+
+    def held(self, model: nn.Module, facts: PlanContext) -> dict[str, int]:
+        """A part of each parameter: rows are cut, and the first rank's are most."""
+        ranks = self.num_replicas(facts) // self.replicate
+        return {
+            name: -(-param.shape[0] // ranks) * (param.numel() // max(param.shape[0], 1)) if param.dim() else 1
+            for name, param in model.named_parameters()
+        }
+
+    def gathered(self, model: nn.Module, facts: PlanContext) -> int:
+        """What the model itself owns, a module and the next one, the gradients of one, and these as they are sent.
+
+        Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
+        """
+        if self.num_replicas(facts) == 1:
+            return 0
+        units = [sum(param.numel() for param in unit.parameters()) for unit in self._units(model)]
+        whole, largest = sum(param.numel() for param in model.parameters()), max(units, default=0)
+        rest = max(whole - sum(units), 0)
+        params = rest + 2 * largest if self.reshard_after_forward else whole
+        return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
+
+    def cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
+        """Cut every parameter over the ranks of a group; collective."""
+        ranks = torch.distributed.get_world_size()
+        sharding = Sharding(
+            mesh=Axes(replicate=self.replicate, shard=ranks // self.replicate).mesh(spread.device.type),
+            device=spread.device,
+            precision=precision,
+            reshard_after_forward=self.reshard_after_forward,
+            offload=self.offload,
+        )
+        return fully_sharded(model, self._units(model), sharding)
+
+    def make_replica(self, held: PlacedModel, **rest: Any) -> ShardedReplica:
+        """The parts, and how the model is told what to exchange."""
+        replica = super().make_replica(held, **rest)
+        if replica.cuts:
+            replica.reload = partial(gathers_anew, held.model)
+            if self.sync == "last":
+                replica.expect = lambda is_last: reduces_when(held.model, is_last=is_last)
+        return replica
+
+    def _units(self, model: nn.Module) -> list[nn.Module]:
+        """The modules that are gathered by themselves, inner ones first."""
+        if self.wrap == "blocks":
+            found = blocks_of_model(model)
+        elif self.wrap == "size":
+            found = modules_above(model, self.wrap_mb * 2**20)
+        else:
+            found = modules_of_classes(model, self.wrap)
+        chosen = without_shared(model, found)
+        return [chosen[name] for name in sorted(chosen, key=lambda name: -name.count("."))]

@@ -1,0 +1,1 @@
+"""Processes and devices that work together: process groups, collectives and device meshes."""

@@ -1,0 +1,151 @@
+"""A forward pass that keeps its inputs alone, and is computed again when backward needs the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from trainkit.numerics.drawing import Drawing, Draws
+from trainkit.numerics.generators import HostStates
+from trainkit.numerics.randomness import keys_of
+from trainkit.strategies.core.input_guard import refuse_changes
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+
+__all__ = ["Recomputed"]
+
+
+class Recomputed:
+    """The forward pass of a module, in place of its own: `module.forward = Recomputed(module)`.
+
+    No module is wrapped, so that names stay what they are. The second computation draws what the first one drew, also
+    where another shard was computed in between, and leaves buffers as it found them.
+
+    Args:
+        module: the module; its forward as it is now is what will be computed.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.inner = module, module.forward
+        self._draws = Drawing.of(module).most
+        self._updated: list[tuple[nn.Module, str]] | None = None
+        self._counts = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module makes of its inputs."""
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        before = self._buffers()
+        given = ObjectSnapshot([("", (args, kwargs))]) if self._updated is None else None
+        attributes = [ObjectSnapshot(self.module.named_modules())] if self._counts else []
+        outputs = checkpoint(
+            self.inner,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=self._draws is not Draws.nothing,
+            context_fn=self._contexts(before, attributes),
+            **kwargs,
+        )
+        if given is not None:
+            because = "and activation_checkpointing computes the block twice"
+            refuse_changes(given, f"of the class {type(self.module).__name__}", because)
+            self._counts = bool(attributes[0].changed())
+            if not self._counts:
+                attributes.clear()
+            self._updated = _moved(self.module, before)
+            # the entries that the recomputation shall not carry
+            kept = {(id(owner), name) for owner, name in self._updated}
+            before[:] = [entry for entry in before if (id(entry[0]), entry[1]) in kept]
+        return outputs
+
+    def _buffers(self) -> list[_Entry]:
+        """Copies of the buffers that the forward pass updates; of all, until the first one has shown which."""
+        chosen = _places(self.module) if self._updated is None else self._updated
+        found = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
+        return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
+
+    def _contexts(
+        self, before: list[_Entry], attributes: list[ObjectSnapshot]
+    ) -> Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]:
+        around = [lambda: _as_before(before), lambda: _with_attributes(self.module, attributes)]
+        keys = keys_of(self.module)
+        if keys is not None:
+            around.append(partial(keys.at, keys.moment))
+        if self._draws is Draws.anything:
+            around.append(HostStates.now().again)
+        again = _Again(around)
+        return lambda: (nullcontext(), again)
+
+
+class _Again:
+    """Around a recomputation; entered twice where backward comes twice, for inputs and for weights (zero bubble)."""
+
+    def __init__(self, around: Sequence[Callable[[], AbstractContextManager[None]]]) -> None:
+        self._around = around
+        self._entered = ExitStack()
+
+    def __enter__(self) -> None:
+        for make in self._around:
+            self._entered.enter_context(make())
+
+    def __exit__(self, *raised: object) -> None:
+        self._entered.close()
+
+
+_Entry = tuple[nn.Module, str, Tensor]
+"""A buffer's module and name, and what it held."""
+
+
+def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (owner, name)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()  # noqa: SLF001 - has no public name
+        if buffer is not None
+    ]
+
+
+def _moved(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
+    """The buffers that differ from what they held; by value: batch normalisation counts no version."""
+    held = {(id(owner), name): tensor for owner, name, tensor in before}
+    now = [(owner, name, owner._buffers[name]) for owner, name in _places(module)]  # noqa: SLF001
+    return [
+        (owner, name)
+        for owner, name, buffer in now
+        if (earlier := held.get((id(owner), name))) is None or buffer is None or not _equal(buffer, earlier)
+    ]
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other)
+
+
+@contextmanager
+def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterator[None]:
+    """Give Python attributes what the first computation found there, where it changed them: a count, a table."""
+    now = [ObjectSnapshot(module.named_modules()) for _ in before]
+    for one in before:
+        one.restore()
+    try:
+        yield
+    finally:
+        for one in now:
+            one.restore()
+
+
+@contextmanager
+def _as_before(before: list[_Entry]) -> Iterator[None]:
+    """Other tensors in the place of buffers, with what the first computation found there; backward may keep those."""
+    now = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
+    for owner, name, tensor in before:
+        owner._buffers[name] = tensor.clone()  # noqa: SLF001
+    try:
+        yield
+    finally:
+        for (owner, name, _), buffer in zip(before, now, strict=True):
+            owner._buffers[name] = buffer  # noqa: SLF001

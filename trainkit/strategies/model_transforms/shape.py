@@ -1,0 +1,183 @@
+"""Which forward passes of a model are recomputed and compiled, and what of it a model or a strategy cannot carry."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from torch import nn
+
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+from trainkit.numerics.drawing import draws_at_random, draws_nothing
+from trainkit.strategies.model_transforms.blocks import repeated_blocks_of
+from trainkit.strategies.model_transforms.compiling import Compiled
+from trainkit.strategies.model_transforms.recomputing import Recomputed
+
+__all__ = ["Compiles", "ModelTransforms", "apply_transforms", "shaping_notes", "shaping_problems"]
+
+Compiles = Literal["model", "blocks", "nothing"]
+"""What a strategy calls as one: the whole model, its blocks, or neither in a way that could be compiled."""
+
+_INDUCTOR: Final = "inductor"
+_COMPILERS: Final = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelTransforms:
+    """What a run asks for; `none` and `off` ask for nothing."""
+
+    recompute: Literal["none", "full"] | int | Sequence[str] = "none"
+    """`full`: every block; n: every n-th; names: every module of these classes."""
+    compile_mode: Literal["off", "default", "max-autotune"] = "off"
+    """How hard torch.compile tries."""
+    backend: str = _INDUCTOR
+    """What torch.compile hands its graphs to."""
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether something is computed again in backward."""
+        return self.recompute != "none"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether something is compiled."""
+        return self.compile_mode != "off"
+
+
+def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles = "blocks") -> nn.Module:
+    """Have a model recompute and compile what a run asks for; before it is placed, once.
+
+    No module is wrapped and no name changes: modules get another `forward`. Hooks (keys of randomness, moves between
+    devices, gathering of shards) stay outside of what is recomputed or compiled, so that a strategy adds its own to
+    any module of the result. Works on a model without numbers.
+
+    Args:
+        model: as it was built.
+        shaping: what is asked for; `shaping_problems` found nothing wrong with it.
+        compiles: what the strategy calls as one.
+
+    Returns:
+        The model itself.
+
+    Example:
+        >>> model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+        >>> shaped = apply_transforms(model, ModelTransforms(recompute="full"))
+        >>> type(shaped[0].forward).__name__, list(shaped.state_dict()) == list(model.state_dict())
+        ('Recomputed', True)
+    """
+    recomputed = _recomputed(model, shaping)
+    if shaping.compiles:
+        mode = shaping.compile_mode if shaping.backend == _INDUCTOR else None
+        for module in _compiled(model, recomputed, compiles):
+            module.forward = Compiled(module, backend=shaping.backend, mode=mode)
+    for module in recomputed:  # around what is compiled: a recomputation runs the same code
+        module.forward = Recomputed(module)
+    return model
+
+
+def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
+    """What of it this model, this strategy or this machine cannot carry; pure.
+
+    Args:
+        model: may be on the meta device.
+        shaping: what is asked for.
+        compiles: what the strategy calls as one.
+        strategy: its name.
+    """
+    return [*_recompute_problems(model, shaping.recompute), *_compile_problems(model, shaping, compiles, strategy)]
+
+
+def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]:
+    """What the plan and the summary shall say of it."""
+    drawing = shaping.compiles and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
+    said = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
+    return (said,) if drawing else ()
+
+
+def _recomputed(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
+    asked = shaping.recompute
+    if asked == "none":
+        return []
+    if not isinstance(asked, str | int):
+        return list(_outermost(module for module in model.modules() if type(module).__name__ in asked))
+    every = 1 if isinstance(asked, str) else asked
+    return _blocks(model)[::every]
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    return [unit.module for unit in repeated_blocks_of(model) if unit.repeated]
+
+
+def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compiles) -> list[nn.Module]:
+    """Modules none of which is part of another."""
+    if compiles == "model" and not recomputed and draws_nothing(model):
+        return [model]
+    units = [unit.module for unit in repeated_blocks_of(model) if compiles == "model" or _is_cut_by_no_map(unit.module)]
+    apart = set().union(*(set(module.modules()) for module in recomputed))
+    others = [unit for unit in units if unit not in apart and apart.isdisjoint(unit.modules())]
+    return [*recomputed, *others] or ([model] if compiles == "model" else [])
+
+
+def _is_cut_by_no_map(module: nn.Module) -> bool:
+    """Whether it is on one device wherever it is: maps cut between the elements of a container."""
+    return not isinstance(module, nn.Sequential)
+
+
+def _outermost(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    inside: set[nn.Module] = set()
+    for module in modules:  # parents come before their children
+        if module not in inside:
+            inside.update(module.modules())
+            yield module
+
+
+def _recompute_problems(model: nn.Module, asked: Literal["none", "full"] | int | Sequence[str]) -> Iterator[Problem]:
+    key, kinds = "activation_checkpointing", sorted({type(module).__name__ for module in model.modules()})
+    if not isinstance(asked, str | int):
+        if not asked:
+            yield Problem(key=key, value="[]", rule="names no class. Use none, full, a number, or names of classes.")
+        for name in asked:
+            if name not in kinds:
+                near = closest(name, kinds)
+                hint = f" Did you mean {near}?" if near else f" There are: {', '.join(kinds)}."
+                yield Problem(key=key, value=name, rule=f"the model has no module of this class.{hint}")
+        return
+    count = len(_blocks(model))
+    if asked != "none" and not count:
+        rule = f"the model is no row of blocks. Name classes to recompute; there are: {', '.join(kinds)}."
+        yield Problem(key=key, value=asked, rule=rule)
+    elif isinstance(asked, int) and asked > count:
+        rule = f"the model has {count} block{'' if count == 1 else 's'}. Use {count} or less."
+        yield Problem(key=key, value=asked, rule=rule)
+
+
+def _compile_problems(
+    model: nn.Module, shaping: ModelTransforms, compiles: Compiles, strategy: str
+) -> Iterator[Problem]:
+    if not shaping.compiles:
+        return
+    key, value = "compile.mode", shaping.compile_mode
+    if compiles == "nothing":
+        yield Problem(key=key, value=value, rule=f"{strategy} cannot compile. Leave it out, or use strategy=mirrored.")
+    elif not _compiled(model, _recomputed(model, shaping), compiles):
+        rule = f"{strategy} compiles blocks, and the model has none of several modules. Leave it out."
+        yield Problem(key=key, value=value, rule=rule)
+    if shaping.backend == _INDUCTOR:
+        if not any(map(shutil.which, _COMPILERS)):
+            rule = "needs a C++ compiler, and there is none here. Install one, such as g++, or leave it out."
+            yield Problem(key=key, value=value, rule=rule)
+        return
+    from torch._dynamo import list_backends  # noqa: PLC0415 - slow to import, and most runs compile nothing
+
+    known = list_backends(exclude_tags=())
+    if shaping.backend not in known:
+        near = closest(shaping.backend, known)
+        hint = f"Did you mean {near}? " if near else ""
+        rule = f"no backend of torch.compile. {hint}There are: {', '.join(known)}."
+        yield Problem(key="compile.backend", value=shaping.backend, rule=rule)
+    if value == "max-autotune":
+        rule = f"has no effect with compile.backend={shaping.backend}. Use default."
+        yield Problem(key=key, value=value, rule=rule)

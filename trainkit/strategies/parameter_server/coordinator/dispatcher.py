@@ -1,0 +1,293 @@
+"""The chief: hands out errands, and orders the servers which update to make of what."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import isfinite
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import LinkError, TrainingError
+from trainkit.strategies.base import LeftOut, Placed, Status, StepContext, StepOutcome
+from trainkit.strategies.core.step import LossDivisor
+from trainkit.strategies.parameter_server.coordinator.registry import OWN, WorkerEvent, WorkerHandle, WorkerRegistry
+from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
+from trainkit.strategies.parameter_server.coordinator.update_log import UpdateLog
+from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.work_channel import WorkOrder, WorkReport, gradient_keys
+from trainkit.strategies.parameter_server.worker.main import Mode
+
+__all__ = ["UpdateDispatcher"]
+
+_LOOK_S: Final = 1.0
+"""Seconds between two looks at who has been silent for long."""
+
+
+@dataclass(kw_only=True)
+class UpdateDispatcher:
+    """Makes updates, one after the other, of what workers have staged. Everything here is done by the main thread."""
+
+    placed: Placed
+    """Its loss scale moves here."""
+    desk: WorkScheduler
+    servers: ParameterServerClient
+    """The links that give orders."""
+    staff: WorkerRegistry
+    record: UpdateLog | None
+    mode: Mode
+    lanes: int | None
+    """Lanes of the reproducible order of summation."""
+    leaves_out: bool
+    """Whether a step that is not finite is left out."""
+    mixes: bool
+    """Whether an update may take shards of several steps."""
+    timeout_s: float
+    """How long a worker may be at one errand."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    """Updates by their staleness."""
+    mixed: int = 0
+    """Gradients that were computed from variables of several versions."""
+    _seats: dict[str, WorkerHandle] = field(default_factory=dict)
+    _reports: dict[int, WorkReport] = field(default_factory=dict)
+    _loads: int = 1
+
+    def start_again(self, desk: WorkScheduler, record: UpdateLog | None) -> None:
+        """Continue from an earlier version, which the servers have by now: the training was rolled back.
+
+        What workers still compute for the old desk is thrown away when it comes.
+
+        Args:
+            desk: at that version.
+            record: of the updates before it.
+        """
+        self._drop(tuple(self.desk.running.values()))
+        self._discard_stale()
+        desk.number_after(self.desk)
+        for name in self._seats:
+            desk.join(name)
+        self.desk, self.record = desk, record
+        self._reports.clear()
+        self._loads += 1
+
+    def next_update(self, training: StepContext) -> StepOutcome:
+        """Hear workers until an update can be made, and make it; what is free gets errands."""
+        while True:
+            merge = self.desk.next_ready_update()
+            self._discard_stale()
+            if merge is not None:
+                outcome = self._apply_update(merge, training)
+                self._hand_out()
+                return outcome
+            self._hand_out()
+            self._report_idle()
+            event = self.staff.next_event(_LOOK_S)
+            if event is not None:
+                self._take(event)
+            self._expire_silent_workers()
+
+    def close(self) -> None:
+        """Send everybody home."""
+        self.staff.stop_local_worker()
+        for seat in self._seats.values():
+            if seat.name != OWN:
+                _try(seat.give, None)
+        if self.record is not None:
+            self.record.close()
+
+    def _report_idle(self) -> None:
+        """Where the own worker waits, too, a hang is somebody else's."""
+        own = self._seats.get(OWN)
+        if self.placed.on_phase is not None and own is not None and own.order is None:
+            self.placed.on_phase("idle", self.desk.version)
+
+    def _hand_out(self) -> None:
+        for seat in list(self._seats.values()):
+            errand = self.desk.next(seat.name) if seat.order is None else None
+            if errand is None:
+                continue
+            order = WorkOrder(
+                number=errand.number,
+                step=errand.ticket.step,
+                shards=errand.ticket.shards,
+                version=errand.version,
+                loads=self._loads,
+                scale=self.placed.loss_scale.scale,
+            )
+            _try(seat.give, order)  # where its link is broken, its thread tells
+
+    def _take(self, event: WorkerEvent) -> None:
+        """Something was said; what those say who are gone is late."""
+        seat = event.seat
+        if event.kind == "ready":
+            self._on_worker_lost(seat.name)  # it came again before its old link was seen to break
+            self._seats[seat.name] = seat
+            self.desk.join(seat.name)
+        elif self._seats.get(seat.name) is not seat:
+            return
+        elif event.kind == "pulled":
+            self.desk.pulled(int(event.meta["number"]))
+        elif event.kind == "report":
+            self._on_report(seat, WorkReport.of(event.meta))
+        elif event.error is not None and seat.name == OWN:
+            raise event.error
+        else:
+            self._on_worker_lost(seat.name)
+
+    def _on_report(self, seat: WorkerHandle, report: WorkReport) -> None:
+        seat.order = None
+        if report.number not in self.desk.running:  # it was computed before a rollback
+            self.servers.discard_staged(gradient_keys(report.number, len(report.weights)))
+            return
+        self._reports[report.number] = report
+        self.desk.report(report.number, report.read)
+
+    def _on_worker_lost(self, name: str) -> None:
+        """A worker is gone: what it had in hand is handed out again."""
+        seat = self._seats.pop(name, None)
+        if seat is not None:
+            seat.cut()
+            lost = self.desk.leave(name)
+            self._drop(lost)
+
+    def _expire_silent_workers(self) -> None:
+        late = time.monotonic() - self.timeout_s
+        for seat in list(self._seats.values()):
+            if seat.order is None or seat.since > late:
+                continue
+            if seat.name == OWN:
+                raise TrainingError(f"step {seat.order.step}: no gradient within strategy.timeout_s={self.timeout_s:g}")
+            self._on_worker_lost(seat.name)
+
+    def _discard_stale(self) -> None:
+        """Throw away the gradients that nobody needs."""
+        thrown = self.desk.pop_discarded()
+        if thrown:
+            self._drop(thrown)
+            for errand in thrown:
+                self._reports.pop(errand.number, None)
+
+    def _drop(self, errands: Iterable[WorkItem]) -> None:
+        """Have the servers forget what was staged of errands."""
+        each = self.lanes is not None
+        counts = [(errand.number, len(errand.ticket.shards) if each else 1) for errand in errands]
+        self.servers.discard_staged([key for number, count in counts for key in gradient_keys(number, count)])
+
+    def _apply_update(self, merge: PendingUpdate, training: StepContext) -> StepOutcome:
+        if self.placed.on_phase is not None:
+            self.placed.on_phase("update", merge.version)
+        reports = [self._reports.pop(errand.number) for errand in merge.errands]
+        make = self._apply_one if self.mode == "async" else self._apply_sum
+        status, norm = make(merge, reports, training)
+        losses = sum(report.loss_sum for report in reports)
+        weight = sum(weight for report in reports for weight in report.weights)
+        tickets = tuple(errand.ticket for errand in merge.errands)
+        left_out = (LeftOut(merge.version, tickets),) if status is Status.skipped else ()
+        outcome = StepOutcome(merge.version, status, self._number(losses), weight, norm, left_out, tickets)
+        if status is Status.retry:
+            self.desk.requeue_after_overflow(merge)
+            return outcome
+        self.desk.merged(merge)
+        if self.record is not None:
+            self.record.note(merge)
+        self._figure(merge, reports)
+        return outcome
+
+    def _figure(self, merge: PendingUpdate, reports: Sequence[WorkReport]) -> None:
+        self.mixed += sum(report.mixed for report in reports)
+        if self.mode == "async":
+            self.staleness[merge.staleness] += 1
+            self.placed.step_metrics["staleness"] = float(merge.staleness)
+        if self.desk.late:
+            self.placed.step_metrics["late_gradients"] = float(self.desk.late.total())
+
+    def _apply_one(
+        self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
+    ) -> tuple[Status, Tensor | None]:
+        """An update of a gradient that its worker has made ready."""
+        (report,) = reports
+        if not report.is_finite:
+            return Status.skipped, None
+        update = training.rule(merge.version)
+        self.servers.apply(
+            version=merge.version + 1,
+            lr_factor=update.lr_factor / merge.lr_divisor,
+            factor=merge.factor,
+            keys=gradient_keys(report.number, 1),
+        )
+        return Status.applied, None if report.norm is None else self._number(report.norm)
+
+    def _apply_sum(
+        self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
+    ) -> tuple[Status, Tensor | None]:
+        """An update of the sum of shards' gradients: what `apply_update` does, where the sums are."""
+        scale, update = self.placed.loss_scale, training.rule(merge.version)
+        staged = _staged(merge, reports)
+        weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)
+        norms = self.servers.sum(
+            [key for key, _ in staged],
+            lanes=self.lanes,
+            weight_factor=weight_factor,
+            unscale=None if scale.scale == 1.0 else 1.0 / scale.scale,
+            norms=update.max_norm is not None,
+            exact=self.lanes is not None,
+            check_finite=scale.moves or self.leaves_out,
+            check_others=self.leaves_out,
+        )
+        is_lost = self.leaves_out and not (norms.others_finite and all(isfinite(one.loss_sum) for one in reports))
+        if is_lost or not norms.finite:
+            retries = not is_lost and (scale.may_retry or not self.leaves_out)
+            self.servers.discard_sum()
+            self.placed.loss_scale = scale.after(overflow=True) if retries else scale.after_skip()
+            return (Status.retry if retries else Status.skipped), None
+        norm, factor = None, 1.0
+        if update.max_norm is not None:
+            norm = norms.total()
+            factor = float(torch.clamp(update.max_norm / (norm + 1e-6), max=1.0))
+        self.servers.apply(
+            version=merge.version + 1, lr_factor=update.lr_factor, factor=factor, buffer_factor=buffer_factor
+        )
+        self.placed.loss_scale = scale.after(overflow=False)
+        return Status.applied, norm
+
+    def _factors(self, merge: PendingUpdate, weights: list[float], training: StepContext) -> tuple[float | None, float]:
+        """What gradients and buffers are to be multiplied by, beyond what workers knew; None: by nothing."""
+        plan, weighing = training.plan, training.weighing
+        tickets = [errand.ticket for errand in merge.errands]
+        samples = sum(plan.shard_size(ticket.step, shard) for ticket in tickets for shard in ticket.shards)
+        size = plan.global_size if self.mixes else samples
+        divisor = LossDivisor.of(weighing, size)
+        if divisor.counted:
+            (total,) = lane_sum([[torch.tensor([weight], dtype=self._dtype)] for weight in weights], self.lanes)
+            assert total is not None
+            return float(torch.where(total > 0, divisor.value / total, 0.0)), size / samples
+        return (None if size == samples else size / samples), size / samples
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self.placed.precision.master_dtype
+
+    def _number(self, value: float) -> Tensor:
+        return torch.tensor(value, dtype=self._dtype, device=self.placed.device)
+
+
+def _staged(merge: PendingUpdate, reports: Sequence[WorkReport]) -> list[tuple[str, float]]:
+    """The gradients that an update is made of, with what they weigh, in the order of their steps and shards."""
+    found = []
+    for errand, report in zip(merge.errands, reports, strict=True):
+        ticket, keys = errand.ticket, gradient_keys(report.number, len(report.weights))
+        gradients = zip(ticket.shards, keys, report.weights, strict=False)  # one a shard, or one of all
+        found += [((ticket.step, shard), key, weight) for shard, key, weight in gradients]
+    return [(key, weight) for _, key, weight in sorted(found)]
+
+
+def _try(send: Callable[[Any], None], order: Any) -> None:
+    """Send; a broken link is told of by the thread that hears it."""
+    with suppress(LinkError):
+        send(order)

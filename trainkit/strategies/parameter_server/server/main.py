@@ -1,0 +1,246 @@
+"""A server: answers workers that pull and push, and does what the chief orders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from threading import Condition, Event
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, GradientAggregator
+from trainkit.strategies.parameter_server.server.shard import ServerShard
+from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
+from trainkit.strategies.parameter_server.wire.protocol import (
+    RequestRejectedError,
+    as_count,
+    as_dtype,
+    as_flags,
+    as_float,
+    as_keys,
+    decode_gradient,
+    dtype_name,
+    mask_of,
+    take_tensor,
+)
+from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
+
+__all__ = ["CHIEF", "serve"]
+
+CHIEF: Final = "chief"
+"""The name of the only task whose orders change anything."""
+_LOOKS_S: Final = 0.5
+
+
+def serve(
+    listener: AuthenticatedListener,
+    shares: VariableShards,
+    index: int,
+    *,
+    make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    on_phase: Callable[[str, int], None] | None = None,
+    timeout_s: float = 60.0,
+    stopped: Callable[[], bool] | None = None,
+) -> None:
+    """Hold a share of the variables until the chief says the end.
+
+    A server begins empty; who pulls waits until the chief has loaded something.
+
+    Args:
+        listener: accepts the connections; closed when this returns.
+        shares: the cut of the variables.
+        index: which share.
+        make_optimizer: makes the optimizer over named parameters.
+        on_phase: is told (phase, version): `update` when one begins, `idle` when it is over.
+        timeout_s: how long a pull waits for a version.
+        stopped: asked now and then whether to end.
+
+    Raises:
+        LinkError: the chief's connection broke.
+    """
+    server = _Server(shares, index, make_optimizer, on_phase or _nobody, timeout_s)
+    with listener:
+        listener.serve(server.serve_client)
+        while not server.ended.wait(_LOOKS_S):
+            if stopped is not None and stopped():
+                return
+    if server.broken is not None:
+        raise server.broken
+
+
+def _nobody(phase: str, version: int) -> None:
+    """Nobody is told."""
+
+
+class _Server:
+    """What the connections of a server share: its rows, the gradients that wait, and one lock."""
+
+    def __init__(
+        self,
+        shares: VariableShards,
+        index: int,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+        on_phase: Callable[[str, int], None],
+        timeout_s: float,
+    ) -> None:
+        self.ended = Event()
+        self.broken: BaseException | None = None
+        self._pieces = shares.pieces[index]
+        self._digest = shares.digest
+        self._held = ServerShard(self._pieces, shares.master_dtype, make_optimizer)
+        self._merging = GradientAggregator(self._held.params, shares.master_dtype)
+        self._on_phase, self._timeout_s = on_phase, timeout_s
+        self._changed = Condition()
+        self._loading: dict[str, Tensor] = {}
+        self._requests: Mapping[str, Callable[[Connection, Frame], None]] = {
+            "layout": self._layout, "pull": self._pull, "rows": self._rows, "push": self._push,
+        }  # fmt: skip
+        self._orders: Mapping[str, Callable[[Connection, Frame], None]] = {
+            "sum": self._sum, "total": self._total, "apply": self._apply, "discard": self._discard,
+            "drop": self._drop, "load": self._load, "state": self._state, "bye": self._shutdown,
+        }  # fmt: skip
+
+    def serve_client(self, link: Connection) -> None:
+        """Answer one connection until it ends."""
+        try:
+            while not self.ended.is_set():
+                self._answer(link, link.receive())
+        except BaseException as error:  # whatever it is: without the chief nothing more can come
+            if link.peer == CHIEF and not self.ended.is_set():
+                self.broken = error
+                self.ended.set()
+            raise
+
+    def _answer(self, link: Connection, frame: Frame) -> None:
+        known = {**self._requests, **self._orders} if link.peer == CHIEF else self._requests
+        if frame.kind not in known:
+            link.close()
+            raise LinkError(f"{link.peer} asked for {frame.kind}, which is not for it")
+        try:
+            known[frame.kind](link, frame)
+        except RequestRejectedError as error:
+            link.send("refused", {"why": str(error)})
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # an optimizer that takes no such gradient
+            link.send("refused", {"why": f"{type(error).__name__}: {error}"[:2000]})
+
+    def _layout(self, link: Connection, frame: Frame) -> None:
+        if frame.meta.get("digest") != self._digest:
+            raise RequestRejectedError(f"{link.peer} has another model, or another number of servers")
+        link.send("layout")
+
+    def _pull(self, link: Connection, frame: Frame) -> None:
+        chosen = as_flags(frame, "have", len(self._pieces))
+        dtype, at_least = as_dtype(frame), as_count(frame, "version")
+        with self._changed:
+            self._await(at_least)
+            loan = self._held.begin_read(chosen, dtype)
+        try:
+            link.send("pulled", {"version": loan.version, "loads": loan.loads}, loan.tensors)
+        finally:
+            with self._changed:
+                self._held.end_read(loan)
+
+    def _await(self, version: int) -> None:
+        """Until the variables have seen that many updates; the lock is held."""
+
+        def is_there() -> bool:
+            return self.ended.is_set() or (self._held.version is not None and self._held.version >= version)
+
+        found = self._changed.wait_for(is_there, self._timeout_s)
+        if self.ended.is_set():
+            raise LinkError("the run is over")
+        if not found:
+            held = "nothing" if self._held.version is None else f"version {self._held.version}"
+            raise RequestRejectedError(f"version {version} did not come in {self._timeout_s:g} s, {held} is here")
+
+    def _rows(self, link: Connection, frame: Frame) -> None:
+        piece = self._pieces[as_count(frame, "piece", len(self._held.params) - 1)]
+        rows, dtype = torch.empty(as_count(frame, "count", piece.shape[0]), dtype=torch.int64), as_dtype(frame)
+        link.read([rows])
+        if len(rows) and not (rows.min() >= 0 and rows.max() < piece.shape[0]):
+            raise RequestRejectedError("rows: there are no such rows")
+        with self._changed:
+            self._await(0)
+            found = self._held.rows(piece, rows, dtype)
+        link.send("rows", {}, [found])
+
+    def _push(self, link: Connection, frame: Frame) -> None:
+        [key] = as_keys(frame)
+        gradient = decode_gradient(link, frame, self._pieces, self._merging.spares)
+        with self._changed:
+            self._merging.stage(key, gradient)
+        link.send("pushed")
+
+    def _sum(self, link: Connection, frame: Frame) -> None:
+        keys, wishes = as_keys(frame), AggregationOptions(**frame.meta.get("wishes", {}))
+        with self._changed:
+            gradients = self._merging.take(keys)
+        told = self._merging.aggregate(gradients, wishes)
+        places = set(told.places)
+        have = mask_of([number in places for number in range(len(self._pieces))])
+        norms = [told.norms] if wishes.norms else []
+        with self._changed:
+            others = not wishes.check_others or self._held.stays_finite(self._merging.total)
+        link.send("sums", {"finite": told.finite, "others": others, "have": have, "norms": wishes.norms}, norms)
+
+    def _total(self, link: Connection, frame: Frame) -> None:
+        found = self._merging.total[as_count(frame, "piece", len(self._merging.total) - 1)]
+        if found is None or found.is_sparse:
+            raise RequestRejectedError("total: it is not there as a whole")
+        link.send("total", {}, [found])
+
+    def _apply(self, link: Connection, frame: Frame) -> None:
+        version = as_count(frame, "version")
+        self._on_phase("update", version)
+        with self._changed:
+            if "keys" in frame.meta:
+                self._merging.aggregate(self._merging.take(as_keys(frame)), AggregationOptions())
+            self._merging.scale(as_float(frame, "factor"))
+            self._held.update(
+                self._merging.total,
+                version=version,
+                lr_factor=as_float(frame, "rate"),
+                buffer_factor=as_float(frame, "buffers"),
+            )
+            self._merging.forget()
+            self._changed.notify_all()
+        self._on_phase("idle", version)
+        link.send("applied")
+
+    def _discard(self, link: Connection, frame: Frame) -> None:  # noqa: ARG002 - a request like any other
+        with self._changed:
+            self._merging.forget()
+        link.send("discarded")
+
+    def _drop(self, link: Connection, frame: Frame) -> None:
+        with self._changed:
+            self._merging.drop(as_keys(frame))
+        link.send("dropped")
+
+    def _load(self, link: Connection, frame: Frame) -> None:
+        """One tensor after another; all are taken over at the last, which has none."""
+        key = frame.meta.get("key")
+        if isinstance(key, str):
+            most = max((piece.numel for piece in self._pieces if key.endswith(f"/{piece.variable.name}")), default=0)
+            self._loading[key] = take_tensor(link, frame, 8 * max(most, 1))
+            return
+        with self._changed:
+            loading, self._loading = self._loading, {}
+            self._held.load(loading, as_count(frame, "version"))
+            self._merging.forget()
+            self._changed.notify_all()
+        link.send("loaded")
+
+    def _state(self, link: Connection, frame: Frame) -> None:  # noqa: ARG002 - a request like any other
+        for key, tensor in self._held.state():
+            link.send("tensor", {"key": key, "shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype)}, [tensor])
+        link.send("complete")
+
+    def _shutdown(self, link: Connection, frame: Frame) -> None:  # noqa: ARG002 - a request like any other
+        link.send("bye")
+        self.ended.set()
+        with self._changed:
+            self._changed.notify_all()

@@ -1,0 +1,188 @@
+"""What one server holds: its rows of the variables, the optimizer that updates them, and their version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPool, Parts
+from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+
+__all__ = ["ReadLease", "ServerShard"]
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The numbers of all masters, in a row."""
+
+    flat: Tensor
+    readers: int = 0
+    """Who sends it just now: while there are any, it does not change."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadLease:
+    """Variables of one version, which stay as they are until they are given back."""
+
+    version: int
+    loads: int
+    """How often anything was loaded: what is not trained changes only then."""
+    tensors: list[Tensor]
+    memory: _Memory | None
+    """What they are part of; None where they are copies."""
+
+
+class ServerShard:
+    """The rows of a server. Not safe for threads: whoever calls holds the server's lock.
+
+    Masters lie in one stretch of memory, which is sent as it is. An update that comes while some of it is being sent
+    goes to a copy, so that neither waits for the other: a worker that has stopped in the middle stops nobody else.
+
+    Args:
+        pieces: which rows.
+        dtype: that of the masters.
+        make_optimizer: makes the optimizer over named parameters, here the rows of them.
+    """
+
+    def __init__(
+        self,
+        pieces: Sequence[RowShard],
+        dtype: torch.dtype,
+        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
+    ) -> None:
+        self.pieces = tuple(pieces)
+        self.params = [piece for piece in pieces if piece.variable.kind == "param"]
+        self.version: int | None = None
+        self.loads = 0
+        shapes, strides = [torch.Size(p.shape) for p in self.params], [p.strides for p in self.params]
+        self._packing = FlatBuffer(shapes, dtype, torch.device("cpu"), strides=strides)
+        self._memory = _Memory(self._packing.empty())
+        self._spares = BufferPool(dtype)
+        views = zip(self.params, self._packing.views(self._memory.flat), strict=True)
+        self.masters = {piece.variable.name: nn.Parameter(view) for piece, view in views}
+        rest = [piece for piece in pieces if piece.variable.kind != "param"]
+        self._rest = [torch.zeros(piece.shape, dtype=piece.variable.dtype) for piece in rest]
+        self._stepper = (
+            OptimizerStepper(make_optimizer(self.masters), list(self.masters.values())) if self.masters else None
+        )
+        self._rounded: dict[torch.dtype, Tensor] = {}
+
+    def begin_read(self, chosen: Sequence[bool], dtype: torch.dtype) -> ReadLease:
+        """Let pieces be read while others update them.
+
+        Args:
+            chosen: which pieces.
+            dtype: what trainable parameters are rounded to.
+        """
+        count = len(self.params)
+        memory = self._memory if dtype is self._packing.dtype else None
+        flat = self._memory.flat if memory is not None else self._rounded_to(dtype)
+        if memory is not None:
+            memory.readers += 1
+        rest = [tensor.clone() for tensor, flag in zip(self._rest, chosen[count:], strict=True) if flag]
+        assert self.version is not None
+        return ReadLease(self.version, self.loads, [*self._contiguous_views(flat, chosen[:count]), *rest], memory)
+
+    def end_read(self, loan: ReadLease) -> None:
+        """Let what was lent change again."""
+        memory = loan.memory
+        if memory is not None:
+            memory.readers -= 1
+            if not memory.readers and memory is not self._memory:
+                self._spares.give(memory.flat)
+
+    def rows(self, piece: RowShard, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """A copy of some rows of a trainable piece."""
+        master = self.masters[piece.variable.name]
+        return master.detach().index_select(0, rows).to(dtype)
+
+    @torch.no_grad()
+    def update(self, gradient: Parts, *, version: int, lr_factor: float, buffer_factor: float = 1.0) -> None:
+        """Step the optimizer, and make sums the buffers.
+
+        Args:
+            gradient: of the trainable pieces, then sums of the others; empty: nothing but the version changes.
+            version: that the variables then have.
+            lr_factor: every rate is multiplied by it.
+            buffer_factor: what sums of floating buffers are multiplied by.
+        """
+        count = len(self.params)
+        if gradient and self._stepper is not None:
+            self._copy_on_write()
+            with torch.enable_grad():  # as optimizers expect to be called
+                self._stepper.step(gradient[:count], lr_factor)
+            self._rounded.clear()
+        for tensor, total in zip(self._rest, gradient[count:], strict=False):
+            if total is not None and tensor.is_floating_point():
+                tensor.copy_(total if buffer_factor == 1.0 else total * buffer_factor)
+            elif total is not None:
+                tensor.add_(total.round().to(tensor.dtype))
+        self.version = version
+
+    def stays_finite(self, sums: Parts) -> bool:
+        """Return whether the buffers that are finite are finite in their sums, too.
+
+        Args:
+            sums: of the trainable pieces, then of the others.
+        """
+        pairs = zip(self._rest, sums[len(self.params) :], strict=False)
+        floats = [(tensor, total) for tensor, total in pairs if total is not None and tensor.is_floating_point()]
+        return all(bool(total.isfinite().all()) or not bool(tensor.isfinite().all()) for tensor, total in floats)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Names in a checkpoint, and the rows that are here; no copies."""
+        for piece, tensor in zip(self.pieces, self._tensors(), strict=True):
+            if piece.variable.saved:
+                yield piece.variable.key, tensor.detach()
+        if self._stepper is not None:
+            yield from optimizer_state(self._stepper.optimizer, self.masters).items()
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Take over rows by their names in a checkpoint."""
+        self._copy_on_write()
+        for piece, tensor in zip(self.pieces, self._tensors(), strict=True):
+            tensor.copy_(tensors[piece.variable.key])
+        if self._stepper is not None:
+            restore_optimizer_state(self._stepper.optimizer, self.masters, tensors)
+            self._stepper.invalidate_cache()
+        self._rounded.clear()
+        self.version = version
+        self.loads += 1
+
+    def _tensors(self) -> list[Tensor]:
+        """One a piece."""
+        return [*self.masters.values(), *self._rest]
+
+    def _copy_on_write(self) -> None:
+        """Go on in other memory, where somebody still reads this one."""
+        if not self._memory.readers:
+            return
+        flat = self._spares.take(self._packing.numel)
+        flat.copy_(self._memory.flat)
+        self._memory = _Memory(flat)
+        for master, view in zip(self.masters.values(), self._packing.views(flat), strict=True):
+            master.data = view
+
+    def _rounded_to(self, dtype: torch.dtype) -> Tensor:
+        """All masters in another dtype, made once a version."""
+        if dtype not in self._rounded:
+            self._rounded[dtype] = self._memory.flat.to(dtype)
+        return self._rounded[dtype]
+
+    def _contiguous_views(self, flat: Tensor, chosen: Sequence[bool]) -> list[Tensor]:
+        """The parts of the vector that chosen pieces are, neighbours as one."""
+        if all(chosen):
+            return [flat]
+        found, offsets = [], self._packing.offsets
+        for flag, run in groupby(range(len(chosen)), key=lambda number: chosen[number]):
+            if flag:
+                numbers = list(run)
+                found.append(flat[offsets[numbers[0]] : offsets[numbers[-1] + 1]])
+        return found

@@ -1,0 +1,150 @@
+"""What the tasks of a run agree on from the config, and what workers and servers do with it."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainkit.cluster.identity import Identity
+from trainkit.errors import LinkError
+from trainkit.numerics.batch import BatchPlan
+from trainkit.strategies.base import Data, StepContext, TaskContext
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.parameter_server.coordinator.async_scheduler import AsyncScheduler
+from trainkit.strategies.parameter_server.coordinator.replay_scheduler import ReplayScheduler
+from trainkit.strategies.parameter_server.coordinator.scheduler import WorkScheduler
+from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
+from trainkit.strategies.parameter_server.coordinator.sync_scheduler import SyncScheduler
+from trainkit.strategies.parameter_server.coordinator.update_log import FILE, read_record
+from trainkit.strategies.parameter_server.server.main import serve
+from trainkit.strategies.parameter_server.wire.address_book import AddressBook
+from trainkit.strategies.parameter_server.wire.auth import connect
+from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
+from trainkit.strategies.parameter_server.wire.variables import variables_of
+from trainkit.strategies.parameter_server.wire.work_channel import RemoteWorkChannel
+from trainkit.strategies.parameter_server.worker.main import Mode, Worker
+from trainkit.strategies.parameter_server.worker.replicas import WorkerReplicas
+
+__all__ = ["PsSettings", "run_server", "run_worker"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PsSettings:
+    """The fields of the strategy, without what is open."""
+
+    num_servers: int
+    mode: Mode
+    num_devices: int
+    """Of a worker."""
+    spares: int
+    replaces: bool
+    """Whether an update may take shards of several steps."""
+    staleness: Staleness
+    warmup_steps: int
+    transfer: torch.dtype | None
+    """What numbers travel as; None: as they are."""
+    replay: str | None
+    timeout_s: float
+
+    def meet(self, identity: Identity) -> AddressBook:
+        """Where the tasks of this run find each other."""
+        return AddressBook.of(identity, self.timeout_s)
+
+    def shares(self, replica: Replica) -> VariableShards:
+        """The cut of the variables over the servers."""
+        return VariableShards(variables_of(replica.model, replica.precision.master_dtype), self.num_servers)
+
+    def servers(self, meeting: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
+        """Links to all servers, of one thread of a task."""
+        addresses = [meeting.find(f"ps:{index}") for index in range(self.num_servers)]
+        return ParameterServerClient.connect(
+            addresses,
+            shares,
+            token=meeting.token,
+            name=name,
+            timeout_s=self.timeout_s,
+            transfer=self.transfer,
+            is_over=lambda: meeting.is_over,
+        )
+
+    def team(self, replica: Replica) -> WorkerReplicas:
+        """What computes: a replica, and copies of it on the devices after its own."""
+        first = replica.device
+        numbers = [(first.index or 0) + place for place in range(self.num_devices)]
+        if first.type == "cpu":
+            return WorkerReplicas(replica, [first] * self.num_devices)
+        return WorkerReplicas(
+            replica, [torch.device(first.type, number % torch.cuda.device_count()) for number in numbers]
+        )
+
+    def worker(self, team: WorkerReplicas, servers: ParameterServerClient, data: Data, training: StepContext) -> Worker:
+        """What carries out errands."""
+        return Worker(team, servers, data, training, mode=self.mode, mixes=self.replaces)
+
+    def desk(self, plan: BatchPlan, until: int | None) -> WorkScheduler:
+        """Who gets what to compute, and what makes an update."""
+        if self.replay is not None:
+            script = list(read_record(Path(self.replay).expanduser() / FILE))
+            return ReplayScheduler(script=script, staleness=self.staleness, until=until)
+        if self.mode == "async":
+            return AsyncScheduler(plan=plan, staleness=self.staleness, warmup_steps=self.warmup_steps, until=until)
+        return SyncScheduler(plan=plan, spares=self.spares, width=self.num_devices, replaces=self.replaces, until=until)
+
+
+def run_server(setting: PsSettings, bench: TaskContext) -> None:
+    """The part of a server, until the chief says bye.
+
+    Raises:
+        LinkError: the chief is gone.
+    """
+    meeting, task = setting.meet(bench.identity), bench.identity.task
+    if meeting.is_over:
+        return
+    model = bench.precision.adapt(bench.model)
+    shares = VariableShards(variables_of(model, bench.precision.master_dtype), setting.num_servers)
+    listener = meeting.listener(str(task))
+    meeting.tell(str(task), listener.address)
+    bench.on_phase("idle", 0)
+    serve(
+        listener,
+        shares,
+        task.index,
+        make_optimizer=bench.make_optimizer,
+        on_phase=bench.on_phase,
+        timeout_s=setting.timeout_s,
+        stopped=lambda: meeting.is_over,
+    )
+
+
+def run_worker(setting: PsSettings, bench: TaskContext, replica: Replica) -> None:
+    """The part of a worker in a process of its own, until the chief says bye.
+
+    Raises:
+        LinkError: the chief or a server is gone.
+    """
+    meeting, task = setting.meet(bench.identity), bench.identity.task
+    if meeting.is_over:
+        return
+    replica.on_phase = bench.on_phase
+    bench.on_phase("idle", 0)
+    try:
+        with closing(setting.servers(meeting, setting.shares(replica), str(task))) as servers:
+            data = bench.open_data(replica.device)
+            link = connect(
+                meeting.find("chief"),
+                token=meeting.token,
+                name=str(task),
+                peer="chief",
+                timeout_s=setting.timeout_s,
+                is_over=lambda: meeting.is_over,
+            )
+            with closing(link), closing(setting.team(replica)) as team:
+                worker = setting.worker(team, servers, data, bench.training)
+                worker.run(RemoteWorkChannel(link), lambda step: bench.on_phase("idle", step))
+    except LinkError:
+        if not meeting.is_over:
+            raise

@@ -1,0 +1,1 @@
+"""Connections between tasks: authentication, frames, messages and the client of the servers."""

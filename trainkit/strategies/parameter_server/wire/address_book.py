@@ -1,0 +1,78 @@
+"""Where the tasks of a run find each other: addresses in the rendezvous store, under the prefix of the attempt."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from trainkit.cluster.identity import Identity
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
+from trainkit.strategies.rendezvous_store import store_client
+
+__all__ = ["AddressBook"]
+
+_OVER = "over"
+_MAX_PORT = 65535
+
+
+class AddressBook:
+    """Tells addresses and finds them.
+
+    Args:
+        store: of the attempt.
+        timeout_s: how long to wait for an address.
+        host: the address of this host for the others; loopback where all are on one.
+    """
+
+    def __init__(self, store: Any, *, token: bytes, timeout_s: float, host: str = "127.0.0.1") -> None:
+        self._store, self.token, self.timeout_s, self.host = store, token, timeout_s, host
+
+    @classmethod
+    def of(cls, identity: Identity, timeout_s: float) -> Self:
+        """That of a task's own run.
+
+        Raises:
+            LinkError: the task was started without others.
+        """
+        if identity.store is None:
+            raise LinkError(f"{identity.task}: there is no store to meet at (TRAINKIT_STORE)")
+        store = store_client(identity.store, timeout_s)
+        prefixed = dist.PrefixStore(f"{identity.prefix}/tasks", store)  # type: ignore[attr-defined]
+        return cls(prefixed, token=identity.token.encode(), timeout_s=timeout_s, host=identity.host)
+
+    def listener(self, name: str) -> AuthenticatedListener:
+        """Something to listen with, that only tasks of this run get to speak to."""
+        return AuthenticatedListener(name, token=self.token, host=self.host, timeout_s=self.timeout_s)
+
+    def tell(self, name: str, address: tuple[str, int]) -> None:
+        """Where a task listens."""
+        self._store.set(name, f"{address[0]}:{address[1]}")
+
+    def find(self, name: str) -> tuple[str, int]:
+        """Where a task listens; waits until it has told.
+
+        Raises:
+            LinkError: it has not come in time.
+        """
+        try:
+            text = self._store.get(name).decode(errors="replace")
+        except RuntimeError as error:
+            raise LinkError(f"{name} has not come within {self.timeout_s:g} s") from error
+        host, _, port = text.rpartition(":")
+        if not port.isdecimal() or int(port[:6]) > _MAX_PORT:
+            raise LinkError(f"the store holds no address of {name}")
+        return host, int(port)
+
+    def end(self) -> None:
+        """The training is over: who comes now need not begin."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.set(_OVER, "")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the training is over."""
+        found: bool = self._store.check([_OVER])
+        return found

@@ -1,0 +1,256 @@
+"""How two tasks show each other that they know the run's token, which itself never travels.
+
+Each end sends a number used once; each answers the other's with an HMAC under the token, over both numbers, its own
+role and the client's name. The server answers first, so that a client tells nothing to a stranger that listens on the
+port of a server that is gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from threading import BoundedSemaphore, Lock, Thread, current_thread
+from typing import Final, Self
+
+from trainkit.errors import LinkError
+from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
+
+__all__ = ["AuthenticatedListener", "connect"]
+
+MAX_UNAUTHENTICATED: Final = 32
+"""Connections at a time that have not shown that they know the token."""
+_GREETING_S: Final = 5.0
+"""How long a stranger has for that."""
+_AGAIN_S: Final = 0.05
+"""Until another try to connect."""
+_NAME_LENGTH: Final = 64
+
+
+class AuthenticatedListener:
+    """Accepts connections of tasks that know the token, a thread each; all others are dropped.
+
+    Args:
+        name: of this task, for messages.
+        token: the run's.
+        host: the address to listen on; one host needs no more than loopback.
+        port: 0: any that is free.
+        timeout_s: how long a peer may pause within a frame.
+
+    Example:
+        >>> with AuthenticatedListener("ps:0", token=b"secret") as listener:
+        ...     listener.serve(lambda link: link.send("hello", {"to": link.peer}))
+        ...     link = connect(listener.address, token=b"secret", name="worker:1", peer="ps:0", timeout_s=5)
+        ...     print(link.receive().meta)
+        ...     link.close()
+        {'to': 'worker:1'}
+    """
+
+    def __init__(
+        self, name: str, *, token: bytes, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
+    ) -> None:
+        self.name, self.timeout_s = name, timeout_s
+        self.turned_away = 0
+        """Connections that were dropped before their peer had shown that it knows the token."""
+        self._token = token
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self._socket.settimeout(1.0)  # where nothing wakes a thread in accept, it looks for itself
+        address: tuple[str, int] = self._socket.getsockname()[:2]
+        self.address = address
+        self._strangers = BoundedSemaphore(MAX_UNAUTHENTICATED)
+        self._lock = Lock()
+        self._links: set[Connection] = set()
+        self._threads: set[Thread] = set()
+        self._is_closed = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def serve(self, handle: Callable[[Connection], None]) -> None:
+        """Begin to accept; returns at once.
+
+        Args:
+            handle: called on a thread of its own for each connection; when it returns, or raises LinkError, that ends.
+        """
+        self._start(self._accept, handle)
+
+    def close(self) -> None:
+        """End all connections and their threads."""
+        with self._lock:
+            self._is_closed = True
+            links, threads = list(self._links), list(self._threads)
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for link in links:
+            link.close()
+        for thread in threads:
+            if thread is not current_thread():
+                thread.join()
+
+    def _start(self, run: Callable[..., None], *args: object) -> None:
+        thread = Thread(target=self._run, args=(run, *args), name=f"{self.name} {run.__name__}", daemon=True)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._threads.add(thread)
+            thread.start()
+
+    def _run(self, run: Callable[..., None], *args: object) -> None:
+        try:
+            run(*args)
+        finally:
+            with self._lock:
+                self._threads.discard(current_thread())
+
+    def _accept(self, handle: Callable[[Connection], None]) -> None:
+        while not self._is_closed:
+            try:
+                connection, where = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # closed; or no more files can be opened, which passes
+                time.sleep(_AGAIN_S)
+                continue
+            if self._strangers.acquire(blocking=False):
+                self._start(self._attend, connection, f"{where[0]}:{where[1]}", handle)
+            else:
+                self.turned_away += 1
+                connection.close()
+
+    def _attend(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
+        """A connection from its beginning to its end."""
+        try:
+            link = Connection(connection, peer=where, timeout_s=self.timeout_s, until=time.monotonic() + _GREETING_S)
+        except OSError:  # gone already
+            self._strangers.release()
+            connection.close()
+            return
+        with self._open(link), suppress(LinkError):
+            try:
+                link.mark_authenticated(_server_handshake(link, self._token))
+            except LinkError:
+                self.turned_away += 1
+                return
+            finally:
+                self._strangers.release()
+            handle(link)
+
+    @contextmanager
+    def _open(self, link: Connection) -> Iterator[None]:
+        with self._lock:
+            self._links.add(link)
+            if self._is_closed:
+                link.close()
+        try:
+            yield
+        finally:
+            link.close()
+            with self._lock:
+                self._links.discard(link)
+
+
+def connect(
+    address: tuple[str, int],
+    *,
+    token: bytes,
+    name: str,
+    peer: str,
+    timeout_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Connection:
+    """Connect to a task that listens, trying again while nobody does.
+
+    Args:
+        address: host and port.
+        token: the run's.
+        name: of this task, which the other end gets to know.
+        peer: of the other, for messages.
+        timeout_s: how long to try, and how long the other end may then pause within a frame.
+        is_over: whether the training has ended meanwhile, so that nobody will listen again.
+
+    Raises:
+        LinkError: nobody answered, or who did does not know the token, or the training is over.
+    """
+    until = time.monotonic() + timeout_s
+    while True:
+        try:
+            return _connected(address, token=token, name=name, peer=peer, timeout_s=timeout_s)
+        except LinkError:
+            raise
+        except OSError as error:
+            reason = error.strerror or str(error)
+        except _RejectedError as error:
+            reason = str(error)
+        if is_over():
+            raise LinkError(f"{peer} at {address[0]}:{address[1]} listens no more: the training is over")
+        if time.monotonic() + _AGAIN_S > until:
+            raise LinkError(f"{peer} at {address[0]}:{address[1]} cannot be reached: {timeout_s:g} s, {reason}")
+        time.sleep(_AGAIN_S)
+
+
+class _RejectedError(Exception):
+    """The other end let go before it had shown anything: it is busy, or just ending."""
+
+
+def _connected(address: tuple[str, int], *, token: bytes, name: str, peer: str, timeout_s: float) -> Connection:
+    connection = socket.create_connection(address, timeout=min(timeout_s, _GREETING_S))
+    link = Connection(connection, peer=peer, timeout_s=timeout_s, until=time.monotonic() + _GREETING_S)
+    try:
+        _client_handshake(link, token, name)
+    except BaseException:
+        link.close()
+        raise
+    link.mark_authenticated(peer)
+    return link
+
+
+def _client_handshake(link: Connection, token: bytes, name: str) -> None:
+    """The client's side."""
+    own = secrets.token_hex(32)
+    try:
+        link.send("hello", {"name": name, "nonce": own})
+        answer = link.receive(_GREETING_S)
+    except LinkError as error:
+        raise _RejectedError(str(error)) from error
+    other = _text(answer, "challenge", "nonce")
+    if not hmac.compare_digest(_text(answer, "challenge", "proof"), _proof(token, "server", name, own, other)):
+        raise LinkError(f"{link.peer} does not know the token of this run")
+    link.send("proof", {"proof": _proof(token, "client", name, own, other)})
+    _text(link.receive(_GREETING_S), "welcome", "name")
+
+
+def _server_handshake(link: Connection, token: bytes) -> str:
+    """The server's side: the name of a client that knows the token."""
+    hello, own = link.receive(_GREETING_S), secrets.token_hex(32)
+    name, other = _text(hello, "hello", "name"), _text(hello, "hello", "nonce")
+    link.send("challenge", {"nonce": own, "proof": _proof(token, "server", name, other, own)})
+    said = _text(link.receive(_GREETING_S), "proof", "proof")
+    if not hmac.compare_digest(said, _proof(token, "client", name, other, own)):
+        raise LinkError(f"{link.peer} does not know the token of this run")
+    link.send("welcome", {"name": name})
+    return name
+
+
+def _text(frame: Frame, kind: str, key: str) -> str:
+    """A text of a greeting, which is short and plain."""
+    value = frame.meta.get(key)
+    if frame.kind != kind or frame.num_bytes or not isinstance(value, str):
+        raise LinkError("a greeting that is none")
+    if len(value) > _NAME_LENGTH or not (value.isascii() and value.isprintable()):
+        raise LinkError("a greeting that is none")
+    return value
+
+
+def _proof(token: bytes, role: str, name: str, client_nonce: str, server_nonce: str) -> str:
+    """What only those who know the token can say."""
+    told = f"{role}\n{name}\n{client_nonce}\n{server_nonce}".encode()
+    return hmac.new(token, told, hashlib.sha256).hexdigest()

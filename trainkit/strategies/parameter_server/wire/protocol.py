@@ -1,0 +1,189 @@
+"""What a server takes from a frame: every number of it is looked at before anything is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from trainkit.strategies.core.sparse import find_sparse
+from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPool, Parts, StagedGradient
+from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
+from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
+from trainkit.strategies.tensors.layouts import view_of
+
+__all__ = [
+    "RequestRejectedError",
+    "as_count",
+    "as_dtype",
+    "as_flags",
+    "as_float",
+    "as_keys",
+    "decode_gradient",
+    "dtype_name",
+    "mask_of",
+    "row_dtype",
+    "take_tensor",
+]
+
+_DTYPES: Final[Mapping[str, torch.dtype]] = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+_KEY_LENGTH: Final = 128
+
+
+class RequestRejectedError(Exception):
+    """A request that cannot be answered; the message goes to whoever asked."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a frame says it.
+
+    Example:
+        >>> dtype_name(torch.bfloat16)
+        'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+def mask_of(flags: Sequence[bool]) -> str:
+    """Flags as a frame says them.
+
+    Example:
+        >>> mask_of([True, False, True, True, True])
+        '1d'
+    """
+    return f"{sum(1 << place for place, flag in enumerate(flags) if flag):x}"
+
+
+def row_dtype(num_rows: int) -> torch.dtype:
+    """What numbers of rows are sent in."""
+    return torch.int32 if num_rows < 2**31 else torch.int64
+
+
+def as_flags(frame: Frame, key: str, count: int) -> list[bool]:
+    """What `mask_of` said of so many."""
+    text = frame.meta.get(key)
+    try:
+        mask = int(text, 16) if isinstance(text, str) else -1
+    except ValueError:
+        mask = -1
+    if mask < 0 or mask >> count:
+        raise RequestRejectedError(f"{frame.kind}: {key} is no mask of {count}")
+    bits = bin(mask)[:1:-1].ljust(count, "0")
+    return [bit == "1" for bit in bits[:count]]
+
+
+def as_dtype(frame: Frame) -> torch.dtype:
+    """The type of its numbers."""
+    found = _DTYPES.get(str(frame.meta.get("dtype")))
+    if found is None:
+        raise RequestRejectedError(f"{frame.kind}: no type of numbers")
+    return found
+
+
+def as_count(frame: Frame, key: str, most: int = 2**53) -> int:
+    """A number of something."""
+    value = frame.meta.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise RequestRejectedError(f"{frame.kind}: {key} is no number up to {most}")
+    return value
+
+
+def as_float(frame: Frame, key: str) -> float:
+    """A factor; 1 where it is not said."""
+    value = frame.meta.get(key, 1.0)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RequestRejectedError(f"{frame.kind}: {key} is no number")
+    return float(value)
+
+
+def as_keys(frame: Frame, key: str = "keys") -> list[str]:
+    """Names of gradients."""
+    value = frame.meta.get(key)
+    if not isinstance(value, list) or not all(isinstance(one, str) and len(one) <= _KEY_LENGTH for one in value):
+        raise RequestRejectedError(f"{frame.kind}: {key} are no names")
+    return value
+
+
+def take_tensor(link: Connection, frame: Frame, most_bytes: int) -> Tensor:
+    """A tensor that a frame describes, of so many bytes at most."""
+    shape, dtype = frame.meta.get("shape"), as_dtype(frame)
+    if not isinstance(shape, list) or not all(isinstance(size, int) and 0 <= size < 2**53 for size in shape):
+        raise RequestRejectedError(f"{frame.kind}: no shape")
+    num_bytes = dtype.itemsize
+    for size in shape:
+        num_bytes *= size
+    if num_bytes > most_bytes:
+        raise RequestRejectedError(f"{frame.kind}: {num_bytes} bytes, and it takes {most_bytes}")
+    tensor = torch.empty(shape, dtype=dtype)
+    link.read([tensor])
+    return tensor
+
+
+def decode_gradient(link: Connection, frame: Frame, pieces: Sequence[RowShard], spares: BufferPool) -> StagedGradient:
+    """What a worker pushes: dense gradients, sums of buffers, then sparse gradients as rows and values.
+
+    Args:
+        link: where the numbers come from.
+        frame: says which pieces there are (`have`), and of which rows (`rows`).
+        pieces: what the server holds.
+        spares: gives the memory, in the masters' dtype.
+    """
+    flags, counts, arriving = as_flags(frame, "have", len(pieces)), _as_rows(frame, pieces), as_dtype(frame)
+    dense = [number for number, flag in enumerate(flags) if flag and number not in counts]
+    if any(pieces[number].variable.kind == "frozen" for number in dense):
+        raise RequestRejectedError(f"{frame.kind}: a gradient of what is not trained")
+    params = [number for number in dense if pieces[number].variable.kind == "param"]
+    memory = spares.take(sum(pieces[number].numel for number in params))
+    arrived = memory if arriving is spares.dtype else torch.empty(memory.numel(), dtype=arriving)
+    buffers = {n: torch.empty(pieces[n].shape, dtype=spares.dtype) for n in dense[len(params) :]}
+    sparse = {number: _room(pieces[number], count, arriving) for number, count in counts.items()}
+    link.read([arrived, *buffers.values(), *(tensor for pair in sparse.values() for tensor in pair)])
+    if arrived is not memory:
+        memory.copy_(arrived)
+    parts: Parts = [None] * len(pieces)
+    for number, view in zip(params, memory.split_with_sizes([pieces[n].numel for n in params]), strict=True):
+        parts[number] = view_of(view, pieces[number].shape, pieces[number].strides)
+    for number, total in buffers.items():
+        parts[number] = total
+    for number, (rows, values) in sparse.items():
+        parts[number] = _sparse(pieces[number], rows, values.to(spares.dtype))
+    find_sparse(parts)
+    return StagedGradient(parts, memory)
+
+
+def _as_rows(frame: Frame, pieces: Sequence[RowShard]) -> dict[int, int]:
+    """The numbers of sparse pieces, and of how many rows they have something."""
+    said = frame.meta.get("rows", {})
+    if not isinstance(said, dict):
+        raise RequestRejectedError(f"{frame.kind}: rows of nothing")
+    found = {}
+    for text, count in said.items():
+        number = int(text) if text.isdecimal() and len(text) < 9 else -1
+        if not 0 <= number < len(pieces):
+            raise RequestRejectedError(f"{frame.kind}: rows of nothing")
+        if pieces[number].variable.kind != "param" or not pieces[number].variable.shape:
+            raise RequestRejectedError(f"{frame.kind}: rows of what has none")
+        if not isinstance(count, int) or not 0 <= count <= pieces[number].shape[0]:
+            raise RequestRejectedError(f"{frame.kind}: more rows than there are")
+        found[number] = count
+    return found
+
+
+def _room(piece: RowShard, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = torch.empty(count, dtype=row_dtype(piece.variable.num_rows))
+    return rows, torch.empty((count, *piece.shape[1:]), dtype=dtype)
+
+
+def _sparse(piece: RowShard, rows: Tensor, values: Tensor) -> Tensor:
+    if len(rows) and not (rows[0] >= 0 and rows[-1] < piece.shape[0] and bool((rows[1:] > rows[:-1]).all())):
+        raise RequestRejectedError("push: rows that are not there, or not in order")
+    indices = rows.long().unsqueeze(0)
+    return torch.sparse_coo_tensor(indices, values, piece.shape, is_coalesced=True, check_invariants=False)

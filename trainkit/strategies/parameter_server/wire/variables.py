@@ -1,0 +1,125 @@
+"""The variables of a training: what servers hold, in the one order that every task agrees on."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.strategies.tensors.layouts import dense_strides
+
+__all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "unsaved_of", "variables_of"]
+
+Kind = Literal["param", "frozen", "buffer"]
+"""Trainable parameters, those that are not, and buffers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variable:
+    """A tensor that servers hold.
+
+    Example:
+        >>> Variable(name="w", kind="param", shape=(3, 5), dtype=torch.float32).row_bytes
+        20
+    """
+
+    name: str
+    """The canonical name."""
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    """That of the masters for a trainable parameter, else the model's own."""
+    strides: tuple[int, ...] | None = None
+    """Those of a trainable parameter in the model, which its gradients and the optimizer's slots have as well; None:
+    contiguous, as all other variables are on a server."""
+    saved: bool = True
+    """Whether a checkpoint holds it; some buffers are made anew."""
+
+    @property
+    def num_rows(self) -> int:
+        """What it can be cut into: its length along dim 0; a number is a row of its own."""
+        return self.shape[0] if self.shape else 1
+
+    @property
+    def row_numel(self) -> int:
+        """Numbers in a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.row_numel * self.dtype.itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all of it."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def key(self) -> str:
+        """Its name in a checkpoint."""
+        return f"{'buffer' if self.kind == 'buffer' else 'param'}/{self.name}"
+
+
+def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable, ...]:
+    """Trainable parameters, frozen ones, buffers, each in canonical order.
+
+    Args:
+        model: on any device, the meta device too; in the dtypes it is trained in.
+        master_dtype: of what the optimizer updates.
+
+    Example:
+        >>> [(v.name, v.kind) for v in variables_of(nn.BatchNorm1d(2), torch.float32)][:3]
+        [('weight', 'param'), ('bias', 'param'), ('running_mean', 'buffer')]
+    """
+    params, saved = list(model.named_parameters()), model.state_dict()
+    trained = [_variable(name, "param", param, dtype=master_dtype) for name, param in params if param.requires_grad]
+    frozen = [_variable(name, "frozen", param) for name, param in params if not param.requires_grad]
+    buffers = [_variable(name, "buffer", buffer, saved=name in saved) for name, buffer in model.named_buffers()]
+    return (*trained, *frozen, *buffers)
+
+
+def _variable(
+    name: str, kind: Kind, tensor: Tensor, *, dtype: torch.dtype | None = None, saved: bool = True
+) -> Variable:
+    strides = dense_strides(tensor) if kind == "param" else None
+    shape = tuple(tensor.shape)
+    return Variable(name=name, kind=kind, shape=shape, dtype=dtype or tensor.dtype, strides=strides, saved=saved)
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """The model's own tensors, one a variable and in their order: what is pulled into.
+
+    Example:
+        >>> [tensor.dim() for tensor in tensors_of(nn.Linear(3, 2))]
+        [2, 1]
+    """
+    params = [param.data for param in model.parameters() if param.requires_grad]
+    return [*params, *(param.data for param in model.parameters() if not param.requires_grad), *model.buffers()]
+
+
+def unsaved_of(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that no checkpoint holds, by their names in one; made anew with the model.
+
+    Example:
+        >>> unsaved_of(nn.BatchNorm1d(2))
+        {}
+    """
+    saved = model.state_dict()
+    return {f"buffer/{name}": buffer for name, buffer in model.named_buffers() if name not in saved}
+
+
+def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:
+    """What two tasks compare, to see that they mean the same variables and the same cut of them.
+
+    Example:
+        >>> len(layout_digest([], 1))
+        64
+    """
+    lines = [f"{one.kind} {one.name} {one.shape} {one.dtype} {one.strides} {one.saved}" for one in variables]
+    return hashlib.sha256("\n".join([str(num_servers), *lines]).encode()).hexdigest()

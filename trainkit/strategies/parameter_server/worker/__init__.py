@@ -1,0 +1,1 @@
+"""A worker: it pulls variables, computes gradients and pushes them."""

@@ -1,0 +1,150 @@
+"""The devices of a worker: they share out the shards of an errand, and what these add up to is pushed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainkit.data.reading.collate import to_device
+from trainkit.numerics.batch import Ticket, shards_of_rank
+from trainkit.numerics.precision import LossScale
+from trainkit.strategies.base import StepContext
+from trainkit.strategies.central_storage.step import computed, moved, total_of
+from trainkit.strategies.central_storage.variables import (
+    ThreadWork,
+    computing_copy,
+    refresh,
+    sync_discovered,
+)
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.step import LossDivisor, cloned_batch
+
+__all__ = ["Computed", "WorkerReplicas"]
+
+_Sums = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Computed:
+    """What came of an errand."""
+
+    sums: list[_Sums]
+    """Gradients, sums of buffers, the counted weight where there is one: of all shards together, or of each where the
+    order of summation is reproducible."""
+    weights: list[float]
+    """What the shards of each weigh."""
+    divisor: LossDivisor
+    """What the loss was divided by."""
+    loss_sum: float
+
+
+@dataclass(kw_only=True)
+class _Part:
+    """What a replica computes in one go."""
+
+    place: int
+    """Of its first shard, in the errand."""
+    rank: int
+    """Of the replica."""
+    work: ThreadWork
+    sums: _Sums = ()
+
+
+class WorkerReplicas:
+    """Replicas of a model, with a thread each; one that is alone computes on the caller's.
+
+    Args:
+        first: what is read from the servers is in its model, and what is computed meets on its device.
+        devices: of all replicas, its own first.
+
+    Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
+    arXiv:1605.08695, section 4.4.
+    """
+
+    def __init__(self, first: Replica, devices: Sequence[torch.device]) -> None:
+        self.first = first
+        self.replicas = [first, *(computing_copy(first, one, shares=one == first.device) for one in devices[1:])]
+        self._apart = first.numerics.reproducible
+        self._threads = ThreadPoolExecutor(len(devices), thread_name_prefix="compute") if len(devices) > 1 else None
+        self._had_threads = torch.get_num_threads()
+        if self._threads is not None and first.device.type == "cpu":
+            torch.set_num_threads(max(self._had_threads // len(devices), 1))
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            torch.set_num_threads(self._had_threads)
+
+    def refresh(self, *, frozen: bool) -> None:
+        """Give all replicas what the first one has.
+
+        Args:
+            frozen: with what is not trained.
+        """
+        refresh(self.replicas[1:], self.first, frozen=frozen)
+
+    def compute(
+        self, ticket: Ticket, batches: Sequence[Any], training: StepContext, *, loss_scale: LossScale, batch_size: int
+    ) -> Computed:
+        """Forward and backward of the shards of an errand.
+
+        Args:
+            ticket: shards of a step.
+            batches: one a shard, on the first device.
+            training: plan, objective and update rule.
+            loss_scale: gradients are multiplied by it.
+            batch_size: samples of the update that these shards are for.
+        """
+        for replica in self.replicas:
+            replica.loss_scale = loss_scale
+        parts = self._parts(ticket, batches, training, batch_size)
+        if self.first.packing is None:
+            parts[0].work.agree_on_grad_layout()
+            sync_discovered(self.first, self.replicas[1:])
+        self._run(parts)
+        parts.sort(key=lambda part: part.place)
+        weights = [float(part.work.weight) for part in parts]
+        sums = [part.sums for part in parts]
+        if not self._apart:
+            weights, sums = [sum(weights)], [total_of(sums)]
+        loss_sum = sum(float(part.work.loss_sum) for part in parts if part.work.loss_sum is not None)
+        return Computed(sums=sums, weights=weights, divisor=parts[0].work.divisor, loss_sum=loss_sum)
+
+    def _parts(self, ticket: Ticket, batches: Sequence[Any], training: StepContext, batch_size: int) -> list[_Part]:
+        """Shards in turn for the replicas, the first one's first; each by itself where the order is that of lanes."""
+        parts = []
+        for rank, replica in enumerate(self.replicas):
+            own = shards_of_rank(len(batches), rank=rank, num_ranks=len(self.replicas), lanes=None)
+            for places in [own] if own and not self._apart else [(place,) for place in own]:
+                given = Ticket(ticket.step, tuple(ticket.shards[place] for place in places))
+                own_batches = [to_device(batches[place], replica.device) for place in places]
+                if self._apart:
+                    own_batches = [cloned_batch(batch) for batch in own_batches]
+                work = ThreadWork(replica, given, own_batches, training, batch_size)
+                parts.append(_Part(place=places[0], rank=rank, work=work))
+        return parts
+
+    def _run(self, parts: Sequence[_Part]) -> None:
+        if self._threads is None:
+            _compute(parts)
+            return
+        shares = [list(own) for _, own in groupby(parts, key=lambda part: part.rank)]
+        running = [self._threads.submit(_compute, own) for own in shares]
+        wait(running)  # also where one fails: nobody computes with what is being torn down
+        for one in running:
+            one.result()
+        for part in parts:
+            part.sums = moved(part.sums, self.first.device)
+
+
+def _compute(parts: Sequence[_Part]) -> None:
+    """What one thread does."""
+    for part in parts:
+        ((_, part.sums),) = computed(part.work)

@@ -1,0 +1,132 @@
+"""What each block keeps of a forward pass for backward, estimated from a pass without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils._pytree import tree_map
+
+from trainkit.data.reading.collate import collate
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.base import PlanContext
+from trainkit.strategies.partition.blocks import Block
+
+__all__ = ["activation_bytes", "activations_in"]
+
+_META = torch.device("meta")
+
+
+def activation_bytes(
+    model: nn.Module, units: Sequence[Block], forward: Callable[[Callable[..., Any]], Any], precision: Precision
+) -> list[int] | None:
+    """Bytes that autograd keeps of one shard until its backward pass, by the block that computes them.
+
+    The pass runs on torch's `meta` device: it takes no memory, and no arithmetic. A tensor that several blocks keep
+    counts in the first; what is computed between blocks counts in the one before.
+
+    Args:
+        model: with its numbers or without; left as it is.
+        units: its blocks.
+        forward: runs what it is given on a shard that has shapes and no numbers, and scores it.
+        precision: gives the dtype of the model; an autocast to a narrower one is not followed.
+
+    Returns:
+        None where the model cannot be run so: its forward pass looks at numbers.
+    """
+    dtype = precision.model_dtype
+    state = {
+        name: _without_numbers(tensor, dtype)
+        for named in (model.named_parameters(), model.named_buffers())
+        for name, tensor in named
+    }
+    kept = _Kept(sizes=[0] * len(units), known={_storage(tensor) for tensor in state.values()})
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
+        return functional_call(model, state, args, kwargs)
+
+    try:
+        with kept.watching(units), torch.enable_grad(), saved_tensors_hooks(kept.note, lambda tensor: tensor):
+            kept.alive.append(forward(run))
+    except Exception:  # noqa: BLE001 - a forward pass that looks at numbers may fail in any way
+        return None
+    return kept.sizes
+
+
+def activations_in(
+    facts: PlanContext | None, precision: Precision
+) -> Callable[[nn.Module, Sequence[Block]], list[int] | None]:
+    """`activation_bytes` of a shard of a config; it gives None where no sample or objective is known."""
+
+    def find(model: nn.Module, units: Sequence[Block]) -> list[int] | None:
+        if facts is None or facts.objective is None or facts.sample is None:
+            return None
+        objective = facts.objective
+        batch = tree_map(lambda value: _of_size(value, facts.micro_size), collate([facts.sample], [0]))
+        return activation_bytes(model, units, lambda run: objective.loss(run, batch), precision)
+
+    return find
+
+
+def _of_size(value: Any, count: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty((count, *value.shape[1:]), dtype=value.dtype, device=_META)
+
+
+@dataclass(kw_only=True)
+class _Kept:
+    """Counts what is saved while a block runs."""
+
+    sizes: list[int]
+    known: set[int]
+    """Storages that were counted, or are the model's own."""
+    alive: list[Any] = field(default_factory=list)
+    """Keeps storages, so that no other gets the place of one that is known."""
+    at: int = 0
+
+    def note(self, tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage not in self.known and self.sizes:
+            self.known.add(storage)
+            self.alive.append(tensor)
+            self.sizes[self.at] += tensor.untyped_storage().nbytes()
+        return tensor
+
+    @contextmanager
+    def watching(self, units: Sequence[Block]) -> Iterator[None]:
+        """Know which block runs."""
+
+        def enter(place: int) -> Callable[..., None]:
+            return lambda *_: setattr(self, "at", place)
+
+        handles = [
+            module.register_forward_pre_hook(enter(place))
+            for place, unit in enumerate(units)
+            for module in unit.entries
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - tensors without numbers have no address
+
+
+def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    empty = torch.empty_like(tensor, device=_META, dtype=dtype if tensor.is_floating_point() else tensor.dtype)
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -1,0 +1,139 @@
+"""Putting the units of a model where a map says, and bringing activations there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from trainkit.strategies.base import StagePart
+from trainkit.strategies.core.input_guard import refuse_changes
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.partition.syntax import collapsed
+
+__all__ = ["DeviceLayout", "bring_inputs", "bring_outputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceLayout:
+    """Units with the device of each."""
+
+    units: tuple[Block, ...]
+    devices_by_unit: tuple[str | None, ...]
+    """One a unit; None for one without tensors that no key names: it computes where its inputs are."""
+    routed: bool
+    """Whether activations are brought to each unit; not needed where all are on one device."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where outputs, and so the loss, are: the last unit's. The first takes its inputs from there."""
+        return torch.device(next(device for device in reversed(self.devices_by_unit) if device is not None))
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices in use, in the order of the model."""
+        names = dict.fromkeys(device for device in self.devices_by_unit if device is not None)
+        return tuple(torch.device(name) for name in names)
+
+    @cached_property
+    def _device_of(self) -> dict[str, torch.device]:
+        return {name: device for unit, device in self._placed() for name, _ in unit.tensors()}
+
+    def device_of(self, name: str) -> torch.device:
+        """The device of a parameter or buffer."""
+        return self._device_of[name]
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move every tensor of the model to its device, in place, and bring activations after them."""
+        for unit, device in self._placed():
+            for _, owner in unit.owners:
+                _move(owner, device, unit.tensor)
+        if self.routed:
+            for unit, device in self._placed():
+                for module in unit.entries:
+                    moved: list[ObjectSnapshot] = []
+                    module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
+                    module.register_forward_hook(_check_given(unit.name, moved))
+            model.register_forward_hook(bring_outputs(self.device))
+        return model
+
+    def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
+        """The stretches of the model that are on one device, in its order."""
+        found: list[StagePart] = []
+        seen: set[int] = set()
+        for device, members in groupby(self._placed(), key=lambda item: str(item[1])):
+            units = [unit for unit, _ in members]
+            own = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in seen}
+            seen.update(own)
+            part = StagePart(
+                stage=len(found),
+                modules=", ".join(collapsed([unit.name for unit in units])),
+                num_params=sum(tensor.numel() for tensor in own.values() if isinstance(tensor, nn.Parameter)),
+                num_bytes=sum(bytes_of(tensor) for tensor in own.values()),
+                device=device,
+            )
+            found.append(part)
+        return tuple(found)
+
+    def _placed(self) -> Iterator[tuple[Block, torch.device]]:
+        for unit, device in zip(self.units, self.devices_by_unit, strict=True):
+            if device is not None:
+                yield unit, torch.device(device)
+
+
+def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
+    for leaf, param in owner._parameters.items():  # noqa: SLF001 - its own, not those below
+        if param is not None and only in (None, leaf):
+            param.data = param.data.to(device)  # the same Parameter: what is tied stays tied
+    for leaf, buffer in owner._buffers.items():  # noqa: SLF001
+        if buffer is not None and only in (None, leaf):
+            owner._buffers[leaf] = buffer.to(device)  # noqa: SLF001
+
+
+def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None) -> Callable[..., Any]:
+    """A forward pre-hook that moves every tensor among the arguments, however deep in tuples and dicts.
+
+    Args:
+        device: where they must be.
+        moved: takes what the arguments of a call hold that were made anew because a tensor among them had to move.
+    """
+
+    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        leaves = tree_flatten((args, kwargs))[0]
+        if all(_brought(leaf, device) is leaf for leaf in leaves):
+            return None  # the containers are those of the caller
+        brought = tree_map(lambda value: _brought(value, device), (args, kwargs))
+        if moved is not None:
+            moved[:] = [ObjectSnapshot([("", brought)])]
+        return brought
+
+    return hook
+
+
+def _check_given(block: str, moved: list[ObjectSnapshot]) -> Callable[..., None]:
+    def hook(_module: nn.Module, _args: Any, _outputs: Any) -> None:
+        for given in moved:
+            refuse_changes(given, block, "and a device map gives it copies of lists and dicts on its device")
+        moved.clear()
+
+    return hook
+
+
+def bring_outputs(device: torch.device) -> Callable[..., Any]:
+    """A forward hook that moves every tensor of the outputs."""
+
+    def hook(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
+        return tree_map(lambda value: _brought(value, device), outputs)
+
+    return hook
+
+
+def _brought(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) and value.device != device else value

@@ -1,0 +1,119 @@
+"""From a map, or from `auto`, to a layout of a model; or to what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainkit.errors import Problem
+from trainkit.numerics.precision import Precision
+from trainkit.strategies.groups.devices import parse_device
+from trainkit.strategies.partition.balance import balanced
+from trainkit.strategies.partition.blocks import Block, blocks_of
+from trainkit.strategies.partition.device_layout import DeviceLayout
+from trainkit.strategies.partition.syntax import assign
+from trainkit.strategies.partition.validation import leaders_of, validate_layout
+
+__all__ = ["PartitionSolver", "gib", "model_bytes", "unit_bytes"]
+
+_GIB = 2**30
+
+
+def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
+    """What a tensor of a model costs while it is trained: itself, its gradient, and masters of both where apart.
+
+    Example:
+        >>> model_bytes(Precision(value="bf16"))(nn.Parameter(Tensor(10)))
+        120
+    """
+    width, master = precision.model_dtype.itemsize, precision.master_dtype.itemsize
+    trained = 2 * width + (2 * master if precision.model_dtype is not precision.master_dtype else 0)
+
+    def bytes_of(tensor: Tensor) -> int:
+        if isinstance(tensor, nn.Parameter):
+            return tensor.numel() * (trained if tensor.requires_grad else width)
+        return tensor.numel() * (width if tensor.is_floating_point() else tensor.element_size())
+
+    return bytes_of
+
+
+def unit_bytes(units: Sequence[Block], bytes_of: Callable[[Tensor], int]) -> list[int]:
+    """Bytes of each unit; a tied tensor counts where it comes first."""
+    seen: set[int] = set()
+    found = []
+    for unit in units:
+        own = {id(tensor): tensor for _, tensor in unit.tensors() if id(tensor) not in seen}
+        seen.update(own)
+        found.append(sum(bytes_of(tensor) for tensor in own.values()))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartitionSolver:
+    """How a model is laid out."""
+
+    given: Mapping[str, Any] | None
+    """The user's map; None: balanced by bytes."""
+    devices: Sequence[str]
+    """The devices in use, in order."""
+    capacities: Mapping[str, float]
+    """Device -> the bytes it takes; absent: no limit."""
+    bytes_of: Callable[[Tensor], int]
+    """What a tensor costs."""
+    activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None
+    """Bytes that each block keeps of a shard for backward; None where that is not known."""
+
+    def layout(self, model: nn.Module) -> DeviceLayout | list[Problem]:
+        """Lay the model out; it may be on the meta device."""
+        units = blocks_of(model)
+        counted = "parameters, gradients and buffers"
+        sizes = unit_bytes(units, self.bytes_of)
+        if (kept := self.activations(model, units)) is not None:
+            counted = "parameters, gradients, buffers and the activations of a shard"
+            sizes = [size + more for size, more in zip(sizes, kept, strict=True)]
+        if self.given is None:
+            return self._balanced(units, sizes, counted)
+        assigned = assign(model, units, self.given, key="strategy.map")
+        problems = assigned.problems or validate_layout(
+            units, assigned, self.given, key="strategy.map", noun="device", same=parse_device
+        )
+        if problems:
+            return problems
+        devices = tuple(None if place is None else parse_device(place) for place in assigned.places)
+        layout = DeviceLayout(units=units, devices_by_unit=devices, routed=True)
+        return self._overfull(layout, sizes, counted) or layout
+
+    def _balanced(self, units: Sequence[Block], sizes: Sequence[int], counted: str) -> DeviceLayout | list[Problem]:
+        limits = [self.capacities.get(device, math.inf) for device in self.devices]
+        found = balanced(sizes, limits, leaders=leaders_of(units))
+        if found is None:
+            largest = max(range(len(units)), key=sizes.__getitem__)
+            rule = (
+                f"too little: the model needs {gib(sum(sizes))} for {counted}, its largest "
+                f"block, {units[largest].name}, {gib(sizes[largest])}; {', '.join(self.devices)} take "
+                f"{gib(sum(limits))}. Give more memory or more devices."
+            )
+            return [Problem(key="strategy.max_memory", rule=rule)]
+        devices = tuple(self.devices[place] for place in found)
+        return DeviceLayout(units=tuple(units), devices_by_unit=devices, routed=len(set(devices)) > 1)
+
+    def _overfull(self, layout: DeviceLayout, sizes: Sequence[int], counted: str) -> list[Problem]:
+        problems = []
+        for device, limit in self.capacities.items():
+            held = sum(size for size, one in zip(sizes, layout.devices_by_unit, strict=True) if one == device)
+            if held > limit:
+                rule = (
+                    f"{device} takes {gib(limit)}, and strategy.map puts {gib(held)} of {counted} there. "
+                    "Move blocks to another device."
+                )
+                problems.append(Problem(key="strategy.max_memory", rule=rule))
+        return problems
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes as text, `1.5 GiB`."""
+    return f"{num_bytes / _GIB:.3g} GiB"

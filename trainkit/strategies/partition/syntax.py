@@ -1,0 +1,156 @@
+"""The words of a map: module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from torch import nn
+
+from trainkit.config.values import closest
+from trainkit.errors import Problem
+from trainkit.strategies.partition.blocks import Block, blocks_of
+
+__all__ = ["REST", "Assigned", "Place", "assign", "collapsed"]
+
+REST: Final = "rest"
+"""What no other key names."""
+_RANGE: Final = re.compile(r"(?P<head>(?:.+\.)?)(?P<first>\d+)-(?P<last>\d+)")
+
+Place = str | int
+"""A device, or the number of a stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assigned:
+    """What a map says of each unit."""
+
+    places: tuple[Place | None, ...]
+    """One a unit; None where no key names it."""
+    keys: tuple[str | None, ...]
+    """The key that names each unit."""
+    problems: list[Problem] = field(default_factory=list)
+    """What is wrong with the keys."""
+
+
+def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place], *, key: str) -> Assigned:
+    """Find the units that each key of a map names.
+
+    Args:
+        model: knows all module names, for the words.
+        units: of `units_of`, or the parts of them.
+        given: module name, prefix, range or `rest` -> place.
+        key: the map's own key in the config, for the problems.
+
+    Returns:
+        Places by unit, and as problems unknown names, cuts within a block, and units that two keys name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> assign(model, units_of(model), {"0-1": 0, "rest": 1}, key="strategy.map").places
+        (0, 0, 1)
+    """
+    keys: list[str | None] = [None] * len(units)
+    blocks = {unit.name for unit in blocks_of(model)}
+    problems = []
+    for word, place in given.items():
+        if word == REST:
+            continue
+        found, rule = _named(word, units, model)
+        taken = [at for at in found if not _gives_way(word, keys[at], units[at], blocks)]
+        clash = next(
+            (at for at in taken if keys[at] is not None and not _gives_way(keys[at], word, units[at], blocks)), None
+        )
+        if clash is not None:
+            rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
+        if rule is not None:
+            problems.append(Problem(key=f"{key}.{word}", value=place, rule=rule))
+            continue
+        for at in taken:
+            keys[at] = word
+    if REST in given:
+        if None in keys:
+            keys = [REST if one is None else one for one in keys]
+        else:
+            rule = "names nothing: the other keys name every block. Leave it out."
+            problems.append(Problem(key=f"{key}.{REST}", value=given[REST], rule=rule))
+    places = tuple(None if one is None else given[one] for one in keys)
+    return Assigned(places=places, keys=tuple(keys), problems=problems)
+
+
+def _gives_way(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
+    """Whether a key that names a block leaves one inside it to another key: `transformer` beside `transformer.h.3`."""
+    if word is None or other is None:
+        return False
+    return word != unit.name and word in blocks
+
+
+def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[int], str | None]:
+    """The places of the units that a key names, or what is wrong with it."""
+    found = _within(word, units)
+    if found:
+        return found, None
+    match = _RANGE.fullmatch(word)
+    if match is not None:
+        return _in_range(match["head"], int(match["first"]), int(match["last"]), units)
+    names = {name for name, _ in model.named_modules()} | {unit.name for unit in units}
+    outer = next((unit for unit in units if word.startswith(f"{unit.name}.")), None)
+    if outer is not None and (word in names or word in dict(outer.tensors())):
+        return [], f"lies inside the block {outer.name}, and maps cut between blocks only. Use {outer.name}."
+    near = closest(word, [*names - {""}, REST])
+    known = ", ".join(collapsed([unit.name for unit in units]))
+    return [], f"no such module. {f'Did you mean {near}?' if near else f'There are: {known}.'}"
+
+
+def _within(word: str, units: Sequence[Block]) -> list[int]:
+    return [at for at, unit in enumerate(units) if unit.name == word or unit.name.startswith(f"{word}.")]
+
+
+def _in_range(head: str, first: int, last: int, units: Sequence[Block]) -> tuple[list[int], str | None]:
+    if first > last:
+        return [], f"runs backwards. Write {head}{last}-{first}."
+    found = [_within(f"{head}{number}", units) for number in range(first, last + 1)]
+    if all(found):
+        return sorted(at for one in found for at in one), None
+    numbers = [int(rest) for unit in units if unit.name.startswith(head) and (rest := _number(unit.name[len(head) :]))]
+    if not numbers:
+        near = closest(head.rstrip("."), {name for unit in units for name in _prefixes(unit.name)})
+        return [], f"no such modules.{f' Did you mean {near}.{first}-{last}?' if near else ''}"
+    return [], f"no such modules: there are {head}{min(numbers)}-{max(numbers)}."
+
+
+def _number(text: str) -> str:
+    part = text.partition(".")[0]
+    return part if part.isdigit() else ""
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    yield from (".".join(parts[:length]) for length in range(1, len(parts)))
+
+
+def collapsed(names: Sequence[str]) -> list[str]:
+    """Names with neighbours that count up as ranges.
+
+    Example:
+        >>> collapsed(["embed", "blocks.0", "blocks.1", "blocks.2", "head"])
+        ['embed', 'blocks.0-2', 'head']
+    """
+    runs: list[tuple[str, int | None, int | None]] = []
+    for name in names:
+        prefix, _, leaf = name.rpartition(".")
+        number = int(leaf) if leaf.isdigit() else None
+        if number is not None and runs and runs[-1][0] == prefix and runs[-1][2] == number - 1:
+            runs[-1] = (prefix, runs[-1][1], number)
+        else:
+            runs.append((prefix, number, number) if number is not None else (name, None, None))
+    return [_run(*run) for run in runs]
+
+
+def _run(prefix: str, first: int | None, last: int | None) -> str:
+    if first is None:
+        return prefix
+    dot = "." if prefix else ""
+    return f"{prefix}{dot}{first}" if first == last else f"{prefix}{dot}{first}-{last}"

@@ -1,0 +1,218 @@
+"""Which block is on which stage: by the user's map or balanced by bytes, and what is wrong with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from torch import Tensor, nn
+
+from trainkit.errors import Problem
+from trainkit.strategies.partition.balance import balanced
+from trainkit.strategies.partition.blocks import Block, blocks_of
+from trainkit.strategies.partition.syntax import Place, assign, collapsed
+from trainkit.strategies.partition.validation import uncovered
+from trainkit.strategies.pipeline.ordering import in_forward_order, leaders_among
+from trainkit.strategies.pipeline.tracing.program import Program
+
+__all__ = ["StageAssignment", "blocks_to_cut", "cut_blocks", "names_parts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageAssignment:
+    """The blocks of a model with the stage of each."""
+
+    units: tuple[Block, ...]
+    stages: tuple[int, ...]
+    """One a unit."""
+    num_stages: int
+
+    @property
+    def stage_of(self) -> dict[str, int]:
+        """Block -> stage."""
+        return {unit.name: stage for unit, stage in zip(self.units, self.stages, strict=True)}
+
+    def members(self, stage: int) -> list[Block]:
+        """The blocks of a stage, in the order in which the model names them."""
+        return [unit for unit, one in zip(self.units, self.stages, strict=True) if one == stage]
+
+    def words(self) -> str:
+        """The cut as a map, for messages: `embed:0,blocks.0-5:0,rest:1`."""
+        runs = groupby(zip(self.units, self.stages, strict=True), key=lambda pair: pair[1])
+        named = [(stage, collapsed([unit.name for unit, _ in members])) for stage, members in runs]
+        return "{" + ",".join(f"{word}:{stage}" for stage, words in named for word in words) + "}"
+
+
+def blocks_to_cut(model: nn.Module) -> tuple[Block, ...]:
+    """The blocks between which a pipeline may cut: those of maps, each with one module that is called.
+
+    A block of what is left around a list of others (a `transformer` around its `h`) comes as its parts, which may be on
+    different stages. A tensor that the model owns itself is where its code uses it.
+
+    Example:
+        >>> [unit.name for unit in blocks_to_cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
+        ['0', '1']
+    """
+    order = {name: at for at, (name, _) in enumerate(model.named_modules())}
+    return tuple(sorted(_single(model), key=lambda unit: order[unit.name]))
+
+
+def _single(model: nn.Module) -> Iterator[Block]:
+    names = {id(module): name for name, module in model.named_modules()}
+    units = blocks_of(model)
+    called = {id(entry) for unit in units for entry in unit.entries}
+    for unit in units:
+        for entry in unit.entries:
+            inner = {id(module) for module in entry.modules()} - {id(entry)}
+            if not inner & called:
+                yield _whole(names[id(entry)], entry)
+
+
+def _whole(name: str, module: nn.Module) -> Block:
+    owners = tuple((f"{name}.{inner}" if inner else name, owner) for inner, owner in module.named_modules())
+    return Block(name=name, owners=owners, entries=(module,))
+
+
+def cut_blocks(
+    model: nn.Module,
+    given: Mapping[str, Place] | None,
+    *,
+    num_stages: int,
+    bytes_of: Callable[[Tensor], int],
+    activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None,
+    programs: Sequence[Program] = (),
+) -> StageAssignment | list[Problem]:
+    """Cut a model, which may be on the meta device.
+
+    Args:
+        model: the model.
+        given: the user's map; None: balanced by bytes.
+        num_stages: stages that there are.
+        bytes_of: what a tensor costs.
+        activations: bytes that each block keeps of a shard for backward; None where that is not known.
+        programs: what the model does in its forward passes; empty where that is not known, and then blocks are taken
+            to run in the order in which the model names them.
+
+    Returns:
+        The cut, with the blocks in the order in which they run, or every problem of the map.
+    """
+    units = in_forward_order(blocks_to_cut(model), programs)
+    if given is None:
+        return _balanced(units, num_stages, bytes_of, activations(model, units), leaders_among(units, programs))
+    assigned = assign(model, units, given, key="strategy.map")
+    problems = assigned.problems or [
+        *_number_problems(given, num_stages),
+        *uncovered(units, assigned, key="strategy.map", noun="stage"),
+    ]
+    if problems:
+        return problems
+    stages = _with_parts_moved_on(_filled_in(assigned.places), units, model, assigned.keys)
+    cut = StageAssignment(units=units, stages=stages, num_stages=num_stages)
+    return _empty_problems(cut) or cut
+
+
+def _balanced(
+    units: Sequence[Block],
+    num_stages: int,
+    bytes_of: Callable[[Tensor], int],
+    kept: Sequence[int] | None,
+    leaders: Sequence[int],
+) -> StageAssignment | list[Problem]:
+    sizes = [sum(bytes_of(tensor) for tensor in _distinct(unit)) for unit in units]
+    counted = [size if _is_trained(unit) else 0 for unit, size in zip(units, sizes, strict=True)]
+    if kept is not None:
+        counted = _with_kept(counted, kept)
+    anywhere = [math.inf] * num_stages
+    found = balanced(counted, anywhere, leaders=leaders, fill=True)
+    if found is None:  # what the model does then says which blocks must be together
+        found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
+    if found is None:
+        most = sum(size > 0 for size in counted)
+        rule = f"the model has {most} blocks with parameters to train. Use {most} stages or fewer in all."
+        return [Problem(key="strategy.stages", value=num_stages, rule=rule)]
+    return StageAssignment(units=tuple(units), stages=tuple(found), num_stages=num_stages)
+
+
+def _with_kept(counted: Sequence[int], kept: Sequence[int]) -> list[int]:
+    """Bytes with what blocks keep for backward; that of one that trains nothing goes to the trained one before it.
+
+    Every stage must train something, so what trains nothing counts for nothing.
+
+    Example:
+        >>> _with_kept([0, 5, 0, 5], [1, 10, 10, 0])
+        [0, 25, 0, 5]
+    """
+    found, last = list(counted), None
+    for at, more in enumerate(kept):
+        last = at if counted[at] else last
+        if last is not None:
+            found[last] += more
+    return found
+
+
+def _number_problems(given: Mapping[str, Place], num_stages: int) -> list[Problem]:
+    right = range(num_stages)
+    problems = [
+        Problem(key=f"strategy.map.{word}", value=place, rule=f"no such stage: there are 0 to {num_stages - 1}.")
+        for word, place in given.items()
+        if isinstance(place, str) or place not in right
+    ]
+    missing = [str(stage) for stage in right if stage not in given.values()]
+    if missing and not problems:
+        many = "s" if len(missing) > 1 else ""
+        rule = f"puts nothing on stage{many} {', '.join(missing)} of {num_stages}. Every stage needs a block."
+        problems = [Problem(key="strategy.map", rule=rule)]
+    return problems
+
+
+def _filled_in(places: Sequence[Place | None]) -> tuple[int, ...]:
+    """Blocks without tensors that no key names go with the block before them, the first ones with the first stage."""
+    stages, now = [], 0
+    for place in places:
+        now = now if place is None else int(place)
+        stages.append(now)
+    return tuple(stages)
+
+
+def _empty_problems(cut: StageAssignment) -> list[Problem]:
+    return [
+        Problem(
+            key="strategy.map",
+            rule=f"stage {stage} ({', '.join(collapsed([unit.name for unit in cut.members(stage)]))}) has no parameter "
+            "to train. Put a block with some there.",
+        )
+        for stage in range(cut.num_stages)
+        if not any(_is_trained(unit) for unit in cut.members(stage))
+    ]
+
+
+def _with_parts_moved_on(
+    stages: Sequence[int], units: Sequence[Block], model: nn.Module, keys: Sequence[str | None]
+) -> tuple[int, ...]:
+    """Move the parts of a block that a key names as a whole forward to the stage of the blocks before them.
+
+    `{transformer:0,transformer.h.1:1}` names the embedding and the last norm of a `transformer` at once, for a device
+    map cuts between blocks only. A pipeline runs forwards: the norm goes with the layer before it.
+    """
+    whole = {unit.name for unit in blocks_of(model)}
+    moved, furthest = [], 0
+    for stage, unit, key in zip(stages, units, keys, strict=True):
+        is_part = key in whole and unit.name not in whole
+        moved.append(max(stage, furthest) if is_part else stage)
+        furthest = max(furthest, moved[-1])
+    return tuple(moved)
+
+
+def names_parts(model: nn.Module, given: Mapping[str, Place]) -> bool:
+    """Whether a key of a map names a block of maps that a pipeline cuts into parts."""
+    return any(unit.name in given and len(unit.entries) > 1 for unit in blocks_of(model))
+
+
+def _distinct(unit: Block) -> list[Tensor]:
+    return list({id(tensor): tensor for _, tensor in unit.tensors()}.values())
+
+
+def _is_trained(unit: Block) -> bool:
+    return any(tensor.requires_grad for _, tensor in unit.tensors())

@@ -1,0 +1,1 @@
+"""Record one forward pass of a model, and run parts of it as stages."""

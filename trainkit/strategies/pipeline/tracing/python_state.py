@@ -1,0 +1,124 @@
+"""What a forward pass does outside of torch: attributes it changes, objects it passes on, seeds it sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot, class_name
+from trainkit.strategies.partition.blocks import Block
+
+__all__ = ["CannotCut", "PythonState", "contents_outside", "refused_object"]
+
+_ELSEWHERE: Final = "or use strategy=mirrored."
+
+
+class CannotCut(Exception):  # noqa: N818 - the reason why, which becomes a problem or an error elsewhere
+    """A forward pass that cannot be written down.
+
+    Args:
+        reason: what the model does, without a full stop.
+        remedy: a sentence that says what to do.
+    """
+
+    def __init__(self, reason: str, *, remedy: str = "Use strategy=fsdp.") -> None:
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class PythonState:
+    """What Python objects hold around each block of one forward pass.
+
+    A block's own attributes may change in its own calls: it is called in every pass, by one rank. What else changes is
+    seen by a pass that runs the model's own code, and by no other.
+
+    Args:
+        model: the model, at the beginning of its forward pass.
+        units: its blocks.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Block]) -> None:
+        self._outside = contents_outside(model, units)
+        self._modules = {unit.name: unit.owners for unit in units}
+        self._blocks = {unit.name: ObjectSnapshot(unit.owners) for unit in units}
+        self._given: ObjectSnapshot | None = None
+        self._seed = torch.default_generator.initial_seed()
+
+    def before_block(self, name: str, args: Any) -> None:
+        """Refuse what the model's own code has changed since the block before, and look at what this block is given."""
+        self._own_code(f"before the block {name}")
+        self._block(name)
+        self._given = ObjectSnapshot([("", args)])
+
+    def after_block(self, name: str) -> None:
+        """Refuse what a block has changed that others see."""
+        assert self._given is not None
+        kind = self._given.changed_class()
+        if kind is not None:
+            raise CannotCut(
+                f"the block {name} changes the {kind} that it is given, which a pipeline makes anew for every block",
+                remedy=f"Return what it adds, {_ELSEWHERE}",
+            )
+        for path, kind in self._outside.changed():
+            raise CannotCut(
+                f"the block {name} changes {path} ({kind}), which is not its own",
+                remedy=f"Return it, {_ELSEWHERE}",
+            )
+        self._blocks[name] = ObjectSnapshot(self._modules[name])
+        self._seed = torch.default_generator.initial_seed()
+
+    def before_function(self, title: str) -> None:
+        """Refuse a seed that the model's own code has set."""
+        if torch.default_generator.initial_seed() != self._seed:
+            raise CannotCut(
+                f"its own code seeds torch's generator before it calls {title}",
+                remedy=f"Leave the seed to seed=N, {_ELSEWHERE}",
+            )
+
+    def at_the_end(self) -> None:
+        """Refuse what has changed since the last block."""
+        self._own_code("after its last block")
+        for name in self._blocks:
+            self._block(name)
+
+    def _own_code(self, where: str) -> None:
+        for path, kind in self._outside.changed():
+            raise CannotCut(
+                f"its own code changes {path} ({kind}) {where}, and a pipeline runs that code once",
+                remedy=f"Compute it from the inputs, move it into a block, {_ELSEWHERE}",
+            )
+
+    def _block(self, name: str) -> None:
+        for path, kind in self._blocks[name].changed():
+            raise CannotCut(
+                f"{path} ({kind}) of the block {name} is changed outside of the block",
+                remedy=f"Pass it as an argument, {_ELSEWHERE}",
+            )
+
+
+def refused_object(said: str, found: Any, model: nn.Module) -> CannotCut:
+    """Return the refusal of an object that crosses a block's boundary.
+
+    Args:
+        said: where it crosses: `the block h.0 is given`.
+        found: the object.
+        model: knows whether the object is a cache that its config asks for.
+    """
+    reason = f"{said} an object of the class {class_name(found)}, which would be the same object in every pass"
+    remedy = f"Use tensors and immutable values, in tuples, lists or dicts, {_ELSEWHERE}"
+    if type(found).__name__.endswith("Cache"):
+        for name, module in model.named_modules():
+            if getattr(getattr(module, "config", None), "use_cache", False):
+                at = f" of model.{name}" if name else ""
+                remedy = f"Use {'' if name else 'model.'}config.use_cache=false{at}."
+                break
+    return CannotCut(reason, remedy=remedy)
+
+
+def contents_outside(model: nn.Module, units: Sequence[Block]) -> ObjectSnapshot:
+    """Return what the modules hold whose code runs between blocks, and in a trace alone."""
+    inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
+    return ObjectSnapshot((name, one) for name, one in model.named_modules() if id(one) not in inside)

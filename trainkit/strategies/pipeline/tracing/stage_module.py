@@ -1,0 +1,92 @@
+"""The part of a model that one stage computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainkit.strategies.pipeline.tracing.program import ParamRef, StageProgram, TensorMeta, Value
+
+__all__ = ["Blocks", "StageModule", "filled"]
+
+
+class Blocks(nn.Module):
+    """The blocks of a stage, and the tensors that the model owns itself.
+
+    The modules are those of the model; nothing is copied, and the model's own names stay what they are.
+
+    Args:
+        blocks: name -> module.
+        owned: name -> parameter or buffer of the model itself.
+        inside: name -> parameter or buffer of a block, which the model's own code may use as well.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], *, owned: Mapping[str, Tensor], inside: Mapping[str, Tensor]
+    ) -> None:
+        super().__init__()
+        self.by_name, self.tensors = dict(blocks), {**inside, **owned}
+        self.modules_here = nn.ModuleList(blocks.values())
+        for number, tensor in enumerate(owned.values()):
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(f"owned_{number}", tensor)
+            else:
+                self.register_buffer(f"owned_{number}", tensor)
+
+
+class StageModule(nn.Module):
+    """Computes a stage for inputs of one shape.
+
+    Args:
+        blocks: what it calls.
+        stretch: what it does.
+        shapes: of the values that it sends; the next stage waits for tensors of these.
+    """
+
+    def __init__(self, blocks: Blocks, stretch: StageProgram, shapes: Mapping[int, TensorMeta]) -> None:
+        super().__init__()
+        self.blocks, self.stretch, self.shapes = blocks, stretch, shapes
+        self.inputs: Sequence[Tensor] = ()
+        """The model's own inputs of the microbatch to come: on any stage, its code may use them."""
+
+    def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
+        """From what the stage before has sent to what the next one receives."""
+        values = dict(enumerate(self.inputs))
+        if self.stretch.received:
+            copied = self.stretch.copied
+            arrived = zip(self.stretch.received, received, strict=True)
+            values |= {number: one.clone() if number in copied else one for number, one in arrived}
+        for call in self.stretch.calls:
+            args, kwargs = filled((call.args, call.kwargs), values, self.blocks.tensors)
+            run = call.function if call.block is None else self.blocks.by_name[call.block]
+            assert run is not None
+            with nullcontext() if call.modes is None else call.modes.entered():
+                made = run(*args, **kwargs)
+            tree_map(_keeper(values), call.outputs, made)
+        for number in self.stretch.sent:
+            self.shapes[number].check(values[number])
+        # What is sent is received as a tensor without gaps.
+        return tuple(values[number].contiguous() for number in self.stretch.sent)
+
+
+def filled(tree: Any, values: Mapping[int, Tensor], held: Mapping[str, Tensor]) -> Any:
+    """A tree with its tensors in the places of their names."""
+
+    def tensor_of(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return values[leaf.number]
+        return held[leaf.name] if isinstance(leaf, ParamRef) else leaf
+
+    return tree_map(tensor_of, tree)
+
+
+def _keeper(values: dict[int, Tensor]) -> Any:
+    def keep(leaf: Any, made: Any) -> None:
+        if isinstance(leaf, Value):
+            values[leaf.number] = made
+
+    return keep

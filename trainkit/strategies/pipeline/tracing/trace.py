@@ -1,0 +1,157 @@
+"""Seeing what a model does, from forward passes without numbers: which blocks run, and what lies between.
+
+The passes are run on tensors that have shapes and no memory. Calls of blocks are noted as a whole, and so is each
+function of torch that the model's own code calls between them. What comes out is what the model has done, not what its
+classes say: blocks may branch, take several inputs, and be declared in any order. It holds for inputs of the same
+shapes.
+
+The model's own Python code is not run again. So whatever it computes without torch must come out alike in every pass:
+two passes are compared, and what a pass changes in Python objects is refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils._pytree import tree_flatten, tree_map
+
+from trainkit.numerics.generators import HostStates
+from trainkit.numerics.randomness import noting_keys
+from trainkit.strategies.core.constants import same_constant
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.pipeline.tracing.program import Call, Program
+from trainkit.strategies.pipeline.tracing.recorder import CannotCut, Recorder, whole_functions
+
+__all__ = ["CannotCut", "trace"]
+
+
+def trace(
+    model: nn.Module,
+    units: Sequence[Block],
+    inputs: Any,
+    *,
+    device: torch.device,
+    autocast: AbstractContextManager[Any],
+    grad: bool = True,
+) -> Program:
+    """Write down what a model does; nothing is computed, and the model is left as it was.
+
+    Args:
+        model: may be on the meta device, in part or in whole.
+        units: its blocks, of `blocks_to_cut`.
+        inputs: what it is called with: tensors, or tuples, lists and dicts of them; only their shapes matter.
+        device: where it shall compute.
+        autocast: the context of its forward pass.
+        grad: whether its forward pass is followed by a backward pass.
+
+    Raises:
+        CannotCut: it needs numbers on the way, gives what is not made of tensors, or passes Python objects on that a
+            pass changes.
+    """
+    with _as_it_was(model, device), autocast:
+        first, second = (_pass(model, units, inputs, device=device, grad=grad) for _ in range(2))
+    _compare(first, second)
+    return first
+
+
+def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torch.device, grad: bool) -> Program:
+    # Heavy, and needed where there are stages only.
+    from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
+
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(_without_log("torch._subclasses.fake_tensor"))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        own = {
+            name: torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+            )
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        }
+        shaped = tree_map(lambda leaf: _without_numbers(leaf, device) if isinstance(leaf, Tensor) else leaf, inputs)
+        recorder = Recorder(model, own, shaped, device_type=device.type)
+        stack.callback(recorder.release)
+        recorder.watch(units)
+        stack.enter_context(noting_keys(recorder.note_key))
+        stack.enter_context(whole_functions(recorder))
+        stack.enter_context(recorder)
+        host = HostStates.now()
+        try:
+            outputs = functional_call(model, own, (shaped,))
+        except CannotCut:
+            raise
+        except Exception as error:
+            said = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
+            raise CannotCut(f"{type(error).__name__}: {said}") from error
+        if host.moved():
+            raise CannotCut(
+                "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
+            )
+        return recorder.program(outputs)
+
+
+@contextmanager
+def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put back what the passes change beside tensors: attributes of modules, and the states of random generators."""
+    attributes = ObjectSnapshot(model.named_modules())
+    host = HostStates.now()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        attributes.restore()
+        host.restore()
+
+
+@contextmanager
+def _without_log(name: str) -> Iterator[None]:
+    """What fails is told by the error: torch would log each traceback first."""
+    logger = logging.getLogger(name)
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+def _without_numbers(tensor: Tensor, device: torch.device) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+
+def _compare(first: Program, second: Program) -> None:
+    """Refuse a model whose second pass is not its first."""
+    last = "its first block"
+    for one, other in zip_longest(first.calls, second.calls):
+        if one is None or other is None or not _is_same(one, other):
+            raise CannotCut(
+                f"two forward passes differ after {last}: something in its Python code changes from pass to pass",
+                remedy="Compute it from the inputs, or use strategy=mirrored.",
+            )
+        last = last if one.block is None else one.block
+    if not _are_same(first.outputs, second.outputs):
+        raise CannotCut(
+            "what it returns differs between two forward passes, beside its tensors",
+            remedy="Compute it from the inputs, or use strategy=mirrored.",
+        )
+
+
+def _is_same(one: Call, other: Call) -> bool:
+    if (one.block, one.modes) != (other.block, other.modes) or not same_constant(one.function, other.function):
+        return False
+    return _are_same((one.args, one.kwargs, one.outputs), (other.args, other.kwargs, other.outputs))
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    (leaves, spec), (others, shape) = tree_flatten(one), tree_flatten(other)
+    return spec == shape and all(map(same_constant, leaves, others))

@@ -1,0 +1,66 @@
+"""What a model does with a sample, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from trainkit.data.reading.collate import collate
+from trainkit.errors import Problem
+from trainkit.objectives.base import split_batch
+from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
+from trainkit.strategies.pipeline.tracing.program import Program
+
+__all__ = ["programs_of"]
+
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, tuple[Program, ...] | list[Problem]]] = WeakKeyDictionary()
+
+
+def programs_of(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
+    """Return what a model does with two samples in training, and then in evaluation; or why it cannot be cut.
+
+    Args:
+        model: may be on the meta device.
+        sample: one sample of the training data; None: nothing is known, and nothing is returned.
+    """
+    if sample is None:
+        return ()
+    known = _KNOWN.get(model)
+    if known is None or known[0] is not sample:
+        _KNOWN[model] = known = sample, _tried(model, sample)
+    return known[1]
+
+
+def _tried(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
+    from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace  # noqa: PLC0415 - heavy
+
+    # The model here is in float32, whatever the run's precision makes of model and inputs.
+    inputs = tree_map(
+        lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
+        split_batch(collate([sample, sample], [0, 0]))[0],
+    )
+    units, device = blocks_to_cut(model), torch.device("cpu")
+    try:
+        training = trace(model, units, inputs, device=device, autocast=nullcontext())
+        with _evaluating(model):
+            evaluating = trace(model, units, inputs, device=device, autocast=nullcontext(), grad=False)
+    except CannotCut as error:
+        return [Problem(key="model", rule=f"cannot be cut into stages: {error}. {error.remedy}")]
+    return training, evaluating
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was.items():  # a parent before its children, which may differ from it
+            module.train(training)

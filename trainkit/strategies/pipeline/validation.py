@@ -1,0 +1,104 @@
+"""Whether the stages of a cut fit what the model does: blocks in their order, and tensors where they are used."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from trainkit.errors import Problem
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.tracing.program import Program
+
+__all__ = ["misfits", "run_problems"]
+
+
+def misfits(
+    cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
+) -> list[Problem]:
+    """Whether a cut fits all that a model does; by the names of its blocks alone where that is not known.
+
+    Args:
+        cut: the stage of each block.
+        programs: what the model does, in training and in evaluation; empty where that is not known.
+        better: another cut, which is advised where it fits.
+    """
+    if better is not None and misfits(better, programs):
+        better = None
+    if not programs:
+        return _order_problems(cut, [unit.name for unit in cut.units], better)
+    found = [problem for program in programs for problem in run_problems(cut, program, better=better)]
+    return list(dict.fromkeys(found))
+
+
+def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
+    """Whether the stages follow each other as the blocks do.
+
+    Args:
+        cut: the stage of each block.
+        ran: the blocks in the order in which the model runs them, or names them where that is not known.
+        better: a cut without the problem; None where none is known.
+    """
+    stages = [cut.stage_of[name] for name in ran]
+    at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
+    if at is None:
+        return []
+    said = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
+    twice = next((name for name in ran if ran.count(name) > 1), None)
+    use = "" if better is None else f" Use {better.words()}."
+    if twice is not None:
+        rule = f"{said}, and the model runs {twice} more than once. Put all blocks between its calls on its stage.{use}"
+        return [Problem(key="strategy.map", rule=rule)]
+    changes = sum(one != other for one, other in pairwise(stages))
+    rule = (
+        f"{said}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
+        f"would do. A pipeline runs forwards{'.' if better is None else f': use {better.words()}.'}"
+    )
+    return [Problem(key="strategy.map", rule=rule)]
+
+
+def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignment | None = None) -> list[Problem]:
+    """Whether what the model does fits the stages: blocks in their order, and tensors where they are used."""
+    return _order_problems(cut, program.blocks(), better) or [
+        *_reach_problems(cut, program),
+        *_memory_problems(cut, program),
+    ]
+
+
+def _reach_problems(cut: StageAssignment, program: Program) -> list[Problem]:
+    homes, tensors = dict[int, set[int]](), dict[str, int]()
+    for unit, stage in zip(cut.units, cut.stages, strict=True):
+        for name, tensor in unit.tensors():  # a tied one is at home on several stages
+            homes.setdefault(id(tensor), set()).add(stage)
+            tensors[name] = id(tensor)
+    problems = []
+    for stage, stretch in enumerate(program.cut(cut.stage_of, cut.num_stages)):
+        for name in sorted(stretch.held()):
+            if name in tensors and stage not in homes[tensors[name]]:
+                there = ", ".join(map(str, sorted(homes[tensors[name]])))
+                rule = f"the model's own code uses {name} on stage {stage}, and its block is on stage {there}."
+                problems.append(Problem(key="strategy.map", rule=f"{rule} Put the blocks between them on one stage."))
+    return problems
+
+
+def _memory_problems(cut: StageAssignment, program: Program) -> list[Problem]:
+    """A tensor that is sent is a copy: what is then written into one of its views does not reach the others."""
+    stages, blocks = program.stages_of_calls(cut.stage_of), _blocks_of_calls(program)
+    for calls in program.shared_memory():
+        first, last = calls[0], calls[-1]
+        if stages[first] != stages[last]:
+            rule = (
+                f"the model writes in place into a tensor that stage {stages[first]} ({blocks[first]}) and stage "
+                f"{stages[last]} ({blocks[last]}) share. Put the blocks between them on one stage, or write the model "
+                "without the in-place operation."
+            )
+            return [Problem(key="strategy.map", rule=rule)]
+    return []
+
+
+def _blocks_of_calls(program: Program) -> list[str]:
+    """The block that each call is, or follows."""
+    found, now = [], "its own code"
+    for call in program.calls:
+        now = call.block or now
+        found.append(now)
+    return found

@@ -1,0 +1,101 @@
+"""The reproducible reducer: the same bits on any number of ranks up to the lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
+from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+
+__all__ = ["DeterministicReducer"]
+
+
+class DeterministicReducer:
+    """Adds lanes in the order of the tree (see `numerics.summation`).
+
+    Each rank adds up what lies wholly below it, the slices of those partial sums go to the ranks that own them, each
+    adds its slice in the order of the tree, and all slices are gathered.
+
+    Args:
+        lanes: number of lanes, a power of two.
+        rank: this data rank.
+        num_ranks: data ranks, at most `lanes`.
+    """
+
+    def __init__(self, *, lanes: int, rank: int, num_ranks: int) -> None:
+        self.lanes = lanes
+        self._rank, self._num_ranks = rank, num_ranks
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
+        """The sums over all lanes, in the order of the tree."""
+        leaves = ((LaneNode(lane, self.lanes), packing.pack(sums)) for lane, sums in partials)
+        own = [
+            combine_pairwise(_below(node, leaves, self.lanes, num_shards), Tensor.add_, num_lanes=self.lanes)
+            for node in self._nodes(self._rank, num_shards)
+        ]
+        if self._num_ranks == 1:
+            return packing.views(own[0])
+        return packing.views(self._exchange(own, num_shards, packing))
+
+    def _nodes(self, rank: int, num_shards: int) -> tuple[LaneNode, ...]:
+        return owned_nodes(rank=rank, num_ranks=self._num_ranks, num_lanes=self.lanes, num_shards=num_shards)
+
+    def _exchange(self, own: list[Tensor], num_shards: int, packing: FlatBuffer) -> Tensor:
+        ranks = self._num_ranks
+        nodes = [self._nodes(rank, num_shards) for rank in range(ranks)]
+        slice_size = -(-packing.numel // ranks)
+        padded = slice_size * ranks
+        outgoing = [_padded(part, padded).view(ranks, slice_size) for part in own]
+        sent = [torch.stack([part[rank] for part in outgoing]) if own else _nothing(packing) for rank in range(ranks)]
+        received = [
+            torch.empty((len(nodes[rank]), slice_size), dtype=packing.dtype, device=packing.device)
+            for rank in range(ranks)
+        ]
+        _all_to_all(received, sent, self._rank)
+        parts = {node: received[rank][place] for rank in range(ranks) for place, node in enumerate(nodes[rank])}
+        in_order = sorted(parts, key=lambda node: _leaf(node.first, self.lanes))
+        total = combine_pairwise(((node, parts[node]) for node in in_order), Tensor.add_, num_lanes=self.lanes)
+        gathered = torch.empty(padded, dtype=packing.dtype, device=packing.device)
+        dist.all_gather(list(gathered.view(ranks, slice_size).unbind()), total.contiguous())
+        return gathered[: packing.numel]
+
+
+def _below(
+    node: LaneNode, leaves: Iterator[tuple[LaneNode, Tensor]], num_lanes: int, num_shards: int
+) -> Iterator[tuple[LaneNode, Tensor]]:
+    """As many leaves as lie below a node, from the stream of all."""
+    count = sum(lane < num_shards for lane in node.lanes(num_lanes))
+    for _ in range(count):
+        yield next(leaves)
+
+
+def _leaf(lane: int, num_lanes: int) -> int:
+    """The place of a lane among the leaves of the tree, from left to right: its bits reversed."""
+    bits = num_lanes.bit_length() - 1
+    return int(format(lane, f"0{bits}b")[::-1], 2) if bits else 0
+
+
+def _padded(flat: Tensor, numel: int) -> Tensor:
+    return torch.nn.functional.pad(flat, (0, numel - flat.numel()))
+
+
+def _nothing(packing: FlatBuffer) -> Tensor:
+    return torch.empty(0, dtype=packing.dtype, device=packing.device)
+
+
+def _all_to_all(received: list[Tensor], sent: list[Tensor], rank: int) -> None:
+    """Pairwise sends: gloo has no all_to_all of lists, and NCCL builds its own from the same."""
+    received[rank].copy_(sent[rank].view_as(received[rank]))
+    operations = []
+    for peer in range(len(sent)):
+        if peer != rank and sent[peer].numel():
+            operations.append(dist.P2POp(dist.isend, sent[peer], peer))
+        if peer != rank and received[peer].numel():
+            operations.append(dist.P2POp(dist.irecv, received[peer], peer))
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()

@@ -1,0 +1,179 @@
+"""Memory that the processes of one host share, and the counters by which they meet in it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from trainkit.cluster.process_id import ProcessId, host_id
+from trainkit.errors import TrainingError
+from trainkit.objectives.base import Collective
+
+__all__ = ["SharedMemorySegment"]
+
+_LINE: Final = 64
+"""Bytes of a cache line: no two ranks write into one."""
+_WORDS: Final = _LINE // 8
+_ARRIVED: Final = 0
+"""Word of a rank's line: how often it has come to a meeting."""
+_GONE: Final = 1
+"""Word of a rank's line: 1 once it comes no more."""
+_PAGE: Final = 4096
+_SPINS: Final = 2000
+"""Looks at a counter before the first sleep, about 0.1 ms: a rank that is nearly there costs no wake-up."""
+_SLEEP_S: Final = 5e-5
+_LONGEST_SLEEP_S: Final = 1e-3
+_LOOK_S: Final = 0.05
+"""How often a rank that waits looks whether the other still lives."""
+
+
+class SharedMemorySegment:
+    """A slot a rank and one total, in anonymous memory mapped by all ranks; made collectively.
+
+    The memory is a memfd of rank 0 that the others open through /proc: it never has a name, so nothing is left behind
+    however a process ends, and no limit of /dev/shm applies.
+
+    Ordering. A rank writes data, then its own counter (one aligned 8-byte store); another reads the counter (one
+    aligned 8-byte load), then data. x86-64 keeps stores among stores and loads among loads in order. Other processors
+    do not; there, releasing and taking a lock between the two orders them, for both are instructions with release and
+    acquire semantics. Tried on x86-64.
+
+    Args:
+        collective: the ranks.
+        numel: elements of a slot.
+        dtype: of the elements.
+
+    Raises:
+        TrainingError: the ranks are not on one host, or the memory does not suffice.
+    """
+
+    def __init__(self, collective: Collective, *, numel: int, dtype: torch.dtype) -> None:
+        self._rank, self._num_ranks = collective.rank, collective.num_ranks
+        stride = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        head = -(-self._num_ranks * _LINE // _PAGE) * _PAGE
+        self._marks, descriptor = _hand_round(collective, head + (self._num_ranks + 1) * stride)
+        try:
+            memory = mmap.mmap(descriptor, head + (self._num_ranks + 1) * stride)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(memory)[:head].cast("q")
+        starts = [head + place * stride for place in range(self._num_ranks + 1)]
+        views = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=start) for start in starts]
+        self.slots, self.total = views[:-1], views[-1]
+        self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        self._meetings = 0
+        self._fence = threading.Lock()
+
+    def meet(self, timeout_s: float) -> None:
+        """Wait until every rank has come here as often as this one; what they wrote before is then seen.
+
+        Raises:
+            TrainingError: a rank has ended, has let go, or did not come in time; names it.
+        """
+        self._meetings += 1
+        self._order()
+        self._words[self._rank * _WORDS + _ARRIVED] = self._meetings
+        for rank in self._others:
+            self._await(rank, timeout_s)
+        self._order()
+
+    def _order(self) -> None:
+        """Let no access to memory that comes later overtake one that came before: a release, then an acquire."""
+        for _ in range(2):
+            with self._fence:
+                pass
+
+    def _await(self, rank: int, timeout_s: float) -> None:
+        words, place, wanted = self._words, rank * _WORDS + _ARRIVED, self._meetings
+        for _ in range(_SPINS):
+            if words[place] >= wanted:
+                return
+        begun = time.monotonic()
+        looked, pause = begun, _SLEEP_S
+        while words[place] < wanted:
+            time.sleep(pause)
+            now = time.monotonic()
+            if now - looked > _LOOK_S:
+                looked, pause = now, _LONGEST_SLEEP_S
+                self._refuse_absent(rank, now - begun, timeout_s)
+
+    def _refuse_absent(self, rank: int, waited_s: float, timeout_s: float) -> None:
+        lost = self._words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
+        if self._words[rank * _WORDS + _ARRIVED] >= self._meetings:
+            return  # it came, and ended afterwards
+        # Both tell of another's end, not of a failure here: the cause says so to whoever looks for the culprit.
+        if lost:
+            cause: ConnectionError = ConnectionResetError(f"rank {rank} is gone")
+            raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
+        if waited_s > timeout_s:
+            cause = ConnectionAbortedError(f"rank {rank} is silent")
+            raise TrainingError(
+                f"rank {rank} brought no gradients in {timeout_s:g} s (strategy.timeout_s), says rank {self._rank}."
+            ) from cause
+
+    def close(self) -> None:
+        """Tell the others that this rank comes no more."""
+        self._words[self._rank * _WORDS + _GONE] = 1
+
+
+def _hand_round(collective: Collective, size: int) -> tuple[list[ProcessId], int]:
+    """Every rank's mark, and an open descriptor of rank 0's memory; collective."""
+    mine = ProcessId.own()
+    descriptor = _make(size) if collective.rank == 0 else -1
+    row = torch.tensor([[host_id(), mine.pid, mine.started, descriptor]], dtype=torch.int64)
+    rows: list[list[int]] = torch.cat(collective.gather(row)).tolist()
+    host, pid, _, made = rows[0]
+    away = [rank for rank, found in enumerate(rows) if found[0] != host]
+    if collective.rank > 0 and not away and made >= 0:
+        descriptor = _open(f"/proc/{pid}/fd/{made}")
+    could = torch.cat(
+        collective.gather(torch.tensor([int(descriptor >= 0)]))
+    ).tolist()  # rank 0 keeps it open till here
+    if all(could) and not away:
+        return [ProcessId(found[1], found[2]) for found in rows], descriptor
+    if descriptor >= 0:
+        os.close(descriptor)
+    shut = [rank for rank, found in enumerate(could) if not found]
+    raise TrainingError(_why(away, shut, size, made=made))
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _make(size: int) -> int:
+    """A descriptor of new memory, all of it there; below 0 where there is not enough."""
+    if size > _available_bytes():
+        return -1  # a memfd has no limit of its own: asking for too much would end in the system's killing somebody
+    descriptor = os.memfd_create("trainkit", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _available_bytes() -> int:
+    """What new allocations may take without swapping, as Linux estimates it."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _why(away: list[int], shut: list[int], size: int, *, made: int) -> str:
+    if away:
+        what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
+    elif made < 0:
+        what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
+    else:
+        what = f"rank {shut[0]} may not open the memory that rank 0 would share"
+    return f"{what}. Use strategy.reduce=backend."

@@ -1,0 +1,1 @@
+"""Tensors as strategies hold and hand them over: flat, sharded, or read when they are needed."""

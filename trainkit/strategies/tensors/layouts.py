@@ -1,0 +1,164 @@
+"""Memory layouts: every tensor that belongs to a parameter has the parameter's own strides.
+
+Fused kernels and flat exchanges walk memory in a row: of two tensors with different strides they would pair one element
+with another. A parameter whose elements lie in a row of memory in any order of its dims (contiguous, channels_last,
+transposed) is *dense*, and gradients, optimizer slots and copies of it take its strides. `make_dense` copies any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.numerics.hashing import hash64
+
+__all__ = [
+    "Strides",
+    "dense_strides",
+    "in_layout",
+    "in_memory_order",
+    "layout_mark",
+    "layout_problems",
+    "make_dense",
+    "part_strides",
+    "view_of",
+]
+
+Strides = tuple[int, ...] | None
+"""Strides of a dense tensor; None: those of a contiguous one."""
+
+
+def dense_strides(tensor: Tensor) -> Strides:
+    """Return the strides of a dense tensor, or those that `make_dense` would give it; None where it is contiguous.
+
+    Example:
+        >>> dense_strides(torch.ones(3, 2).t()), dense_strides(torch.ones(3, 4)[:, :2])
+        ((1, 2), None)
+    """
+    strides, row = tensor.stride(), 1
+    for size, stride in zip(reversed(tensor.shape), reversed(strides), strict=True):
+        if stride != row:
+            break
+        row *= max(size, 1)
+    else:
+        return None
+    preserved = torch.empty_like(tensor, device="meta").stride()  # the dims stay in the order of the memory
+    return None if preserved == torch.empty(tensor.shape, device="meta").stride() else preserved
+
+
+def part_strides(shape: Sequence[int], whole: Strides) -> Strides:
+    """Return the strides of a dense part of a tensor whose dims lie in memory in the order of the whole's.
+
+    Args:
+        shape: of the part.
+        whole: strides of the whole.
+
+    Example:
+        >>> part_strides((2, 5), (1, 4)), part_strides((2, 5), None)
+        ((1, 2), None)
+    """
+    return None if whole is None else dense_strides(torch.empty_strided(shape, whole, device="meta"))
+
+
+def view_of(flat: Tensor, shape: Sequence[int], strides: Strides) -> Tensor:
+    """View a stretch of memory, (numel,), as a dense tensor; no copy."""
+    return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
+
+
+def layout_mark(tensor: Tensor) -> int:
+    """Return a number of 63 bits that tells the order of a dense tensor's dims in memory; 0: contiguous.
+
+    Example:
+        >>> layout_mark(torch.ones(3, 2)), layout_mark(torch.ones(2, 3).t()) > 0
+        (0, True)
+    """
+    strides = dense_strides(tensor)
+    return 0 if strides is None else hash64(*strides) >> 1
+
+
+def in_memory_order(tensor: Tensor) -> Tensor:
+    """View a dense tensor with its dims in the order of its memory, which makes it contiguous; no copy.
+
+    Example:
+        >>> in_memory_order(torch.ones(3, 2).t()).shape
+        torch.Size([3, 2])
+    """
+    if tensor.is_contiguous():
+        return tensor
+    strides = tensor.stride()
+    return tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+
+
+def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
+    """Return a tensor with given strides: itself where it has them, else a view or a copy.
+
+    Args:
+        tensor: a strided tensor, of any layout.
+        strides: dense ones of its shape.
+
+    Example:
+        >>> in_layout(torch.ones(2, 3), (1, 2)).stride()
+        (1, 2)
+    """
+    if strides is None:
+        return tensor.contiguous()
+    if tensor.stride() == strides:
+        return tensor
+    pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    if all(own == wanted for size, own, wanted in pairs if size > 1):
+        return tensor.as_strided(tensor.shape, strides)  # a dim of one element may have any stride
+    copy = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+def make_dense(model: nn.Module) -> None:
+    """Copy the parameters and buffers of a model whose elements do not fill a row of memory; others stay.
+
+    Torch itself gives the gradient of such a parameter other strides than the optimizer's slots, and its fused kernels
+    write over elements that do not belong to the parameter.
+
+    Raises:
+        ConfigError: a trainable parameter cannot be updated at all (`validate_layout`).
+    """
+    if problems := layout_problems(model):
+        raise ConfigError(problems)
+    for param in model.parameters():
+        if not _is_dense(param):
+            param.data = _dense_copy(param.data)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - a new tensor takes its place
+            if buffer is not None and buffer.layout is torch.strided and not _is_dense(buffer):
+                module._buffers[name] = _dense_copy(buffer)  # noqa: SLF001
+
+
+def layout_problems(model: nn.Module) -> list[Problem]:
+    """Return the trainable parameters of which several elements share memory: no optimizer can update them apart."""
+    return [
+        Problem(key="model", rule=f"{name} is an expanded tensor, whose elements share memory: {_REMEDY}")
+        for name, param in model.named_parameters()
+        if param.requires_grad and _overlaps(param)
+    ]
+
+
+_REMEDY = "torch cannot update them apart. Make it a tensor of its own, nn.Parameter(tensor.clone())."
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
+def _dense_copy(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor).copy_(tensor)
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False

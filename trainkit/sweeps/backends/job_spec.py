@@ -1,0 +1,198 @@
+"""What an engine runs, wherever it likes: a job that a file describes. Nothing but the path of that file is pickled.
+
+.jobs/NUMBER.json     command, variables, folder, who waits for it
+.jobs/NUMBER.asked    what it is to be told, a line each: SIGINT, SIGTERM, SIGKILL
+.jobs/NUMBER.ended    its exit code
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.reading import read_lines, read_map
+from trainkit.run.folder.lock import discard_lock
+from trainkit.run.folder.run_folder import write_atomically
+from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
+
+__all__ = ["Driver", "JobSpec", "asked_file", "end_with", "ended_file", "run_described"]
+
+_POLL_S: Final = 0.2
+_BEGUN: Final = "resolved.yaml"
+_NOW: Final[list[WorkerGroup]] = []
+"""The job that this process runs, for those who interrupt it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driver:
+    """The process that waits for the jobs: on its host they end with it."""
+
+    host: str
+    pid: int
+    begun: str
+    """When it started, in ticks since the start of the system: a number may be given away again."""
+
+    @classmethod
+    def here(cls) -> Driver:
+        """The one that calls."""
+        return cls(host=_host(), pid=os.getpid(), begun=_begun(os.getpid()))
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it has ended; not known of another host."""
+        return _host() == self.host and _begun(self.pid) != self.begun
+
+
+def _host() -> str:
+    """What has the same process numbers: machines, and containers on them, may share their name."""
+    found = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
+        found.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(found)
+
+
+def _begun(pid: int) -> str:
+    """Empty for a process that has ended; elsewhere than on Linux, known by its number alone."""
+    if not Path("/proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except OSError:
+            return ""
+        return str(pid)
+    try:
+        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    state, *fields = told.rpartition(")")[2].split()
+    return "" if state in ("Z", "X") else fields[18]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobSpec:
+    """A job as a file says it."""
+
+    command: tuple[str, ...]
+    environ: Mapping[str, str]
+    """What it finds there besides the environment of the engine's process."""
+    cwd: str
+    """Where the sweep was started: relative paths begin there."""
+    log: str
+    """Takes what it prints; in its run folder."""
+    driver: Driver
+
+    def write(self, path: Path) -> None:
+        """Describe it, for this user alone to read."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> JobSpec:
+        """What a file describes."""
+        told = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
+        return cls(**{**told, "command": tuple(told["command"]), "driver": Driver(**told["driver"])})
+
+    @property
+    def line(self) -> Sequence[str]:
+        """The command; of a run that has begun already, one that goes on with it."""
+        begun = (Path(self.cwd) / self.log).with_name(_BEGUN).is_file()
+        goes_on = any(word.startswith("resume=") for word in self.command)
+        return (*self.command, "resume=auto") if begun and not goes_on else self.command
+
+
+def asked_file(path: Path) -> Path:
+    """Where a job is told what to do."""
+    return path.with_suffix(".asked")
+
+
+def ended_file(path: Path) -> Path:
+    """Where a job says how it ended."""
+    return path.with_suffix(".ended")
+
+
+def end_with(driver: Driver) -> None:
+    """End this process with the one that waits for its jobs, whether it has one or not: for workers that are kept."""
+
+    def watch() -> None:
+        while not driver.is_gone:
+            time.sleep(_POLL_S)
+        os._exit(1)  # its job ends with it
+
+    threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
+
+
+def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
+    """Run a job to its end; what every engine calls.
+
+    Args:
+        path: of the file that describes it.
+        secrets: variables of its environment that the file does not hold.
+
+    Returns:
+        Its exit code.
+    """
+    place = Path(path)
+    told = JobSpec.read(place)
+    exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
+    log = Path(told.cwd) / told.log
+    if not log.with_name(_BEGUN).is_file():  # killed before it began, its run would take the folder for another's
+        discard_lock(log.with_name(".lock"))
+    with WorkerGroup(0, exits.put) as group:
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ, **(secrets or {})}
+        group.start(0, told.line, environ, log, cwd=Path(told.cwd))
+        _NOW.append(group)
+        try:
+            code = _watched(group, exits, asked_file(place), told.driver)
+        finally:
+            _NOW.remove(group)
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # one of the tasks of a job speaks for all
+        write_atomically(ended_file(place), str(code))
+    return code
+
+
+def _watched(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], asked: Path, driver: Driver) -> int:
+    """Wait for the end, and pass on what is asked meanwhile."""
+    seen = 0
+    while True:
+        try:
+            return exits.get(timeout=_POLL_S).code
+        except queue.Empty:
+            pass
+        if driver.is_gone:
+            group.kill()
+        words = [line.decode(errors="replace").strip() for line in read_lines(asked)] if asked.exists() else []
+        for word in words[seen:]:
+            if word == "SIGKILL":
+                group.kill()
+            else:
+                group.signal(signal.Signals[word])
+        seen = len(words)
+
+
+def _requeued(path: str) -> Any:
+    """What submitit calls where its job is preempted or its time is up: the run saves, and goes on in a later job.
+
+    Source: https://github.com/facebookincubator/submitit/blob/main/docs/checkpointing.md
+    """
+    from submitit.helpers import DelayedSubmission  # noqa: PLC0415 - submitit called this
+
+    for group in _NOW:
+        group.signal(signal.SIGTERM)
+    for group in _NOW:
+        while group.running:
+            signal.sigtimedwait([], _POLL_S)
+    return DelayedSubmission(run_described, path)
+
+
+run_described.checkpoint = _requeued  # type: ignore[attr-defined]  # where submitit looks for it

@@ -1,0 +1,87 @@
+"""Ray: jobs as tasks of a cluster, wherever it has room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from trainkit.config.values import above, at_least
+from trainkit.fields import placement
+from trainkit.run.backends.ray import ray_session
+from trainkit.sweeps.backends.base import JobBackend
+from trainkit.sweeps.backends.job_spec import run_described
+
+__all__ = ["RayTasks"]
+
+_MANY: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayTasks(JobBackend):
+    """Run jobs on a Ray cluster, or on a Ray of this machine's own, started for the sweep.
+
+    Source: https://docs.ray.io/en/latest/ray-core/tasks.html
+    """
+
+    name: ClassVar[str] = "Ray"
+    packages: ClassVar[tuple[str, ...]] = ("ray",)
+    extra: ClassVar[str] = "ray"
+
+    address: Annotated[str | None, placement] = None
+    """The cluster: HOST:PORT, or auto for the one that this host is part of; null starts Ray here, for this sweep."""
+    cpus_per_process: Annotated[float, placement, above(0)] = 1.0
+    """Cores that Ray keeps free for each process of a job."""
+    gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
+    """GPUs for each; less than 1 shares one; auto: one where this host has GPUs."""
+
+    def width(self) -> int:
+        """On a cluster, more than it has room for: Ray queues them, and an autoscaler sees what is wanted."""
+        return _MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
+
+    @contextmanager
+    def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it keeps nothing
+        """Start Ray here, or join the cluster."""
+        cpus = max(1, int(self.width() * self.cpus_per_process + 0.999))
+        with ray_session(self.address, num_cpus=cpus) as ray:
+            gpus = self.gpus_per_process
+            if gpus == "auto":
+                gpus = 1.0 if ray.cluster_resources().get("GPU") else 0.0
+            yield _Cluster(ray, self.cpus_per_process, gpus)
+
+
+@dataclass(frozen=True)
+class _Cluster:
+    ray: Any
+    cpus: float
+    gpus: float
+
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Task:  # noqa: ARG002 - a job with secrets is refused before
+        """Hand over a job with room for its processes; what failed is tried again by the sweep, not by Ray."""
+        task = self.ray.remote(run_described).options(
+            num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0
+        )
+        return _Task(self.ray, task.remote(path))
+
+
+@dataclass(frozen=True)
+class _Task:
+    ray: Any
+    reference: Any
+
+    def lost(self) -> str | None:
+        """What the task, or its node, died of."""
+        done, _ = self.ray.wait([self.reference], timeout=0)
+        if not done:
+            return None
+        try:
+            self.ray.get(self.reference)
+        except Exception as error:  # noqa: BLE001 - whatever Ray makes of it
+            return f"Ray: {type(error).__name__}: {error}"
+        return None
+
+    def cancel(self) -> None:
+        """End it."""
+        self.ray.cancel(self.reference, force=True)

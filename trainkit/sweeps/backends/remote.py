@@ -1,0 +1,138 @@
+"""Handing jobs to an engine: each is described in a file, and what becomes of it is read from another."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from signal import SIGKILL, Signals
+from typing import Final
+
+from trainkit.errors import UnreadableError
+from trainkit.reading import open_regular, read_text
+from trainkit.run.backends.base import CARRIED
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.sweeps.backends.base import Handle, Submitter
+from trainkit.sweeps.backends.job_spec import Driver, JobSpec, asked_file, ended_file
+from trainkit.sweeps.loop.processes import Start
+
+__all__ = ["FOLDER", "Remote"]
+
+FOLDER: Final = ".jobs"
+"""Where the jobs of a sweep are described, in its folder."""
+
+_LOOK_S: Final = 0.2
+_KILL_S: Final = 10.0
+"""How long a job has to end once it is told to; the engine is told next."""
+_LATE_S: Final = 3.0
+"""How long the file of a job that has ended may take to be seen: the folder may be another host's."""
+_LOST: Final = 1
+"""The exit code of a job that an engine lost."""
+
+
+@dataclass(kw_only=True)
+class _Remote:
+    """A job that an engine has."""
+
+    number: int
+    path: Path
+    log: Path
+    handle: Handle
+    report: Callable[[ProcessExit], None]
+    over: threading.Event = field(default_factory=threading.Event)
+    lost_at: float | None = None
+
+    def signal(self, number: Signals) -> None:
+        """Ask for it, where it runs: it looks several times a second."""
+        self._ask(number)
+
+    def kill(self) -> None:
+        """End it now, and wait; the engine ends one that does not."""
+        if self.over.is_set():
+            return
+        self._ask(SIGKILL)
+        if not self.over.wait(_KILL_S):
+            self.handle.cancel()
+            self.over.wait(_KILL_S)
+
+    def _ask(self, number: Signals) -> None:
+        with open_regular(asked_file(self.path), "ab") as file:
+            file.write(f"{number.name}\n".encode())
+
+    def look(self, now: float) -> int | None:
+        """Its exit code, once it has ended or is lost."""
+        with contextlib.suppress(UnreadableError, ValueError):
+            return int(read_text(ended_file(self.path), limit=32))
+        why = self.handle.lost()
+        if why is None:
+            return None
+        self.lost_at = self.lost_at or now
+        if now - self.lost_at < _LATE_S:
+            return None
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with open_regular(self.log, "ab") as file:
+            file.write(f"{why}\n".encode())
+        return _LOST
+
+
+class Remote:
+    """Starts jobs by an engine.
+
+    Args:
+        folder: of the sweep.
+        slots_of: how many slots the job has whose folder is given.
+    """
+
+    def __init__(self, folder: Path, slots_of: Callable[[Path], int]) -> None:
+        self._folder, self._slots_of = folder, slots_of
+        self._submitter: Submitter | None = None
+        self._jobs: list[_Remote] = []
+
+    @contextlib.contextmanager
+    def connected(self, submitter: Submitter) -> Iterator[None]:
+        """Use an engine while the block runs."""
+        self._submitter = submitter
+        ended = threading.Event()
+        thread = threading.Thread(target=self._look, args=(ended,), name="jobs of the engine", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            self._submitter = None
+
+    def __call__(self, job: Start) -> _Remote:
+        """Describe a job and hand it over."""
+        if self._submitter is None:
+            raise RuntimeError("there is no engine to hand the job to")
+        # not only the number: a job of a sweep that was killed may still run, on another host
+        path = (self._folder / FOLDER / f"{int(time.time())}_{job.number}.json").absolute()
+        carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
+        described = JobSpec(
+            command=tuple(job.command),
+            environ={**carried, **job.environ},
+            cwd=str(Path.cwd()),
+            log=str(job.log),
+            driver=Driver.here(),
+        )
+        described.write(path)
+        handle = self._submitter.submit(str(path), slots=self._slots_of(job.log.parent), secrets=job.secrets)
+        remote = _Remote(number=job.number, path=path, log=job.log, handle=handle, report=job.report)
+        self._jobs.append(remote)
+        return remote
+
+    def _look(self, ended: threading.Event) -> None:
+        """Report every job's end, once."""
+        while not ended.wait(_LOOK_S):
+            for job in [one for one in self._jobs if not one.over.is_set()]:
+                code = job.look(time.monotonic())
+                if code is not None:
+                    job.over.set()
+                    for file in (job.path, asked_file(job.path), ended_file(job.path)):
+                        file.unlink(missing_ok=True)
+                    job.report(ProcessExit(attempt=job.number, rank=0, code=code))

@@ -1,0 +1,215 @@
+"""submitit: jobs as jobs of SLURM, in arrays; or as processes of this machine, to try the same without it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import subprocess
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Final
+
+from trainkit.config.values import at_least
+from trainkit.errors import ConfigError, Problem
+from trainkit.fields import placement
+from trainkit.sweeps.backends.base import JobBackend
+from trainkit.sweeps.backends.job_spec import run_described
+
+__all__ = ["SubmititLocal", "SubmititSlurm"]
+
+_GATHER_S: Final = 0.5
+"""Jobs that come within so many seconds of one another are one array."""
+_MANY: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititLocal(JobBackend):
+    """Run jobs through submitit on this machine.
+
+    Source: https://github.com/facebookincubator/submitit
+    """
+
+    name: ClassVar[str] = "submitit"
+    packages: ClassVar[tuple[str, ...]] = ("submitit",)
+    extra: ClassVar[str] = "slurm"
+    cluster: ClassVar[str] = "local"
+
+    timeout_min: Annotated[int, placement, at_least(1)] = 1440
+    """Minutes that a job may take."""
+
+    def parameters(self) -> dict[str, Any]:
+        """What submitit is told of a job."""
+        return {"timeout_min": self.timeout_min}
+
+    def constants(self) -> dict[str, Any]:
+        """What it is told once."""
+        return {}
+
+    @contextmanager
+    def connect(self, folder: Path) -> Iterator[_Executor]:
+        """Jobs are handed over a moment after they come, together; those that are left are cancelled."""
+        import submitit  # noqa: PLC0415 - only where it is used
+
+        logging.getLogger("submitit").setLevel(logging.ERROR)  # it tells of every call of sacct that fails
+        made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
+        made.update_parameters(**self.parameters())
+        executor = _Executor(made, arrays=self.cluster == "slurm")
+        try:
+            yield executor
+        finally:
+            executor.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SubmititSlurm(SubmititLocal):
+    """Run jobs as arrays of SLURM, one task a node; a job that is preempted or out of time saves and is queued again.
+
+    Source: https://github.com/facebookincubator/submitit/blob/main/docs/checkpointing.md
+    """
+
+    cluster: ClassVar[str] = "slurm"
+
+    partition: Annotated[str | None, placement] = None
+    """Where jobs are queued; null: SLURM's default."""
+    nodes: Annotated[int, placement, at_least(1)] = 1
+    """Nodes of a job; more than one is for strategy=multi_worker_mirrored."""
+    tasks_per_node: Annotated[int, placement, at_least(1)] = 1
+    """Processes that SLURM starts on each; one, which starts those of its node itself."""
+    gpus_per_node: Annotated[int, placement, at_least(0)] = 0
+    """GPUs of a job on each of its nodes."""
+    cpus_per_task: Annotated[int | None, placement, at_least(1)] = None
+    """Cores of each task; null: SLURM's default."""
+    mem_gb: Annotated[float | None, placement, at_least(0)] = None
+    """Memory of each node; null: SLURM's default."""
+    save_s: Annotated[int, placement, at_least(1)] = 90
+    """Seconds before its time is up in which a job is told to save."""
+    max_requeues: Annotated[int, placement, at_least(0)] = 3
+    """Times that a job whose time is up is queued again; a preempted one always is."""
+    additional: Annotated[dict[str, Any], placement] = field(default_factory=dict)
+    """Further options of sbatch by their long names, {account: lab, qos: low}."""
+
+    def width(self) -> int:
+        """The most jobs that SLURM has at a time: it decides itself when each starts."""
+        return _MANY if self.jobs_at_once == "auto" else self.jobs_at_once
+
+    def slots_of(self, processes: int) -> int:  # noqa: ARG002 - whatever it starts in its allocation
+        """A job is one."""
+        return 1
+
+    def require(self) -> None:
+        """Make sure that submitit and SLURM's commands are here."""
+        super().require()
+        import shutil  # noqa: PLC0415 - for this only
+
+        if shutil.which("sbatch") is None:
+            rule = (
+                "needs SLURM's commands, and there is no sbatch here. Start it where there is, or use submitit_local."
+            )
+            raise ConfigError([Problem(key="hydra/launcher", value="submitit_slurm", rule=rule)])
+
+    def parameters(self) -> dict[str, Any]:
+        """What submitit is told of a job."""
+        told = {
+            "slurm_partition": self.partition,
+            "gpus_per_node": self.gpus_per_node or None,
+            "cpus_per_task": self.cpus_per_task,
+            "mem_gb": self.mem_gb,
+            "slurm_additional_parameters": self.additional or None,
+        }
+        return {
+            **super().parameters(),
+            "name": "trainkit",
+            "nodes": self.nodes,
+            "tasks_per_node": self.tasks_per_node,
+            "slurm_array_parallelism": self.width(),
+            "slurm_signal_delay_s": self.save_s,
+            **{name: value for name, value in told.items() if value is not None},
+        }
+
+    def constants(self) -> dict[str, Any]:
+        """How often a job may run out of time."""
+        return {"slurm_max_num_timeout": self.max_requeues}
+
+
+class _Executor:
+    """Hands over what came in the last moment, as one array where the cluster has such."""
+
+    def __init__(self, executor: Any, *, arrays: bool) -> None:
+        self._executor, self._arrays = executor, arrays
+        self._waiting: list[_Job] = []
+        self._all: list[_Job] = []
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Job:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
+        """Take a job."""
+        job = _Job(path)
+        with self._lock:
+            self._waiting.append(job)
+            self._all.append(job)
+            if self._timer is None:
+                self._timer = threading.Timer(_GATHER_S if self._arrays else 0.0, self._hand_over)
+                self._timer.daemon = True
+                self._timer.start()
+        return job
+
+    def _hand_over(self) -> None:
+        with self._lock:
+            self._timer = None
+            jobs = [job for job in self._waiting if job.wanted]
+            self._waiting = []
+            try:
+                found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
+            except Exception as error:  # noqa: BLE001 - what sbatch says, whatever it is
+                for job in jobs:
+                    job.refused = f"submitit: {error}"
+                return
+            for job, one in zip(jobs, found, strict=True):
+                job.handed = one
+
+    def close(self) -> None:
+        """Cancel what is left."""
+        with self._lock:
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+            timer.join()
+        for job in self._all:
+            if not job.is_over:
+                job.cancel()
+
+
+@dataclass
+class _Job:
+    path: str
+    handed: Any = None
+    wanted: bool = True
+    refused: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.handed is not None and bool(self.handed.paths.result_pickle.exists())
+
+    def lost(self) -> str | None:
+        """Why submitit has no result, or none that says anything; SLURM may not know of jobs that are over."""
+        if self.refused is not None or self.handed is None:
+            return self.refused
+        with contextlib.suppress(subprocess.SubprocessError, OSError):
+            if not self.handed.done():
+                return None
+        if not self.is_over:
+            return f"submitit: job {self.handed.job_id} ended without a result. See {self.handed.paths.stderr}"
+        error = self.handed.exception()
+        return None if error is None else f"submitit: {str(error).splitlines()[-1]}"
+
+    def cancel(self) -> None:
+        """Take it back, or end it."""
+        self.wanted = False
+        if self.handed is not None:
+            with contextlib.suppress(subprocess.SubprocessError, OSError):
+                self.handed.cancel(check=False)
+        elif self.refused is None:
+            self.refused = "submitit: the job was taken back before it was handed over."

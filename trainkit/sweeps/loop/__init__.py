@@ -1,0 +1,1 @@
+"""The loop of a sweep: which job runs when, on which devices, in which process."""

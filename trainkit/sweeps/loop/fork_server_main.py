@@ -1,0 +1,54 @@
+"""A warm process: it has imported torch and trainkit, and each job of a sweep is a fork of it.
+
+Importing them is most of what a short job costs; the dataset is read once for all of them, too.
+
+`python -m trainkit.sweeps.loop.fork_server_main DESCRIPTOR`, that of its end of a socket.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import sys
+from importlib import import_module
+from typing import Any, Final
+
+from trainkit.run.process.fork_server import ForkServer, enter_child, preload
+
+__all__ = ["main"]
+
+_IMPORTED: Final = (
+    "torch._dynamo",  # creating an optimizer does it
+    "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api", "trainkit.config.check",
+    "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.supervisor.supervisor",
+)  # fmt: skip
+"""What the command of a job imports; by name, since it is what stands above sweeps that a job runs."""
+
+
+def _keep(content: dict[str, Any]) -> None:
+    """Read a dataset for all jobs; one that cannot be read is theirs to tell of."""
+    from trainkit.data.splits import keep_splits  # noqa: PLC0415 - imports torch, which has been done by now
+
+    with contextlib.suppress(Exception):
+        keep_splits(content["data"])
+    gc.collect()
+    gc.freeze()
+
+
+def main(arguments: list[str]) -> int:
+    """Fork jobs until the sweep is gone; returns the exit code, in a fork that of the job."""
+    link = socket.socket(fileno=int(arguments[0]))
+    preload(_IMPORTED)
+    order = ForkServer(link, _keep).serve()
+    if order is None:
+        return 0
+    enter_child(order)
+    entry, run = import_module("trainkit.__main__"), import_module("trainkit.cli").main
+    sys.argv = [str(entry.__file__), *order.arguments]
+    code: int = run(order.arguments)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,176 @@
+"""Slots: the GPUs or cores of this machine that jobs run on, and who has which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from trainkit.config.schema import Sweep as Settings
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["SlotLease", "Slots", "numbering_problems"]
+
+_VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
+_THREADS: Final = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotLease:
+    """The slots of one job."""
+
+    places: tuple[int, ...]
+    """Numbers of the devices."""
+    environ: Mapping[str, str]
+    """What shows them to the job, and no others."""
+
+
+class Slots:
+    """Hands out slots, and takes them back.
+
+    Cores are not pinned: two sweeps on one machine would pin to the same ones. The number of threads holds a job to
+    its share.
+
+    Args:
+        gpus: names of the GPUs, as `CUDA_VISIBLE_DEVICES` takes them; empty: slots are shares of the cores.
+        count: devices, or shares of the cores.
+        jobs_per_device: jobs that may share a device.
+        threads: of each process of a job.
+
+    Example:
+        >>> slots = Slots(gpus=["0", "1", "2"], count=3, threads=4)
+        >>> slots.take(2).environ["CUDA_VISIBLE_DEVICES"], slots.take(1).places, slots.free
+        ('0,1', (2,), 0)
+    """
+
+    def __init__(
+        self, *, count: int, gpus: Sequence[str] = (), jobs_per_device: int = 1, threads: int | None = None
+    ) -> None:
+        self._gpus = tuple(gpus)[:count]
+        self._room = [jobs_per_device] * count
+        self._threads = threads
+        self.jobs_per_device = jobs_per_device
+
+    @classmethod
+    def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
+        """Those of this machine, as the config wants them.
+
+        Args:
+            settings: `sweep.*`.
+            num_gpus: GPUs that this process sees.
+            num_cores: cores that it may use.
+            environ: `CUDA_VISIBLE_DEVICES` names the GPUs, `OMP_NUM_THREADS` the threads of a process.
+
+        Raises:
+            ConfigError: more than there are, or an option without effect here.
+        """
+        wanted: int = 0 if settings.slots == "auto" else settings.slots
+        given = environ.get(_THREADS, "")
+        threads = int(given) if given.isdecimal() and int(given) else None
+        if problems := _problems(settings, num_gpus):
+            raise ConfigError(problems)
+        wanted = wanted or num_gpus or max(1, num_cores // (threads or 1))
+        share = threads or max(1, num_cores // (wanted * settings.jobs_per_device))
+        names = _names(environ, num_gpus)
+        return cls(count=wanted, gpus=names, jobs_per_device=settings.jobs_per_device, threads=share)
+
+    @property
+    def count(self) -> int:
+        """Devices: the most that one job can take."""
+        return len(self._room)
+
+    @property
+    def total(self) -> int:
+        """Places for jobs of one slot."""
+        return self.count * self.jobs_per_device
+
+    @property
+    def in_use(self) -> int:
+        """Places that are taken."""
+        return self.total - sum(self._room)
+
+    @property
+    def free(self) -> int:
+        """The most that a job can be given now."""
+        return sum(room > 0 for room in self._room)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether slots are GPUs."""
+        return bool(self._gpus)
+
+    @property
+    def threads(self) -> Mapping[str, str]:
+        """What gives a process its number of threads."""
+        return {} if self._threads is None else {_THREADS: str(self._threads)}
+
+    def take(self, wanted: int) -> SlotLease:
+        """Give a job slots, on the devices that have most room.
+
+        Raises:
+            ValueError: there are not so many free.
+        """
+        if wanted > self.free:
+            raise ValueError(f"{wanted} slots are asked for, and {self.free} are free")
+        roomiest = sorted(range(self.count), key=lambda place: -self._room[place])[:wanted]
+        places = tuple(sorted(roomiest))
+        for place in places:
+            self._room[place] -= 1
+        names = ",".join(self._gpus[place] for place in places) if self._gpus else None
+        return SlotLease(places=places, environ={**self.threads, **({} if names is None else {_VISIBLE: names})})
+
+    def give_back(self, grant: SlotLease) -> None:
+        """Take slots back from a job that has ended."""
+        for place in grant.places:
+            self._room[place] += 1
+
+    def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
+        """Jobs that need more slots than there are.
+
+        Args:
+            wanted: what sets a job apart, and how many it takes.
+        """
+        what = "GPUs" if self.on_gpus else "slots"
+        return [
+            Problem(
+                key="sweep.slots",
+                value=self.count,
+                rule=f"{label or 'a job'} takes {count} {what}. Give it fewer, or sweep.slots={count} or more.",
+            )
+            for label, count in dict(wanted).items()
+            if count > self.count
+        ]
+
+
+def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
+    """What is wrong with a strategy on its own GPUs alone and not on all of them: devices that it names by number.
+
+    Args:
+        problems_on: the strategy's problems on a host of so many GPUs.
+        there: GPUs of the sweep.
+        own: those of the job.
+    """
+    known = {problem.key for problem in problems_on(there)}
+    return [
+        replace(problem, rule=f"{problem.rule} A job of a sweep sees its own GPUs alone, numbered from 0.")
+        for problem in problems_on(own)
+        if problem.key not in known
+    ]
+
+
+def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
+    problems = []
+    if num_gpus and settings.slots != "auto" and settings.slots > num_gpus:
+        found = "1 GPU" if num_gpus == 1 else f"{num_gpus} GPUs"
+        rule = f"this machine has {found}. Use {num_gpus} or less; jobs share a GPU with sweep.jobs_per_device."
+        problems.append(Problem(key="sweep.slots", value=settings.slots, rule=rule))
+    if not num_gpus and settings.jobs_per_device != 1:
+        rule = "has no effect: there is no GPU here to share. Give sweep.slots, the jobs that run side by side."
+        problems.append(Problem(key="sweep.jobs_per_device", value=settings.jobs_per_device, rule=rule))
+    return problems
+
+
+def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:
+    """The GPUs that are visible, as the variable that shows them to a job takes them."""
+    visible = [name.strip() for name in environ.get(_VISIBLE, "").split(",") if name.strip()]
+    return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]

@@ -1,0 +1,143 @@
+"""A sweep: the jobs of one folder, and what became of them."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Literal
+
+from trainkit.run.folder.lock import locked
+from trainkit.run.process.signals import stop_error, stop_signals
+from trainkit.storage import reporting
+from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
+from trainkit.sweeps.loop.processes import Starter, start_fresh
+from trainkit.sweeps.loop.slots import Slots
+from trainkit.sweeps.loop.stopping import STOPPED
+from trainkit.sweeps.loop.sweep_loop import LOG, SweepLoop
+from trainkit.sweeps.results.job_results import PRUNED
+from trainkit.sweeps.results.leaderboard import collect, write
+from trainkit.sweeps.results.sweep_state import Record
+from trainkit.sweeps.screen import Screen, screen_for
+
+__all__ = ["LOG", "Sweep"]
+
+
+class Sweep:
+    """The jobs of one folder and what became of them.
+
+    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in its folder are right after every job.
+
+    Args:
+        folder: of the sweep; that of an earlier one is gone on with.
+        slots: where jobs run; one where nothing is said.
+        retries: how often a job that fails is tried again, from its checkpoint.
+        on_error: what a job that failed means for the others: nothing, or that they are stopped.
+        start: starts a job's process.
+        screen: makes what shows the sweep, once it begins.
+    """
+
+    def __init__(
+        self,
+        *,
+        folder: Path,
+        slots: Slots | None = None,
+        retries: int = 0,
+        on_error: Literal["continue", "stop"] = "continue",
+        start: Starter = start_fresh,
+        screen: Callable[[], Screen] = screen_for,
+        command: tuple[str, ...] = (),
+    ) -> None:
+        self.folder = folder
+        self.slots = slots or Slots(count=1)
+        self.record = Record.read(folder, command=command)
+        self.asked: set[str] = set()
+        """Names of the jobs of this sweep, without those of an earlier one in its folder."""
+        self.halted = False
+        """Whether a failure has ended it."""
+        self.retries, self.on_error, self.start = retries, on_error, start
+        self._make_screen = screen
+
+    @property
+    def exit_codes(self) -> dict[str, int]:
+        """By name of the job; without those that have not ended."""
+        return {name: row.exit_code for name, row in self.record.rows.items() if row.exit_code is not None}
+
+    def run(self, source: JobSource) -> None:
+        """Run all jobs of a source; one that fails does not keep the others from running, unless that is asked for.
+
+        Each is a session of its own, so that a signal reaches it through this process only, and it ends with this
+        process, also where that is killed.
+
+        Raises:
+            StoppedError: Ctrl-C; jobs that ran were stopped in good order, the others were not started.
+            TerminatedError: the same by SIGTERM.
+            HangupError: the same by SIGHUP.
+            ConfigError: another sweep runs in this folder.
+            StorageError: the sweep's own files cannot be written; its jobs are ended, and `sweep.json` is that of the
+                last job that ended before.
+        """
+        if not self.halted:
+            with reporting(self.folder):
+                self._run(source)
+
+    def _run(self, source: JobSource) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder / ".lock"), contextlib.closing(self._make_screen()) as screen:
+            round_ = SweepLoop(self, source, screen)
+            try:
+                round_.run()
+            finally:
+                round_.end_all()
+        self.halted = round_.failed is not None
+        if round_.signals:
+            self._refuse(round_.signals[0], source)
+
+    def expect(self, jobs: Iterable[SweepJob]) -> None:
+        """Take note of jobs that are to come, so that those that are not run are told of too."""
+        for job in jobs:
+            self.record.add(job)
+            self.asked.add(job.name)
+
+    def note(self) -> None:
+        """Write what is known by now."""
+        self.record.write()
+        write(collect(self.folder), self.folder, picture=False)
+
+    def finish(self) -> None:
+        """Write the leaderboard with its picture, and print it."""
+        self.record.forget_others(self.asked)
+        with reporting(self.folder):
+            self.record.write()
+            board = collect(self.folder)
+            write(board, self.folder)
+        rows = self.record.rows.values()
+        codes = [row.exit_code for row in rows if row.exit_code is not None and not row.pruned]
+        stopped = sum(code in STOPPED for code in codes)
+        counts = {
+            "failed": len(codes) - stopped - codes.count(0),
+            "stopped": stopped,
+            "pruned": sum(entry.status == PRUNED for entry in board.entries),
+            "not run": sum(row.exit_code is None for row in rows),
+        }
+        head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
+        told = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
+        _say(f"\n{', '.join(told)}")
+        for line in board.lines():
+            _say(f"  {line}")
+        for what, command in board.commands(self.folder):
+            _say(f"  {what}: {command}")
+        _say(f"  leaderboard  {self.folder / 'leaderboard.md'}")
+
+    def _refuse(self, number: int, source: JobSource) -> None:
+        """End the sweep early, as the signal asked."""
+        ended = len(self.asked & self.exit_codes.keys())
+        known = f" of {source.total}" if source.total is not None else ""
+        text = f"the sweep was stopped: {ended}{known} jobs were started. The same command goes on: "
+        text += f"sweep.resume={self.folder}"
+        raise stop_error(stop_signals()[signal.Signals(number)], text)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)  # noqa: T201 - the user's screen

@@ -1,0 +1,294 @@
+"""Runs the jobs of a sweep side by side, as many as there are slots; none is left behind, whatever happens.
+
+    while there are jobs    start those that fit into the free slots
+                            wait for an end, a signal, or half a second
+        a job ended         done, or tried again from its checkpoint, or failed: its slots are free
+        Ctrl-C, SIGTERM,    no further starts; the jobs save and stop; at the second of the first two they end now
+        SIGHUP
+        half a second       look how far the jobs are, and whether the search wants to stop one
+
+Tested on Linux only.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Final
+
+from trainkit.errors import TrainkitError
+from trainkit.report.numbers import figure
+from trainkit.run.folder.lock import discard_lock
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.folder.status import read_status
+from trainkit.run.process.worker_group import ProcessExit
+from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
+from trainkit.sweeps.loop.processes import JobProcess, Start
+from trainkit.sweeps.loop.slots import SlotLease
+from trainkit.sweeps.loop.stopping import HANGUP, NOT_TRIED_AGAIN, STOPPED, died, signals_to
+from trainkit.sweeps.results.metric_stream import Watch, last_line
+from trainkit.sweeps.results.sweep_state import is_complete
+from trainkit.sweeps.screen import Line, Screen, State, View
+
+if TYPE_CHECKING:
+    from trainkit.sweeps.loop.sweep import Sweep
+
+__all__ = ["LOG", "SweepLoop"]
+
+LOG: Final = "output.log"
+"""What a job prints, in its folder."""
+
+_LOOK_S: Final = 0.5
+_GRACE_S: Final = 3.0
+"""How long jobs have to end after a second Ctrl-C."""
+_MOST_SIGNALS: Final = 2
+
+
+@dataclass(kw_only=True)
+class _Running:
+    job: SweepJob
+    process: JobProcess
+    grant: SlotLease
+    line: Line
+    watch: Watch
+    begun: float
+    duplicates: list[SweepJob] = field(default_factory=list)
+    """The same job, asked for again while it runs."""
+    stopped_by_search: bool = False
+
+
+class SweepLoop:
+    """One call of `Sweep.run`.
+
+    Args:
+        sweep: whose slots and record it uses.
+        source: gives the jobs.
+        screen: shows them.
+    """
+
+    def __init__(self, sweep: Sweep, source: JobSource, screen: Screen) -> None:
+        self._sweep, self._source, self._screen = sweep, source, screen
+        self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
+        self._running: dict[int, _Running] = {}
+        self._waiting: SweepJob | None = None
+        self._lines: dict[str, Line] = {}
+        self._tries: dict[str, int] = {}
+        self._number = 0
+        self._kill_at = float("inf")
+        self._look_at = 0.0
+        self._metric = "metric"
+        self.signals: list[int] = []
+        """Those that came."""
+        self.failed: SweepJob | None = None
+        """The job whose failure ended the sweep."""
+
+    def run(self) -> None:
+        """Run all jobs of the source to their ends, or until a signal."""
+        with signals_to(self._news.put):
+            while True:
+                if not self.signals and self.failed is None:
+                    self._fill()
+                self._show()
+                if not self._running:
+                    break
+                self._take()
+                self._poll()
+
+    def end_all(self) -> None:
+        """End what runs now, without asking."""
+        for one in self._running.values():
+            one.process.kill()
+
+    # --- starting
+
+    def _fill(self) -> None:
+        """Start what fits; the first that does not fit waits, and the others behind it."""
+        while True:
+            job = self._waiting or self._source.next()
+            self._waiting = None
+            if job is None:
+                if not self._running and not self._source.exhausted:
+                    raise TrainkitError("the search gives no job, waits for none, and says that it has not ended")
+                return
+            if self._need_not_run(job):
+                continue
+            if job.slots > self._sweep.slots.free:
+                self._waiting = job
+                return
+            self._begin(job)
+
+    def _need_not_run(self, job: SweepJob) -> bool:
+        """Whether its result is there, or being made."""
+        sweep = self._sweep
+        twin = next((one for one in self._running.values() if one.job.name == job.name), None)
+        if twin is not None:
+            twin.duplicates.append(job)
+            return True
+        row = sweep.record.add(job)
+        known = job.name in self._lines
+        sweep.asked.add(job.name)
+        if not job.config or not is_complete(row):
+            row.exit_code, row.pruned = None, False
+            return False
+        row.exit_code = 0
+        sweep.note()
+        if not known:
+            self._screen.say(f"{_named(job)}: has its result already, in {job.folder}")
+            self._lines[job.name] = Line(
+                name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
+            )
+        self._source.ended(job, 0)
+        return True
+
+    def _begin(self, job: SweepJob) -> None:
+        grant = self._sweep.slots.take(job.slots)
+        tries = self._tries[job.name] = self._tries.get(job.name, 0) + 1
+        found = read_status(RunFolder(job.folder))
+        command, goes_on = self._prepare(job)
+        self._number += 1
+        try:
+            process = self._sweep.start(
+                Start(
+                    number=self._number,
+                    command=command,
+                    environ=grant.environ,
+                    log=job.folder / LOG,
+                    report=self._news.put,
+                    secrets=job.secrets,
+                )
+            )
+        except BaseException:
+            self._sweep.slots.give_back(grant)
+            raise
+        line = Line(name=job.name, label=job.label)
+        self._lines.pop(job.name, None)
+        self._lines[job.name] = line
+        self._running[self._number] = _Running(
+            job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
+        )
+        before = "" if found.state == "unknown" else f": the run {found.told()}"
+        what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"goes on, try {tries}"
+        self._screen.say(f"{_named(job)} {what}", passing=True)
+        self._sweep.record.write()
+
+    def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
+        """Its folder made ready; the command, and whether a run goes on with it."""
+        row = self._sweep.record.rows[job.name]
+        if not row.tries:
+            RunFolder(job.folder).forget_result()  # of another config, a shorter rung
+        row.tries += 1
+        goes_on = (job.folder / "resolved.yaml").is_file()
+        if not goes_on:
+            # Of a job that was killed before it began: its run would take the folder for another's.
+            discard_lock(job.folder / ".lock")
+        asks = any(word.startswith("resume=") for word in job.overrides)
+        return (*job.command, "resume=auto") if goes_on and not asks else job.command, goes_on
+
+    # --- waiting
+
+    def _take(self) -> None:
+        """Wait for something to happen, and see to it."""
+        try:
+            event = self._news.get(timeout=_LOOK_S)
+        except Empty:
+            return
+        if not isinstance(event, ProcessExit):
+            self._forward_signal(event)
+        elif (one := self._running.pop(event.attempt, None)) is not None:
+            one.process.kill()
+            self._sweep.slots.give_back(one.grant)
+            self._end(one, event.code)
+
+    def _poll(self) -> None:
+        """Look after the jobs that run, now and then."""
+        if (now := time.monotonic()) < self._look_at:
+            return
+        self._look_at = now + _LOOK_S
+        if now >= self._kill_at:
+            self.end_all()
+        for one in list(self._running.values()):
+            one.line.progress = one.watch.look()
+            self._metric = one.watch.goal
+            if not one.stopped_by_search and not self.signals and self._source.watch(one.job):
+                one.stopped_by_search = True
+                one.process.signal(signal.SIGINT)
+
+    def _forward_signal(self, number: int) -> None:
+        if self.signals and number == HANGUP:  # the shell and the kernel both tell that a terminal is gone
+            return
+        self.signals.append(number)
+        if len(self.signals) > _MOST_SIGNALS:
+            self.end_all()
+        else:
+            self._stop_all(signal.Signals(number))
+        if len(self.signals) == _MOST_SIGNALS:
+            self._kill_at = time.monotonic() + _GRACE_S
+        elif len(self.signals) == 1:
+            self._screen.say(f"stopping: {len(self._running)} running, each saves first; once more ends them now")
+
+    def _stop_all(self, number: signal.Signals) -> None:
+        for one in self._running.values():
+            one.process.signal(number)
+
+    # --- ending
+
+    def _end(self, one: _Running, code: int) -> None:
+        job, row = one.job, self._sweep.record.rows[one.job.name]
+        one.line.seconds = time.monotonic() - one.begun
+        one.line.progress = one.watch.look()
+        pruned = one.stopped_by_search and code in STOPPED
+        if self._is_tried_again(job, code, pruned=pruned):
+            self._screen.say(f"{_named(job)}: {died(code)}; tried again")
+            self._waiting_again(one)
+            return
+        row.exit_code, row.pruned = code, pruned
+        state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
+        one.line.state = state
+        self._sweep.note()
+        self._screen.say(self._told(one, code, state))
+        if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
+            self.failed = job
+            self._screen.say(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
+            self._stop_all(signal.SIGINT)
+        for twin in (job, *one.duplicates):
+            self._source.ended(twin, code)
+
+    def _is_tried_again(self, job: SweepJob, code: int, *, pruned: bool) -> bool:
+        may = not self.signals and not pruned and code not in NOT_TRIED_AGAIN
+        return may and self._tries[job.name] <= self._sweep.retries
+
+    def _waiting_again(self, one: _Running) -> None:
+        """Start it at once: its slots are free, and it goes before those that have not begun."""
+        self._begin(one.job)
+        self._running[self._number].duplicates = one.duplicates
+
+    def _told(self, one: _Running, code: int, state: State) -> str:
+        seconds = f"{one.line.seconds or 0.0:.1f} s"
+        metric = one.line.progress.metric
+        if state == "done":
+            found = "" if metric is None else f", {figure(metric)}"
+            return f"{_named(one.job)} done{found}, {seconds}"
+        if state != "failed":
+            return f"{_named(one.job)} {state}, {seconds}"
+        log = one.job.folder / LOG
+        said = last_line(log)
+        return f"{_named(one.job)} failed: {died(code)}{f', {said}' if said else ''} ({log})"
+
+    def _show(self) -> None:
+        total = self._source.total
+        queued = None if total is None else max(0, total - len(self._lines))
+        slots = self._sweep.slots
+        view = View(
+            lines=list(self._lines.values()),
+            queued=queued,
+            in_use=slots.in_use,
+            slots=slots.total,
+            metric=self._metric,
+        )
+        self._screen.show(view)
+
+
+def _named(job: SweepJob) -> str:
+    return f"job {job.name} ({job.label})" if job.label else f"job {job.name}"

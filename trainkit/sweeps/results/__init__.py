@@ -1,0 +1,1 @@
+"""What the jobs of a sweep gave: results, leaderboard, folds and ensembles."""

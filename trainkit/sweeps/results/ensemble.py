@@ -1,0 +1,242 @@
+"""The best runs of a sweep as one model: put together, scored beside its members, and written."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
+
+from trainkit.config.grammar import refusal
+from trainkit.config.identity import difference, fingerprint
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.secrets.secrets import with_own_secrets
+from trainkit.config.targets.build import TARGET, build
+from trainkit.data.evaluation import EvalBatches
+from trainkit.data.folds import folded
+from trainkit.data.splits import build_splits
+from trainkit.errors import ConfigError, Problem
+from trainkit.models.ensemble import Ensemble
+from trainkit.numerics.precision import Precision
+from trainkit.objectives.base import Objective, Supervised, split_batch
+from trainkit.run.folder.model_file import Which, load_run, write_model
+from trainkit.strategies.base import Placed
+from trainkit.strategies.groups.collective import LocalCollective
+from trainkit.sweeps.results.leaderboard import JobResult, Leaderboard
+from trainkit.trainer.evaluate import evaluate
+
+__all__ = ["Candidate", "Combined", "best_of", "combine", "export", "score"]
+
+_SAME: Final = ("data", "objective", "cv", "precision")
+"""What members share: they are scored on the same samples, by the same loss, in the same numbers."""
+_BATCH: Final = 256
+"""Samples of a forward pass, where the config does not say."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One model of those that are compared."""
+
+    name: str
+    """`job 3`, `ensemble of 3`, `averaged weights`."""
+    model: nn.Module
+    settings: str = ""
+    """What sets it apart from the others."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combined:
+    """Members, the ensemble of them and, where their architectures agree, the average of their weights."""
+
+    members: tuple[Candidate, ...]
+    ensemble: Candidate
+    averaged: Candidate | None
+    cfg: RunConfig
+    """That of the best."""
+    nodes: tuple[Mapping[str, Any], ...]
+    """What builds each member."""
+    notes: tuple[str, ...] = ()
+    """What to know of the members."""
+
+    @property
+    def all(self) -> tuple[Candidate, ...]:
+        """Every one of them, members first."""
+        return (*self.members, self.ensemble, *([self.averaged] if self.averaged else []))
+
+
+def best_of(board: Leaderboard, count: int) -> list[JobResult]:
+    """The best so many runs.
+
+    Raises:
+        ConfigError: there are not so many that have a figure.
+    """
+    ranked = [entry for entry in board.entries if board.value(entry) is not None]
+    if any(entry.spread for entry in ranked):
+        rule = "its runs are folds, each scored on other samples. Train the points that you want whole, and take those."
+        raise refusal("ensemble", rule)
+    if count < 2:
+        raise refusal(f"--k {count}", "an ensemble needs 2 members or more.")
+    if len(ranked) < count:
+        had = f"{len(ranked)} run{'' if len(ranked) == 1 else 's'}"
+        raise refusal(f"--k {count}", f"only {had} there {'has' if len(ranked) == 1 else 'have'} {board.goal.metric}.")
+    return ranked[:count]
+
+
+def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Combined:
+    """Load runs and make one model of them.
+
+    Args:
+        entries: best first.
+        checkpoint: which of each run's.
+
+    Raises:
+        ConfigError: runs that cannot be combined, each key that stands in the way.
+        CheckpointError: weights that are damaged or gone.
+    """
+    needed = ("model", "data", "objective")
+    cfgs = [with_own_secrets(load_resolved(entry.folder / "resolved.yaml"), needed) for entry in entries]
+    if problems := _at_odds(entries, cfgs):
+        raise ConfigError(problems)
+    objective = _objective(cfgs[0])
+    models = [load_run(entry.folder, checkpoint=checkpoint) for entry in entries]
+    members = tuple(
+        Candidate(name=f"job {entry.job}", model=model, settings=" ".join(entry.overrides))
+        for entry, model in zip(entries, models, strict=True)
+    )
+    averages = "probabilities" if objective.log_scores else "outputs"
+    joined = Ensemble(members=models, combine=cast("Literal['probabilities', 'outputs']", averages))
+    return Combined(
+        members=members,
+        ensemble=Candidate(name=f"ensemble of {len(models)}", model=joined.eval(), settings=f"mean of {averages}"),
+        averaged=_averaged(models),
+        cfg=cfgs[0],
+        nodes=tuple(cfg.model for cfg in cfgs),
+        notes=tuple(_twins(entries, cfgs)),
+    )
+
+
+def _twins(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
+    """Members that are one training, run twice, on two placements say."""
+    known: dict[str, JobResult] = {}
+    for entry, cfg in zip(entries, cfgs, strict=True):
+        first = known.setdefault(fingerprint(cfg), entry)
+        if first is not entry:
+            yield f"job {entry.job} is the training of job {first.job} once more: as a member it adds nothing"
+
+
+def _at_odds(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
+    best, *others = zip(entries, cfgs, strict=True)
+    return [
+        Problem(
+            key=one.key,
+            value=one.right,
+            rule=f"job {entry.job} has it, and job {best[0].job}, the best, {one.left}. Members are scored on the same "
+            "samples by the same loss: fix it in the sweep, or take a smaller --k.",
+        )
+        for entry, cfg in others
+        for one in difference(best[1], cfg)
+        if one.matters and one.key.split(".")[0] in _SAME
+    ]
+
+
+def _objective(cfg: RunConfig) -> Objective:
+    objective: Objective = build(cfg.objective, "objective")
+    if not isinstance(objective, Supervised):
+        rule = "the model computes its loss itself, and there is nothing to average but that."
+        raise ConfigError([Problem(key="objective", value=cfg.objective[TARGET].rpartition(".")[2], rule=rule)])
+    return objective
+
+
+def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
+    """The mean of the weights, where every member has the same ones; batch statistics are still to be counted."""
+    shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
+    if any(other != shapes[0] for other in shapes[1:]):
+        return None
+    averaged = AveragedModel(models[0])
+    for model in models:
+        averaged.update_parameters(model)
+    return Candidate(name="averaged weights", model=copy.deepcopy(averaged.module).eval(), settings="one model")
+
+
+def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[Candidate, dict[str, float]]]:
+    """Score every candidate on the validation and test splits, each sample once.
+
+    Args:
+        combined: from `combine`; its members are put on the devices, one each while there are enough.
+        devices: to compute on.
+
+    Returns:
+        Each candidate with its figures, `val/loss`.
+
+    Raises:
+        DataError: a dataset is absent, damaged or empty.
+    """
+    cfg = combined.cfg
+    splits = folded(build_splits(cfg.data), cfg.cv)
+    precision: Precision = build(cfg.precision, "precision")
+    if combined.averaged is not None:
+        _count_statistics(combined.averaged.model.to(devices[0]), splits["train"], cfg, devices[0])
+    if precision.model_dtype is not precision.master_dtype:  # what is written keeps the masters
+        combined = copy.deepcopy(combined)
+    for candidate in (*combined.members, *([combined.averaged] if combined.averaged else [])):
+        precision.adapt(candidate.model)
+    cast("Ensemble", combined.ensemble.model).spread(devices)
+    named = [name for name in ("val", "test") if name in splits]
+    return [
+        (one, {name: value for split in named for name, value in _figures(one, splits[split], split, cfg).items()})
+        for one in combined.all
+    ]
+
+
+def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torch.device) -> None:
+    """Batch statistics of the averaged weights: no member's fit them."""
+    update_bn((split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
+    model.eval()
+
+
+def _figures(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
+    device = next(candidate.model.parameters()).device
+    precision: Precision = build(cfg.precision, "precision")
+    placed = Placed(
+        model=candidate.model,
+        device=device,
+        data_ranks=LocalCollective(),
+        loss_scale=precision.loss_scale(),
+        precision=precision,
+    )
+    return evaluate(placed, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split)
+
+
+def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:
+    size = cfg.eval.batch_size or _BATCH
+    return EvalBatches(dataset, batch_size=size, rank=0, num_ranks=1, device=device, settings=cfg.loader)
+
+
+def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
+    """Write the ensemble, and the averaged weights where there are some, for `trainkit.load`.
+
+    Args:
+        combined: scored, so that batch statistics are counted.
+        folder: of the ensemble; the averaged weights go into `averaged` below it.
+        about: what else each `model.yaml` tells.
+
+    Returns:
+        The folders written.
+    """
+    joined = cast("Ensemble", combined.ensemble.model)
+    node = {
+        TARGET: f"{Ensemble.__module__}.{Ensemble.__qualname__}",
+        "combine": joined.combine,
+        "members": [dict(one) for one in combined.nodes],
+    }
+    write_model(folder, joined, node, about=about)
+    if combined.averaged is None:
+        return [folder]
+    below = folder / "averaged"
+    write_model(below, combined.averaged.model, combined.nodes[0], about=about)
+    return [folder, below]

@@ -1,0 +1,199 @@
+"""What came out of the jobs of a sweep, or of the runs below any folder: read from their `result.json`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import Kind, expect_maps
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import load_resolved
+from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
+from trainkit.reading import read_map
+
+__all__ = [
+    "NOT_RUN",
+    "PRUNED",
+    "SWEEP_FILE",
+    "JobResult",
+    "goal_of",
+    "read_entries",
+    "read_entry",
+    "read_jobs",
+    "relative",
+    "varied_overrides",
+]
+
+NOT_RUN: Final = "not run"
+PRUNED: Final = "pruned"
+"""A job that a search ended because others did better: no failure, and not to be compared with whole trainings."""
+
+SWEEP_FILE: Final = "sweep.json"
+"""The file of a sweep's folder that lists its jobs."""
+
+_STOP: Final = "stop_at_step"
+_MAX_BYTES: Final = 256 << 20
+"""Of the list of jobs, which has about 500 bytes for each."""
+_JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
+_LATER: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
+"""Keys that an earlier version did not write."""
+_RESULT: Final[Mapping[str, Kind]] = {
+    "status": (str, type(None)),
+    "reason": (str, type(None)),
+    "metrics": (dict, type(None)),
+    "seconds": (float, type(None)),
+    "steps": (int, type(None)),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult:
+    """One job and what came out of it."""
+
+    job: str
+    """Its number in the sweep, or the name of its folder."""
+    status: str
+    """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`, `unreadable`."""
+    metrics: Mapping[str, float]
+    overrides: tuple[str, ...]
+    """What sets it apart."""
+    seconds: float | None
+    """Seconds of training alone."""
+    folder: Path
+    steps: int | None = None
+    """Updates it made."""
+    arguments: tuple[str, ...] = ()
+    """All arguments of its run, as typed."""
+    spread: Mapping[str, float] = field(default_factory=dict)
+    """Of figures that are means over folds: the deviation of one fold from another."""
+
+
+def varied_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """Of each job's overrides, those that not every job has.
+
+    Example:
+        >>> varied_overrides([["epochs=1", "seed=0"], ["epochs=1", "seed=1"]])
+        [('seed=0',), ('seed=1',)]
+    """
+    common = set.intersection(*(set(job) for job in overrides)) if overrides else set()
+    return [tuple(text for text in job if text not in common) for job in overrides]
+
+
+def goal_of(folder: Path) -> MonitoredMetric | None:
+    """What the run in a folder goes by; None where its config cannot be read."""
+    try:
+        return MonitoredMetric.of(load_resolved(folder / "resolved.yaml").eval)
+    except (ConfigError, UnreadableError):
+        return None
+
+
+def read_entry(
+    folder: Path,
+    *,
+    job: str,
+    overrides: Sequence[str] = (),
+    exit_code: int | None = 0,
+    arguments: Sequence[str] = (),
+    pruned: bool = False,
+) -> JobResult:
+    """One job, from the `result.json` in its folder.
+
+    Args:
+        folder: the run's folder.
+        job: how the leaderboard calls it.
+        overrides: what sets it apart.
+        exit_code: of its process; None: it was not run.
+        arguments: all of its run; a `stop_at_step` that is none of them is a search's, which let it go there.
+        pruned: whether a search stopped it while it ran.
+    """
+    result = _result(folder / "result.json") if exit_code is not None else {}
+    figures = result.get("metrics") or {}
+    metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
+    seconds, steps = result.get("seconds"), result.get("steps")
+    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and not _says(arguments, _STOP)
+    return JobResult(
+        job=job,
+        status=PRUNED if (pruned or left) and exit_code is not None else _status(result, exit_code),
+        metrics=metrics,
+        overrides=tuple(overrides),
+        seconds=None if seconds is None else float(seconds),
+        folder=folder,
+        steps=None if steps is None else int(steps),
+        arguments=tuple(arguments),
+    )
+
+
+def _status(result: Mapping[str, Any], exit_code: int | None) -> str:
+    if exit_code is None:
+        return NOT_RUN
+    status = str(result.get("status") or "")
+    if exit_code != 0 and status in ("", "finished"):
+        status = f"exit {exit_code}" if exit_code > 0 else f"signal {-exit_code}"
+    return status or "no result"
+
+
+def _says(arguments: Sequence[str], key: str) -> bool:
+    return any(text.lstrip("+").partition("=")[0] == key for text in arguments)
+
+
+def read_entries(folder: Path) -> list[JobResult]:
+    """The jobs of a sweep's folder in their order, or all runs below any other folder."""
+    try:
+        jobs = read_jobs(folder)
+    except AbsentFileError:
+        found = sorted(path.parent for path in folder.rglob("result.json"))
+        return [read_entry(run, job=relative(run, folder)) for run in found]
+    labels = varied_overrides([job["overrides"] for job in jobs])
+    return [
+        read_entry(
+            folder / job["folder"],
+            job=job["job"],
+            overrides=label,
+            exit_code=job["exit_code"],
+            arguments=job["overrides"],
+            pruned=bool(job.get("pruned")),
+        )
+        for job, label in zip(jobs, labels, strict=True)
+    ]
+
+
+def read_jobs(folder: Path) -> list[dict[str, Any]]:
+    """Return the jobs that the `sweep.json` of a folder lists.
+
+    Raises:
+        AbsentFileError: there is no such file: the folder is no sweep's.
+        UnreadableError: the file is damaged, or names a folder outside the sweep's.
+    """
+    path = folder / SWEEP_FILE
+    try:
+        jobs = expect_maps(read_map(path, {"jobs": list}, limit=_MAX_BYTES)["jobs"], _JOB, optional=_LATER)
+        for job in jobs:
+            _refuse_foreign(job)
+    except ValueError as error:
+        raise UnreadableError.of(path, str(error)) from None
+    return jobs
+
+
+def _refuse_foreign(job: Mapping[str, Any]) -> None:
+    place = Path(job["folder"])
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
+    if not all(isinstance(text, str) for text in job["overrides"]):
+        raise ValueError(f"an override of its job {job['job'][:40]!a} is no text")
+
+
+def relative(folder: Path, base: Path) -> str:
+    """A folder as seen from another, with forward slashes."""
+    return Path(os.path.relpath(folder, base)).as_posix()
+
+
+def _result(path: Path) -> dict[str, Any]:
+    try:
+        return read_map(path, {}, optional=_RESULT)
+    except AbsentFileError:
+        return {}
+    except UnreadableError:
+        return {"status": "unreadable"}

@@ -1,0 +1,274 @@
+"""The leaderboard of a sweep: every job by `eval.metric`, as text for the screen, Markdown, CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import shlex
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from trainkit.config.config_folders import config_dir_arguments
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import Eval
+from trainkit.config.secrets.references import reference
+from trainkit.config.secrets.secrets import keys_to_add
+from trainkit.config.targets.allowed import package_arguments
+from trainkit.redaction import REDACTED
+from trainkit.report.drawing import Drawing, sweep_request
+from trainkit.report.numbers import count, duration, figure
+from trainkit.run.folder.run_folder import write_atomically
+from trainkit.sweeps.results.folds import by_point
+from trainkit.sweeps.results.job_results import (
+    NOT_RUN,
+    PRUNED,
+    JobResult,
+    goal_of,
+    read_entries,
+    read_entry,
+    relative,
+    varied_overrides,
+)
+
+__all__ = ["JobResult", "Leaderboard", "collect", "goal_of", "read_entry", "varied_overrides", "write"]
+
+_TIE = MonitoredMetric.of(Eval())
+"""What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
+_MAX_CELL: Final = 400
+_ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
+"""What did all it was asked to, then what was cut short; a failure, whatever figure it had, comes after both."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Leaderboard:
+    """Jobs, best first; then those that a search pruned, those that failed, and those without a figure.
+
+    Equal figures are ordered by the validation loss, then by the number of the job.
+
+    Example:
+        >>> a, b = (
+        ...     Entry(
+        ...         job=str(number),
+        ...         status="finished",
+        ...         metrics={"val/loss": loss},
+        ...         overrides=(f"seed={number}",),
+        ...         seconds=1.5,
+        ...         folder=Path(f"out/{number}"),
+        ...     )
+        ...     for number, loss in enumerate([0.5, 0.25])
+        ... )
+        >>> for line in Leaderboard.of([a, b], MonitoredMetric.of(Eval())).lines():
+        ...     print(line)
+        #  job  status    val/loss  overrides  time   folder
+        1  1    finished  0.25      seed=1     1.5 s  out/1
+        2  0    finished  0.5       seed=0     1.5 s  out/0
+    """
+
+    goal: MonitoredMetric
+    entries: tuple[JobResult, ...]
+
+    @classmethod
+    def of(cls, entries: Iterable[JobResult], goal: MonitoredMetric) -> Leaderboard:
+        """Order the entries by a goal."""
+        board = cls(goal=goal, entries=tuple(entries))
+
+        def place(entry: JobResult) -> tuple[int, float, float]:
+            value = board.value(entry)
+            if value is None:
+                return (3, 0.0, 0.0)
+            tie = entry.metrics.get(_TIE.metric, math.inf)
+            return (_ORDER.get(entry.status, 2), goal.sign * value, math.inf if math.isnan(tie) else tie)
+
+        return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)))
+
+    def value(self, entry: JobResult) -> float | None:
+        """What an entry is ordered by; None where it has no such figure, or one that is no number."""
+        value = entry.metrics.get(self.goal.metric)
+        return value if value is not None and math.isfinite(value) else None
+
+    def top(self, count: int) -> Leaderboard:
+        """The first so many."""
+        return Leaderboard(goal=self.goal, entries=self.entries[:count])
+
+    def lines(self) -> list[str]:
+        """As an aligned table."""
+        rows = [[_printable(cell) for cell in row] for row in (self._head(), *self._rows())]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+    def _head(self) -> list[str]:
+        steps = ["steps"] if self._lengths_differ else []
+        return ["#", "job", "status", self.goal.metric, *steps, "overrides", "time", "folder"]
+
+    def _rows(self) -> list[list[str]]:
+        return [[str(rank), *self._cells(entry)] for rank, entry in enumerate(self.entries, start=1)]
+
+    @property
+    def _lengths_differ(self) -> bool:
+        """Whether the jobs made different numbers of steps: then a figure is no figure without them."""
+        return len({entry.steps for entry in self.entries if entry.steps is not None}) > 1
+
+    def _cells(self, entry: JobResult) -> list[str]:
+        value = self.value(entry)
+        steps = ["" if entry.steps is None else count(entry.steps)] if self._lengths_differ else []
+        return [
+            entry.job,
+            entry.status,
+            "" if value is None else figure(value) + self._plus_minus(entry),
+            *steps,
+            " ".join(entry.overrides),
+            "" if entry.seconds is None else duration(entry.seconds),
+            "" if entry.status == NOT_RUN else str(entry.folder),
+        ]
+
+    def _plus_minus(self, entry: JobResult) -> str:
+        spread = entry.spread.get(self.goal.metric, math.nan)
+        return f" ± {figure(spread)}" if math.isfinite(spread) else ""
+
+    def counts(self) -> str:
+        """How many jobs there are, and what became of them, in words.
+
+        Example:
+            >>> Leaderboard(goal=MonitoredMetric.of(Eval()), entries=()).counts()
+            '0 jobs'
+        """
+        number = len(self.entries)
+        kinds = Counter(entry.status for entry in self.entries)
+        parts = [f"{number} job{'' if number == 1 else 's'}", *(f"{many} {kind}" for kind, many in kinds.items())]
+        return ", ".join(parts)
+
+    def commands(self, folder: Path) -> list[tuple[str, str]]:
+        """What to do next, and the command that does it; nothing where no job has a figure.
+
+        The commands allow the packages that this process allows; one that composes anew names the user's own folders of
+        configuration. A secret, which no file keeps, is named as a
+        reference to an environment variable.
+
+        Args:
+            folder: of the sweep, as a command names it.
+        """
+        best = next((entry for entry in self.entries if self.value(entry) is not None), None)
+        if best is None or not best.arguments:
+            return []
+        again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
+        then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", "strategy=mirrored"]
+        anew = shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()])
+        return [
+            ("the best once more", " ".join([anew, *again])),
+            ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
+        ]
+
+    def markdown(self, *, base: Path) -> str:
+        """As a page: what became of the jobs, the table, the commands; folders relative to `base`."""
+        marks = {"#": "--:", "job": ":----", "status": ":-------", "overrides": ":----------", "folder": ":-------"}
+        head = self._head()
+        lines = [f"# Leaderboard by {self.goal}", "", f"{self.counts()}.", ""]
+        lines += [f"| {' | '.join(head)} |", f"|{'|'.join(marks.get(name, '----:') for name in head)}|"]
+        for row, entry in zip(self._rows(), self.entries, strict=True):
+            cells = [cell.replace("|", "\\|") for cell in row]
+            cells[-3] = f"`{cells[-3]}`" if cells[-3] else ""
+            folder = relative(entry.folder, base)
+            cells[-1] = f"[{folder}]({folder})" if cells[-1] else ""
+            lines.append(f"| {' | '.join(cells)} |")
+        for what, command in self.commands(base):
+            lines += ["", f"{what[0].upper()}{what[1:]}:", "", "```bash", command, "```"]
+        return "\n".join(lines) + "\n"
+
+    def csv(self, *, base: Path) -> str:
+        """As a table for programs: full precision, a column for each swept key; folders relative to `base`."""
+        settings = [dict(key_value(text) for text in entry.overrides) for entry in self.entries]
+        keys = list(dict.fromkeys(key for setting in settings for key in setting))
+        text = io.StringIO()
+        table = csv.writer(text, lineterminator="\n")
+        spreads = [f"{self.goal.metric} spread"] if any(entry.spread for entry in self.entries) else []
+        table.writerow(["rank", "job", "status", self.goal.metric, *spreads, *keys, "steps", "seconds", "folder"])
+        for rank, (entry, setting) in enumerate(zip(self.entries, settings, strict=True), start=1):
+            spread = [_blank(entry.spread.get(self.goal.metric))] if spreads else []
+            figures = [_blank(self.value(entry)), *spread, *(setting.get(key, "") for key in keys)]
+            figures += [_blank(entry.steps), _blank(entry.seconds)]
+            table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
+        return text.getvalue()
+
+
+def _runnable(argument: str) -> str:
+    """An argument as a shell takes it, with a variable in place of a secret."""
+    key, _, value = argument.partition("=")
+    return reference(key) if REDACTED in value else shlex.quote(argument)
+
+
+def _printable(cell: str) -> str:
+    """Text of a file on the screen: without the codes that move its cursor, and no longer than a few lines."""
+    text = cell if len(cell) <= _MAX_CELL else f"{cell[:_MAX_CELL]}..."
+    return "".join(one if one.isprintable() else "?" for one in text)
+
+
+def _blank(value: float | None) -> str:
+    return "" if value is None else repr(value)
+
+
+def key_value(override: str) -> tuple[str, str]:
+    """An override taken apart.
+
+    Example:
+        >>> key_value("+optimizer.lr=0.1")
+        ('optimizer.lr', '0.1')
+    """
+    key, _, value = override.partition("=")
+    return key.lstrip("+"), value
+
+
+def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
+    """The leaderboard of a sweep's folder, or of all runs below any other folder.
+
+    Args:
+        folder: of a sweep, or any folder with runs in it.
+        goal: what to order by; None: what the first run that says so goes by.
+    """
+    entries = by_point(read_entries(folder))
+    if goal is None:
+        goal = next(
+            (known for entry in entries if (known := goal_of(entry.folder)) is not None), MonitoredMetric.of(Eval())
+        )
+    return Leaderboard.of(entries, goal)
+
+
+def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
+    """Write `leaderboard.{md,csv,png}`; a job without a figure is drawn where its settings are, without one.
+
+    Args:
+        board: what to write.
+        folder: of the sweep.
+        picture: whether the sweep is over: then the picture is drawn, and TensorBoard gets the settings of each job.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
+        write_atomically(folder / name, text)
+    if picture and any(board.value(entry) is not None for entry in board.entries):
+        _draw(board, folder)
+
+
+def _draw(board: Leaderboard, folder: Path) -> None:
+    """The picture, in a process of its own, and meanwhile what TensorBoard reads."""
+    jobs = [
+        {
+            "label": " ".join(entry.overrides) or entry.job,
+            "value": board.value(entry),
+            "status": entry.status,
+            "settings": dict(key_value(text) for text in entry.overrides),
+        }
+        for entry in board.entries
+    ]
+    path = folder / "leaderboard.png"
+    drawing = Drawing(sweep_request(path, title=folder.name, metric=board.goal.metric, mode=board.goal.mode, jobs=jobs))
+    for entry in board.entries:
+        tensorboard = entry.folder / "tensorboard"
+        if tensorboard.is_dir():
+            from trainkit.report.hparams import write_hparams  # noqa: PLC0415 - imports protobuf: for a sweep's end only
+
+            settings = dict(key_value(text) for text in entry.overrides)
+            write_hparams(tensorboard, settings=settings, name=entry.job, finished=entry.status == "finished")
+    drawing.wait(60.0)

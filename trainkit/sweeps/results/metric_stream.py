@@ -1,0 +1,110 @@
+"""How far a job is, read from its folder while it runs: from the last rows of its `metrics.jsonl`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import expect_map, parse_json
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, UnreadableError
+from trainkit.reading import read_tail
+
+__all__ = ["Progress", "Watch", "last_line"]
+
+_TAIL_BYTES: Final = 1 << 13
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """What is known of a job at one moment."""
+
+    step: int | None = None
+    done: float | None = None
+    """Share of its steps, 0 to 1."""
+    metric: float | None = None
+    """What the sweep goes by, by the latest evaluation."""
+    loss: float | None = None
+    """Mean training loss of the latest logged step."""
+    remaining_s: float = float("inf")
+    """Seconds of training that are left, by the pace so far."""
+
+
+class Watch:
+    """Looks into the folder of a job now and then.
+
+    Args:
+        folder: of its run; need not exist yet.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._cfg: RunConfig | None = None
+        self._last = Progress()
+        self.goal = "metric"
+        """The name of what the run goes by, once it is known."""
+
+    def look(self) -> Progress:
+        """What there is to see; what was seen before stays where the newest rows do not say it again."""
+        if self._cfg is None:
+            self._cfg = _config(self._folder)
+        if self._cfg is None:
+            return self._last
+        self.goal = MonitoredMetric.of(self._cfg.eval).metric
+        row: dict[str, Any] = {}
+        for found in _rows(self._folder / "metrics.jsonl"):
+            row |= {name: value for name, value in found.items() if value is not None}
+        self._last = _read(row, self.goal, self._cfg, self._last)
+        return self._last
+
+
+def _config(folder: Path) -> RunConfig | None:
+    try:
+        return load_resolved(folder / "resolved.yaml")
+    except (ConfigError, UnreadableError):
+        return None
+
+
+def _rows(file: Path) -> list[dict[str, Any]]:
+    """The last whole rows of the file."""
+    try:
+        content, is_whole = read_tail(file, _TAIL_BYTES)
+    except UnreadableError:
+        return []
+    rows = []
+    for line in content.split(b"\n")[0 if is_whole else 1 : -1]:
+        with contextlib.suppress(ValueError):
+            row = expect_map(parse_json(line), {"step": int})
+            rows.append({name: value for name, value in row.items() if isinstance(value, int | float)})
+    return rows
+
+
+def _read(row: dict[str, Any], goal: str, cfg: RunConfig, before: Progress) -> Progress:
+    if "step" not in row:
+        return before
+    step, seconds = int(row["step"]), row.get("seconds")
+    done = _share(step, row.get("epoch"), cfg)
+    left = seconds / done * (1 - done) if seconds is not None and done else float("inf")
+    metric, loss = row.get(goal, before.metric), row.get("train/loss", before.loss)
+    return Progress(step=step, done=done, metric=metric, loss=loss, remaining_s=left)
+
+
+def _share(step: int, epoch: float | None, cfg: RunConfig) -> float | None:
+    """How much of the training is done; None where its length is not known in steps or epochs."""
+    if cfg.steps is not None:
+        return min(1.0, step / min(cfg.steps, cfg.stop_at_step or cfg.steps))
+    if cfg.stop_at_step is not None:
+        return min(1.0, step / cfg.stop_at_step)
+    return min(1.0, epoch / cfg.epochs) if epoch is not None and cfg.epochs is not None else None
+
+
+def last_line(log: Path) -> str:
+    """The last line that a job printed."""
+    try:
+        lines = read_tail(log, _TAIL_BYTES)[0].decode(errors="replace").split("\n")
+    except UnreadableError:
+        return ""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

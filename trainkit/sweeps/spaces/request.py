@@ -1,0 +1,124 @@
+"""What a sweep was asked for: its sweeper, its space, and the points that can be told before the first one runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from trainkit.config.compose import Composer
+from trainkit.config.compose.space import Choices, Space
+from trainkit.config.composition import Composition
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.schema import MOST_JOBS
+from trainkit.config.values import closest
+from trainkit.errors import ConfigError, MissingExtraError, Problem
+from trainkit.sweeps.spaces.halving import num_rungs
+from trainkit.sweeps.spaces.random_search import sample
+
+__all__ = ["SweepRequest", "asked"]
+
+_SEARCHES: Final = ("random", "optuna", "halving")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepRequest:
+    """A sweep as asked for on the command line."""
+
+    sweeper: str
+    """The choice of hydra/sweeper."""
+    space: Space
+    common: Composition
+    """What all points share: the arguments without those that are swept."""
+
+    @property
+    def points(self) -> list[list[str]]:
+        """The arguments of each point: all of them, or under Optuna some that have every value in them.
+
+        None of a sweeper that is not ours: nobody knows what it will think of.
+        """
+        trials, seed = self._setting("trials"), self._setting("seed")
+        drawing = self.sweeper == "random" or (self.sweeper == "halving" and trials is not None)
+        if self.sweeper == "optuna" or (drawing and None in (trials, seed)):
+            return self.space.corners()
+        if drawing:
+            return sample(self.space, trials=trials, seed=seed)
+        return self.space.grid() if self.sweeper in ("grid", "basic", "halving") else []
+
+    @property
+    def num_rungs(self) -> int:
+        """Of a halving: how many lengths its jobs are compared at, the whole one included."""
+        return self._setting("rungs") or self._most_rungs
+
+    @property
+    def _most_rungs(self) -> int:
+        return num_rungs(len(self.points), max(2, self._setting("reduction") or 2))
+
+    def problems(self) -> Iterator[Problem]:
+        """What is wrong with it, beside its points."""
+        trials = self._setting("trials")
+        if trials is not None and trials > MOST_JOBS:  # before they are drawn
+            yield self.common.problem("sweep.trials", f"must be {MOST_JOBS:,} or less.", value=trials)
+            return
+        if self.sweeper in ("random", "optuna") and self.common.values["sweep"].get("trials") is None:
+            rule = f"needs a value: how many points hydra/sweeper={self.sweeper} tries, sweep.trials=20."
+            yield Problem(key="sweep.trials", rule=rule)
+        if self.sweeper in _SEARCHES and not self.space.axes:
+            yield self._of("has nothing to search: give a key values, model.width=64,128 or 'seed=interval(0,9)'.")
+        elif self.sweeper == "halving":
+            yield from self._problems_of_halving()
+        if self.sweeper == "basic" and any(len(axis.keys) > 1 for axis in self.space.axes if isinstance(axis, Choices)):
+            yield self._of("does not move keys together: leave it out, or write hydra/sweeper=grid.")
+
+    def _problems_of_halving(self) -> Iterator[Problem]:
+        if self.common.values["stop_at_step"] is not None:
+            yield self.common.problem(
+                "stop_at_step",
+                "is set by hydra/sweeper=halving, rung by rung. Leave it out.",
+                value=self.common.values["stop_at_step"],
+            )
+        if any(not isinstance(axis, Choices) for axis in self.space.axes) and self._setting("trials") is None:
+            rule = "needs a value: how many points of an interval hydra/sweeper=halving tries, sweep.trials=20."
+            yield Problem(key="sweep.trials", rule=rule)
+            return
+        points, most, asked_for = len(self.points), self._most_rungs, self._setting("rungs")
+        if most == 1:
+            reduction = self._setting("reduction")
+            yield self._of(f"has {points} points, and of sweep.reduction={reduction} one goes on. Give it more points.")
+        elif asked_for is not None and asked_for > most:
+            rule = f"{points} points leave one after {most - 1} of them. Use {most} or less."
+            yield self.common.problem("sweep.rungs", rule, value=asked_for)
+
+    def _of(self, rule: str) -> Problem:
+        return Problem(key="hydra/sweeper", value=self.sweeper, rule=rule, origin=COMMAND_LINE)
+
+    def _setting(self, name: str) -> Any:
+        """A key of `sweep` that fits; None for one that does not, which the check reports."""
+        value = self.common.values["sweep"].get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+
+def asked(composer: Composer, overrides: Sequence[str], *, sweeper: str | None = None) -> SweepRequest:
+    """Read a sweep's arguments.
+
+    Args:
+        composer: composes the points.
+        overrides: the arguments.
+        sweeper: the choice of hydra/sweeper; None: as the arguments say.
+
+    Raises:
+        ConfigError: arguments that cannot be read or searched, or that this sweeper cannot do without.
+    """
+    space = composer.space(overrides)
+    common = composer.compose([line for line in space.lines.values() if line], for_others=True)
+    found = SweepRequest(sweeper=sweeper or common.sweeper, space=space, common=common)
+    if found.sweeper not in (known := composer.choices_of("hydra/sweeper")):
+        near = closest(found.sweeper, known)
+        rule = f"no such choice. {f'Did you mean {near}? ' if near else ''}There are: {', '.join(known)}."
+        raise ConfigError([Problem(key="hydra/sweeper", value=found.sweeper, rule=rule, origin=COMMAND_LINE)])
+    if found.sweeper == "optuna" and importlib.util.find_spec("optuna") is None:
+        raise MissingExtraError(key="hydra/sweeper=optuna", package="optuna", extra="optuna")
+    if problems := list(found.problems()):
+        raise ConfigError(problems)
+    return found

@@ -1,0 +1,103 @@
+"""Hands what a sweep tries to its launcher: a list where all is known beforehand, else a source that learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.utils import JobReturn, JobStatus, setup_globals
+from omegaconf import DictConfig, OmegaConf
+
+from trainkit.config.compose import Composer
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.errors import ConfigError, Problem
+from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
+from trainkit.sweeps.spaces.request import SweepRequest, asked
+
+__all__ = ["sweep"]
+
+
+def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig, arguments: Sequence[str]) -> Any:
+    """Run a sweep to its end.
+
+    Args:
+        sweeper: the choice of hydra/sweeper.
+        launcher: Hydra's; a search needs one with `launching`, which tells how jobs go while they go.
+        composer: composes the points.
+        config: of the sweep.
+        arguments: those of the user without Hydra's own.
+
+    Returns:
+        Batches of `JobReturn`, as Hydra's own sweeper gives them.
+
+    Raises:
+        ConfigError: what is wrong with the sweep.
+    """
+    found = asked(composer, arguments, sweeper=sweeper)
+    folder = Path(str(config.hydra.sweep.dir))
+    if sweeper in ("grid", "random"):
+        folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(config, folder / "multirun.yaml")
+        return [launcher.launch(found.points, 0)]
+    launching = getattr(launcher, "launching", None)
+    if launching is None:
+        rule = "needs a launcher that tells how its jobs go. hydra/launcher=slots does."
+        raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
+    setup_globals()
+    launching.sweep.asked.update(launching.sweep.record.rows)  # of a search that goes on, all of it is asked for
+    make = _halving if sweeper == "halving" else _trials
+    source = make(found, composer, launching, folder)
+    OmegaConf.save(config, folder / "multirun.yaml")
+    launching.run(source)
+    return [_returns(launching.sweep)]
+
+
+def _halving(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
+    from trainkit.sweeps.spaces.halving import Halving  # noqa: PLC0415 - for its own sweep only
+
+    points, settings = found.points, launching.settings
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = launching.sweep.record.rows.values()
+    jobs = [SweepJob(name=row.job, folder=row.folder, overrides=row.overrides, command=()) for row in rows]
+    return Halving(
+        points=points,
+        lengths=_lengths(composer, points),
+        goal=MonitoredMetric.of(found.common.cfg.eval),
+        reduction=settings.reduction,
+        rungs=found.num_rungs,
+        job=launching.job,
+        known={job.overrides: job for job in jobs},
+    )
+
+
+def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Path) -> JobSource:
+    from trainkit.sweeps.spaces.trials import Trials, open_study  # noqa: PLC0415 - imports Optuna
+
+    settings = launching.settings
+    goal = MonitoredMetric.of(found.common.cfg.eval)
+    num_steps = max(_lengths(composer, found.points), default=1) if settings.pruner == "hyperband" else 1
+    study = open_study(folder, settings=settings, goal=goal, num_steps=num_steps)
+    return Trials(study=study, space=found.space, trials=settings.trials, goal=goal, job=launching.job)
+
+
+def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
+    """The steps that each point would train for."""
+    from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
+
+    return plan_all_points([composer.compose(point, for_others=True) for point in points])
+
+
+def _returns(done: Any) -> list[JobReturn]:
+    """What became of the jobs; one that the search pruned did what it was asked to."""
+    rows = [row for name, row in done.record.rows.items() if name in done.asked]
+    return [_returned(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]
+
+
+def _returned(overrides: Sequence[str], code: int | None) -> JobReturn:
+    done = JobReturn()
+    done.overrides = list(overrides)
+    done.status = JobStatus.COMPLETED
+    done.return_value = code
+    return done

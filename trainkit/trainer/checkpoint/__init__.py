@@ -1,0 +1,44 @@
+"""Checkpoints that never lie: atomic, hashed, verified before use, never pickled.
+
+saver = BackgroundSaver(root, retention=Retention(keep_last=2, keep_best=1, mode="max"))
+saver.save(step=100, tensors=tensors, meta=meta, metric=0.97)     # costs the copy to the host
+saver.close()                                                     # waits for the disk
+loaded = newest_valid(root, report=print)                         # names a damaged one, uses the one before
+"""
+
+from __future__ import annotations
+
+from trainkit.trainer.checkpoint.background import BackgroundSaver
+from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_small_disk
+from trainkit.trainer.checkpoint.evaluated_index import EvaluatedIndex, exclusive
+from trainkit.trainer.checkpoint.loading import Loaded, load, load_below, newest_valid
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import Part, begin, commit, prune, save, write_part
+from trainkit.trainer.checkpoint.sharded_saver import ShardedSaver
+from trainkit.trainer.checkpoint.weights import sha256_of_pieces, weights_sha256
+from trainkit.trainer.manifest import Checkpoint, list_complete, read_manifest
+
+__all__ = [
+    "BackgroundSaver",
+    "Checkpoint",
+    "EvaluatedIndex",
+    "Loaded",
+    "Part",
+    "Retention",
+    "ShardedSaver",
+    "begin",
+    "bytes_needed",
+    "commit",
+    "exclusive",
+    "list_complete",
+    "load",
+    "load_below",
+    "newest_valid",
+    "prune",
+    "read_manifest",
+    "refuse_small_disk",
+    "save",
+    "sha256_of_pieces",
+    "weights_sha256",
+    "write_part",
+]

@@ -1,0 +1,125 @@
+"""Saving beside training: the step pays for the copy to the host, a thread for hashing and the disk."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.saving import save, untied
+from trainkit.trainer.checkpoint.snapshot import Snapshot
+from trainkit.trainer.cleanup import owner_of
+from trainkit.trainer.manifest import Checkpoint
+from trainkit.trainer.ownership import OwnershipToken
+
+__all__ = ["BackgroundSaver"]
+
+
+class BackgroundSaver:
+    """Saves one checkpoint at a time in a thread of its own.
+
+    The host copies are made into buffers that stay, so that the second save allocates nothing; they cost the memory of
+    one checkpoint. A save that begins while the one before is still being written waits for it.
+
+    An error of the thread is raised by the next call, whichever it is.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        retention: Retention | None = None,
+        background: bool = True,
+        confirm: Callable[[], None] | None = None,
+        owner: OwnershipToken | None = None,
+    ) -> None:
+        self._root = root
+        self._owner = owner
+        self._confirm = confirm
+        self._retention = retention
+        self._background = background
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._finished: list[Checkpoint] = []
+
+    def save(
+        self,
+        *,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        meta: Mapping[str, Any],
+        aliases: Mapping[str, str] | None = None,
+        metric: float | None = None,
+    ) -> None:
+        """Copy the tensors to the host and write them beside the training; arguments as of `checkpoint.save`.
+
+        On return the tensors may change. With `background=False` the checkpoint exists on return.
+
+        Raises:
+            CheckpointError: this one, or the one before it, could not be written.
+        """
+        self.wait()
+        arguments: dict[str, Any] = {"step": step, "meta": meta, "metric": metric, "retention": self._retention}
+        self._owner = self._owner or owner_of(self._root)
+        arguments.update(confirm=self._confirm, owner=self._owner)
+        if not self._background:
+            self._finished.append(save(self._root, tensors=tensors, aliases=aliases, **arguments))
+            return
+        unique, tied = untied(tensors)
+        refuse_lack_of_room(self._root, step, bytes_needed(unique.values()))
+        arguments.update(tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
+        # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that nobody takes for a checkpoint.
+        self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def finished(self) -> list[Checkpoint]:
+        """The checkpoints written since the last call; does not wait.
+
+        Raises:
+            CheckpointError: one could not be written.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return []
+        self.wait()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def wait(self) -> None:
+        """Wait for the save that is under way.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self._raise_error()
+
+    def close(self) -> list[Checkpoint]:
+        """Wait, give the buffers back, and return what `finished` would.
+
+        Raises:
+            CheckpointError: the last save could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._snapshot.buffers.clear()
+        return self.finished()
+
+    def _write(self, **arguments: Any) -> None:
+        try:
+            self._finished.append(save(self._root, **arguments))
+        except BaseException as error:  # noqa: BLE001 - carried to the thread that trains
+            self._error = error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error

@@ -1,0 +1,121 @@
+"""Room for checkpoints: asked for before the first step and before each save, so that no save ends halfway.
+
+A save needs room for a whole checkpoint beside those that are kept, since the older ones are removed after the new one
+is complete.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from torch import Tensor
+
+from trainkit.errors import StorageError
+from trainkit.storage import Free, file_limit, num_bytes, reason_and_room, remedy_of, storage_error
+from trainkit.trainer.manifest import list_complete
+
+__all__ = ["bytes_needed", "refuse_lack_of_room", "refuse_small_disk", "unwritten"]
+
+_FIXED_BYTES: Final = 32 * 1024
+"""Manifest, meta, the two indexes, rounding to blocks, and a few rows of figures."""
+_BYTES_A_TENSOR: Final = 512
+"""A tensor's entries in the header of its file and in the index."""
+_NUM_FILES: Final = 8
+"""Folder, files and temporary names of a checkpoint that one process writes."""
+_FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
+_ELSEWHERE: Final = "choose a folder on another file system (hydra.run.dir=FOLDER)"
+
+
+def bytes_needed(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that a checkpoint of these tensors takes on a disk.
+
+    Example:
+        >>> import torch
+        >>> bytes_needed([torch.zeros(256), torch.zeros(256, dtype=torch.float64)])
+        36864
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    return sum(sizes) + _BYTES_A_TENSOR * len(sizes) + _FIXED_BYTES
+
+
+def refuse_lack_of_room(root: Path, step: int, needed: int, *, largest_file: int | None = None, who: str = "") -> None:
+    """Refuse to begin a save that the file system has no room for; asks the file system, and writes nothing.
+
+    Args:
+        root: the `checkpoints` folder.
+        step: that of the checkpoint.
+        needed: bytes of the whole checkpoint.
+        largest_file: bytes of its largest file; None: all of them.
+        who: which rank writes, where several do.
+
+    Raises:
+        StorageError: there is too little room, or a file may not become that large.
+    """
+    if (code := _lacking(root, needed, needed if largest_file is None else largest_file)) is not None:
+        raise unwritten(root, step, OSError(code, os.strerror(code)), needed=needed, who=who)
+
+
+def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) -> None:
+    """Refuse a run whose checkpoints the file system of its folder cannot hold, before its first step.
+
+    Args:
+        folder: the run folder, which need not exist.
+        size: bytes of a checkpoint.
+        kept: how many are kept at a time.
+        steps_left: a run of few steps saves no more often than that.
+
+    Raises:
+        StorageError: there is too little room for those that are kept and the one that is written beside them.
+    """
+    there = list_complete(folder / "checkpoints")
+    have = sum(record.num_bytes for checkpoint in there for record in checkpoint.files.values())
+    number = min(kept + 1, len(there) + steps_left)
+    needed = max(size * number - have, size)
+    free = Free.at(folder)
+    if _lacking(folder, 0, size) == errno.EFBIG:
+        raise storage_error(folder / "checkpoints", OSError(errno.EFBIG, os.strerror(errno.EFBIG)), needed=size)
+    if free is None or (free.num_bytes >= needed and free.num_files != 0):
+        return
+    of = f"{number} checkpoints of {num_bytes(size)}" if number > 1 else f"a checkpoint of {num_bytes(size)}"
+    less = f", less the {num_bytes(have)} of those that are there" if have else ""
+    fewer = f", {_FEWER}" if number > 1 else ""
+    raise StorageError(
+        f"{folder} has too little room for the checkpoints of this run: {num_bytes(needed)} are needed ({of}{less}), "
+        f"{free}. Free space there{fewer}, or {_ELSEWHERE}."
+    )
+
+
+def unwritten(root: Path, step: int, error: OSError, *, needed: int | None = None, who: str = "") -> StorageError:
+    """Return the error of a checkpoint that the disk refuses.
+
+    Args:
+        root: the `checkpoints` folder.
+        step: that of the checkpoint.
+        error: what the system said.
+        needed: bytes of the checkpoint, where that is known.
+        who: which rank's part it was, where several write.
+    """
+    try:
+        kept = list_complete(root)
+    except OSError:
+        kept = []
+    last = f"The last complete one is {kept[0].folder}" if kept else "There is no earlier one"
+    why = reason_and_room(root, error, needed=needed)
+    return StorageError(
+        f"the checkpoint of step {step} could not be written below {root}: {who}{why}. {last}. {remedy_of(error)}"
+    )
+
+
+def _lacking(root: Path, needed: int, largest_file: int) -> int | None:
+    """Return the number of the error that a save would meet; None where there is room, or nobody knows."""
+    if (limit := file_limit()) is not None and largest_file > limit:
+        return errno.EFBIG
+    free = Free.at(root)
+    if free is None:
+        return None
+    few_files = free.num_files is not None and free.num_files < _NUM_FILES
+    return errno.ENOSPC if free.num_bytes < needed or few_files else None

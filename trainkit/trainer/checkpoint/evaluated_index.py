@@ -1,0 +1,114 @@
+"""What an evaluator beside the training tells of checkpoints: `checkpoints/evaluated.json`, which it alone writes.
+
+    {"evaluating": "step_00001200", "metrics": {"step_00000600": 0.91}}
+
+Checkpoints are removed by the process that writes them, and by nobody else. It keeps the one that is being evaluated,
+and those that are the best by these metrics. Both processes hold a lock while they look and change something, so that
+nothing is removed between the moment the evaluator chooses it and the moment it says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.errors import UnreadableError
+from trainkit.reading import read_map
+from trainkit.trainer.manifest import Checkpoint
+
+if sys.platform != "win32":
+    import fcntl
+
+__all__ = ["EvaluatedIndex", "exclusive", "swap_in"]
+
+_NAME: Final = "evaluated.json"
+_PATIENCE_S: Final = 1.0
+"""How long the training waits for an evaluator that was stopped while it held the lock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedIndex:
+    """What the evaluator knows.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     EvaluatedIndex(metrics={"step_00000002": 0.5}).write(Path(folder))
+        ...     EvaluatedIndex.read(Path(folder)).metrics
+        {'step_00000002': 0.5}
+    """
+
+    evaluating: str | None = None
+    """The name of the checkpoint that is being evaluated."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Name of a checkpoint -> what best is judged by."""
+
+    @classmethod
+    def read(cls, root: Path) -> EvaluatedIndex:
+        """What the file in a `checkpoints` folder says; nothing, where there is none or none that can be read."""
+        try:
+            content = read_map(root / _NAME, {"metrics": dict, "evaluating": (str, type(None))})
+        except UnreadableError:
+            return cls()
+        metrics = {name: float(value) for name, value in content["metrics"].items() if isinstance(value, int | float)}
+        return cls(evaluating=content["evaluating"], metrics=metrics)
+
+    def write(self, root: Path) -> None:
+        """Write the file; a reader sees the old one or the new one."""
+        metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
+        swap_in(root / _NAME, {"evaluating": self.evaluating, "metrics": metrics})
+
+    def of(self, checkpoint: Checkpoint) -> Checkpoint:
+        """A checkpoint with its metric, where whoever wrote it knew none."""
+        if checkpoint.metric is not None:
+            return checkpoint
+        return replace(checkpoint, metric=self.metrics.get(checkpoint.folder.name))
+
+
+def swap_in(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file that is derived from others: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def exclusive(root: Path) -> Iterator[bool]:
+    """Hold the `checkpoints` folder against the other of its two users, where there are two.
+
+    Yields:
+        Whether it is held; False: the other one does not let go, or the file system has no locks.
+    """
+    if sys.platform == "win32" or not (root / _NAME).exists():
+        yield True
+        return
+    descriptor = os.open(root, os.O_RDONLY)
+    try:
+        yield _locked(descriptor)
+    finally:
+        os.close(descriptor)  # and with it the lock
+
+
+def _locked(descriptor: int) -> bool:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.01)
+        else:
+            return True

@@ -1,0 +1,262 @@
+"""Writing a checkpoint: a temporary folder, every file flushed, the manifest last, one rename.
+
+Whoever looks, at any moment and after any crash, sees a complete checkpoint or none.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from trainkit.errors import CheckpointError
+from trainkit.storage import naming, sync_folder
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, coverage_error
+from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
+from trainkit.trainer.checkpoint.dtypes import NAMES, refuse_unwritable
+from trainkit.trainer.checkpoint.retention import Retention
+from trainkit.trainer.checkpoint.tensor_file import write_bytes, write_tensors
+from trainkit.trainer.cleanup import (
+    delete_temporary_folder,
+    delete_temporary_folders,
+    make_room,
+    owner_of,
+    temporary_folder_of,
+    unmark,
+)
+from trainkit.trainer.failpoints import hit
+from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
+from trainkit.trainer.ownership import OwnershipToken
+
+__all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "write_part"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank wrote."""
+
+    file: str
+    record: FileRecord
+    tensors: Mapping[str, Mapping[str, Any]]
+    """Name in this file -> {"name" of the tensor, "dtype", "shape" of the whole, "offset" and "size" of the piece}."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What another rank makes the same part of."""
+        record = {"num_bytes": self.record.num_bytes, "sha256": self.record.sha256}
+        return {"file": self.file, "record": record, "tensors": dict(self.tensors)}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Self:
+        """What `to_json` gave."""
+        return cls(file=content["file"], record=FileRecord(**content["record"]), tensors=content["tensors"])
+
+
+def save(
+    root: Path,
+    *,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str] | None = None,
+    metric: float | None = None,
+    retention: Retention | None = None,
+    confirm: Callable[[], None] | None = None,
+    owner: OwnershipToken | None = None,
+) -> Checkpoint:
+    """Write a checkpoint from one process, then prune the older ones.
+
+    Args:
+        root: the `checkpoints` folder of the run; made if absent.
+        step: updates completed.
+        tensors: by `param/NAME`, `buffer/NAME` and `optimizer/SLOT/NAME`; on any device, in any layout.
+        meta: JSON; its keys `position` and `fingerprint` go into the manifest. All of it comes back from `load`.
+        aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are found unasked.
+        metric: what best is judged by, where known.
+        retention: what to keep; None keeps everything.
+        confirm: asked before the checkpoint gets its name; raises where the folder is another's by now.
+        owner: the run; None: whose `root` is.
+
+    Raises:
+        StorageError: it could not be written, a full disk above all; nothing of it is left.
+        CheckpointError: a tensor that no checkpoint can hold.
+    """
+    owner = owner or owner_of(root)
+    unique, tied = untied(tensors)
+    needed = bytes_needed(unique.values())
+    refuse_lack_of_room(root, step, needed)
+    draft = begin(root, step, owner)
+    try:
+        part = write_part(draft, {name: (TensorShard.whole(tensor),) for name, tensor in unique.items()})
+        tied |= {name: tied.get(target, target) for name, target in (aliases or {}).items()}
+        checkpoint = commit(draft, step=step, parts=[part], meta=meta, aliases=tied, metric=metric, confirm=confirm)
+    except OSError as error:
+        raise unwritten(root, step, error, needed=needed) from error
+    finally:
+        delete_temporary_folder(draft, owner)
+    prune(root, retention or Retention(), step=step, owner=owner)
+    return checkpoint
+
+
+def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
+    """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left.
+
+    Raises:
+        StorageError: it cannot be made; the folder of a run that is gone is not made again.
+    """
+    owner = owner or owner_of(root)
+    try:
+        root.mkdir(exist_ok=True)
+        delete_temporary_folders(root, owner)
+        draft = temporary_folder_of(root, step)
+        owner.make(draft)
+    except OSError as error:
+        raise unwritten(root, step, error) from error
+    return draft
+
+
+def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> Part:
+    """Write what one rank holds; every rank of a sharded model writes its own file, side by side.
+
+    Args:
+        draft: from `begin`.
+        pieces: what this rank holds.
+        rank: names the file.
+
+    Raises:
+        CheckpointError: a tensor that no checkpoint can hold.
+        OSError: the disk said no.
+    """
+    held = {file_key(name, place): (name, piece) for name, parts in pieces.items() for place, piece in enumerate(parts)}
+    for name, piece in held.values():
+        refuse_unwritable(name, piece.tensor)
+    file = f"rank_{rank:05d}.safetensors"
+    record = write_tensors(draft / file, {key: piece.tensor for key, (_, piece) in held.items()})
+    entries = {
+        key: {
+            "name": name,
+            "dtype": NAMES[piece.tensor.dtype],
+            "shape": list(piece.shape),
+            "offset": list(piece.offset),
+            "size": list(piece.tensor.shape),
+        }
+        for key, (name, piece) in held.items()
+    }
+    return Part(file=file, record=record, tensors=entries)
+
+
+def file_key(name: str, place: int) -> str:
+    """How a tensor's piece is called in the file of a rank that holds several: no name of a module has a `#`.
+
+    Example:
+        >>> file_key("param/w", 0), file_key("param/w", 1)
+        ('param/w', 'param/w#1')
+    """
+    return name if place == 0 else f"{name}#{place}"
+
+
+def commit(
+    draft: Path,
+    *,
+    step: int,
+    parts: Iterable[Part],
+    meta: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    metric: float | None = None,
+    confirm: Callable[[], None] | None = None,
+) -> Checkpoint:
+    """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists.
+
+    The token of the draft goes into the manifest.
+    """
+    owner = OwnershipToken.found(draft)
+    final = draft.parent / folder_name(step)
+    parts = list(parts)
+    rest = {key: value for key, value in meta.items() if key not in ("position", "fingerprint")}
+    files = {part.file: part.record for part in parts}
+    index = {"tensors": _index(parts), "aliases": dict(aliases)}
+    if not set(aliases.values()) <= index["tensors"].keys():
+        raise ValueError(f"aliases name tensors that are not in the checkpoint: {aliases}")
+    files["index.json"] = write_bytes(draft / "index.json", _json(index))
+    files["meta.json"] = write_bytes(draft / "meta.json", _json(rest))
+    checkpoint = Checkpoint(
+        folder=final,
+        step=step,
+        position=meta.get("position"),
+        fingerprint=meta.get("fingerprint"),
+        metric=metric,
+        owner=None if owner is None else owner.token,
+        files=files,
+    )
+    hit("save", step)
+    write_bytes(draft / MANIFEST, manifest_bytes(checkpoint))
+    sync_folder(draft)
+    if confirm is not None:
+        confirm()
+    _move_into_place(draft, final, owner)
+    return checkpoint
+
+
+def prune(root: Path, retention: Retention, *, step: int, owner: OwnershipToken) -> None:
+    """Delete the checkpoints of this run that are not kept, after a new one is complete.
+
+    Raises:
+        StorageError: the file system refuses; no checkpoint is lost.
+    """
+    with naming(root):
+        retention.apply(root, step=step, owner=owner)
+
+
+def _index(parts: Iterable[Part]) -> dict[str, Any]:
+    index: dict[str, Any] = {}
+    for part in parts:
+        for key, entry in part.tensors.items():
+            name, kind = entry["name"], {"dtype": entry["dtype"], "shape": entry["shape"]}
+            tensor = index.setdefault(name, {**kind, "pieces": []})
+            if not kind.items() <= tensor.items():
+                raise CheckpointError(f"{name} cannot be saved: its pieces are of several shapes or dtypes.")
+            called = {} if key == name else {"key": key}
+            tensor["pieces"].append({"file": part.file, **called, "offset": entry["offset"], "size": entry["size"]})
+    for name, tensor in index.items():
+        if wrong := coverage_error(tensor["shape"], [(piece["offset"], piece["size"]) for piece in tensor["pieces"]]):
+            raise CheckpointError(f"{name} cannot be saved: {wrong}.")
+    return index
+
+
+def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Split off the names that share memory, dtype and layout with an earlier one.
+
+    Returns:
+        The tensors to write, and other name -> name written.
+
+    Raises:
+        CheckpointError: a tensor that no checkpoint can hold.
+    """
+    seen: dict[tuple[Any, ...], str] = {}
+    unique, tied = {}, {}
+    for name, tensor in tensors.items():
+        refuse_unwritable(name, tensor)
+        # an XLA tensor has no address: each stands for itself
+        same = (tensor.data_ptr() or id(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
+        first = seen.setdefault(same, name) if tensor.numel() else name
+        if first == name:
+            unique[name] = tensor
+        else:
+            tied[name] = first
+    return unique, tied
+
+
+def _move_into_place(draft: Path, final: Path, owner: OwnershipToken | None) -> None:
+    replaced = make_room(final, owner)
+    draft.rename(final)
+    unmark(final)
+    sync_folder(final.parent)
+    if replaced is not None and owner is not None:
+        delete_temporary_folder(replaced, owner)
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=1).encode()

@@ -1,0 +1,260 @@
+"""One safetensors file: hashed while it is written, and before anything of it is used.
+
+An own writer and reader of the format (an 8-byte length, a JSON header, raw bytes): the bytes are hashed on their way.
+A file is read twice, once to verify it and once tensor by tensor, and never mapped: what is loaded takes no more memory
+than what is asked for at a time.
+
+Source: https://huggingface.co/docs/safetensors, section Format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import weakref
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Self
+
+import torch
+from torch import Tensor
+
+from trainkit.bounded_json import expect_map, parse_json, whole_numbers
+from trainkit.errors import UnreadableError
+from trainkit.reading import open_regular
+from trainkit.trainer.checkpoint.dtypes import DTYPES, NAMES, bytes_of
+from trainkit.trainer.manifest import FileRecord, damaged
+
+__all__ = ["TensorFile", "lengths_in", "write_bytes", "write_tensors"]
+
+_CHUNK: Final = 8 << 20
+_MAX_HEADER: Final = 100_000_000  # the format's own limit
+_MAX_DIMS: Final = 64  # torch's own limit
+_MAX_NUMEL: Final = 1 << 63
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
+    """Write tensors to a new file, flushed to the disk.
+
+    Raises:
+        OSError: the disk said no; the file is then incomplete.
+    """
+    # Widest dtypes first: every tensor is then aligned to its own element size.
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        writer = _Writer(file)
+        writer.write(memoryview(len(text).to_bytes(8, "little") + text))
+        for name in names:
+            writer.write(bytes_of(tensors[name]))
+        return writer.finish()
+
+
+def write_bytes(path: Path, content: bytes) -> FileRecord:
+    """Write a small new file, flushed to the disk."""
+    with path.open("xb") as file:
+        writer = _Writer(file)
+        writer.write(memoryview(content))
+        return writer.finish()
+
+
+class _Writer:
+    """Counts and hashes what passes."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._num_bytes = 0
+
+    def write(self, content: memoryview) -> None:
+        for start in range(0, len(content), _CHUNK):
+            piece = content[start : start + _CHUNK]
+            self._digest.update(piece)
+            self._file.write(piece)
+        self._num_bytes += len(content)
+
+    def finish(self) -> FileRecord:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileRecord(num_bytes=self._num_bytes, sha256=self._digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Entry:
+    """Where a tensor lies in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+    crc: int
+
+
+class TensorFile:
+    """A verified file, kept open: its tensors are read when they are asked for, even where its name is gone by then.
+
+    Every byte was compared with the SHA-256 of the manifest once; what is read again is compared with that reading.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _Entry]) -> None:
+        self._path, self._file, self._entries = path, file, entries
+        weakref.finalize(self, file.close)
+
+    @classmethod
+    def verified(cls, path: Path, record: FileRecord) -> Self:
+        """Open a file and read all of it, keeping nothing but where its tensors are.
+
+        The header is untrusted until the hash is right: sizes are bounded by the size of the file.
+
+        Raises:
+            CheckpointError: the bytes are not those that were written.
+        """
+        try:
+            file = open_regular(path, buffering=0)
+        except UnreadableError as error:
+            raise damaged(path.parent, f"{path.name} cannot be read ({error.reason})") from None
+        try:
+            return cls(path, file, _Scan(file, path, record).entries())
+        except BaseException as error:
+            file.close()
+            if isinstance(error, OSError):
+                raise damaged(path.parent, f"{path.name} cannot be read ({error})") from None
+            raise
+
+    def kind_of(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """The dtype and shape of a tensor.
+
+        Raises:
+            KeyError: it is not in this file.
+        """
+        return self._entries[key].dtype, self._entries[key].shape
+
+    def read(self, key: str) -> Tensor:
+        """Read a tensor into memory of our own.
+
+        Raises:
+            CheckpointError: it cannot be read any more, or is not what was verified.
+        """
+        entry = self._entries[key]
+        buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
+        target, crc = buffer.numpy().data, 0
+        try:
+            self._file.seek(entry.start)
+            for start in range(0, entry.num_bytes, _CHUNK):
+                piece = target[start : start + _CHUNK]
+                if not _filled(self._file, piece):
+                    raise damaged(self._path.parent, f"{self._path.name} was cut short after it was verified")
+                crc = zlib.crc32(piece, crc)
+        except OSError as error:
+            raise damaged(self._path.parent, f"{self._path.name} cannot be read any more ({error})") from None
+        if crc != entry.crc:
+            raise damaged(self._path.parent, f"{self._path.name} was changed after it was verified")
+        return buffer.view(entry.dtype).reshape(entry.shape)
+
+
+class _Scan:
+    """One reading of a whole file, from its first byte to its last."""
+
+    def __init__(self, file: BinaryIO, path: Path, record: FileRecord) -> None:
+        self._file = file
+        self._path = path
+        self._record = record
+        self._digest = hashlib.sha256()
+        self._chunk = bytearray(min(_CHUNK, max(record.num_bytes, 1)))
+
+    def entries(self) -> dict[str, _Entry]:
+        try:
+            entries = self._scanned()
+        except (ValueError, KeyError):  # a crafted header
+            raise self._damage() from None
+        if self._file.read(1) or self._digest.hexdigest() != self._record.sha256:
+            raise self._damage()
+        return entries
+
+    def _scanned(self) -> dict[str, _Entry]:
+        length = int.from_bytes(self._take(8), "little")
+        if length > min(_MAX_HEADER, self._record.num_bytes - 8):
+            raise self._damage()
+        first = 8 + length
+        listed = self._listed(self._take(length), self._record.num_bytes - first)
+        return {
+            name: _Entry(dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=self._pass(num_bytes))
+            for name, dtype, shape, at, num_bytes in listed
+        }
+
+    def _listed(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
+        """The tensors in the order of their bytes, which must follow each other without a gap."""
+        header = expect_map(parse_json(text, depth=8), {})
+        header.pop("__metadata__", None)
+        for entry in header.values():
+            expect_map(entry, {"data_offsets": list, "dtype": str, "shape": list})
+            entry["data_offsets"] = lengths_in(entry["data_offsets"])
+        entries, at = [], 0
+        for name, entry in sorted(header.items(), key=lambda item: (item[1]["data_offsets"], item[0])):
+            (begin, end), dtype, shape = entry["data_offsets"], DTYPES[entry["dtype"]], lengths_in(entry["shape"])
+            if begin != at or end - begin != math.prod(shape) * dtype.itemsize:
+                raise self._damage()
+            entries.append((name, dtype, shape, begin, end - begin))
+            at = end
+        if at != data_bytes:
+            raise self._damage()
+        return entries
+
+    def _take(self, num_bytes: int) -> bytes:
+        content = bytearray(num_bytes)
+        if not _filled(self._file, memoryview(content)):
+            raise self._damage()
+        self._digest.update(content)
+        return bytes(content)
+
+    def _pass(self, num_bytes: int) -> int:
+        """Read on, and return the CRC of what was read."""
+        crc = 0
+        for start in range(0, num_bytes, _CHUNK):
+            piece = memoryview(self._chunk)[: min(_CHUNK, num_bytes - start)]
+            if not _filled(self._file, piece):
+                raise self._damage()
+            self._digest.update(piece)
+            crc = zlib.crc32(piece, crc)
+        return crc
+
+    def _damage(self) -> Exception:
+        return damaged(self._path.parent, f"{self._path.name} is not what was written (SHA-256 differs)")
+
+
+def lengths_in(content: Any) -> tuple[int, ...]:
+    """Return a shape, or an offset, out of JSON; one that a tensor can have.
+
+    Raises:
+        ValueError: it is no list of whole numbers from 0 on, or the numbers are too large for any tensor.
+
+    Example:
+        >>> lengths_in([2, 3])
+        (2, 3)
+    """
+    numbers = whole_numbers(content)
+    if len(numbers) > _MAX_DIMS or math.prod(max(number, 1) for number in numbers) >= _MAX_NUMEL:
+        raise ValueError("a shape or offset is larger than any tensor")
+    return tuple(numbers)
+
+
+def _filled(file: BinaryIO, target: memoryview) -> bool:
+    """Read until the target is full; False where the file ends before."""
+    done = 0
+    while done < len(target):
+        count = file.readinto(target[done:])  # type: ignore[attr-defined]  # FileIO has it
+        if not count:
+            return False
+        done += count
+    return True

@@ -1,0 +1,127 @@
+"""Deleting checkpoints and the temporary folders of saves: those of the run that saves, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from trainkit.errors import CheckpointError
+from trainkit.trainer.manifest import Checkpoint, folder_name, list_all, list_complete, read_manifest, step_of
+from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, set_aside, tell
+
+__all__ = [
+    "delete",
+    "delete_temporary_folder",
+    "delete_temporary_folders",
+    "make_room",
+    "owner_of",
+    "pass_over",
+    "temporary_folder_of",
+    "unmark",
+]
+
+_TEMPORARY: Final = ".tmp_"
+"""How the names of folders begin that are being written or deleted."""
+_OLD: Final = "old_"
+_WRITTEN: Final = re.compile(r"rank_\d{5,}\.safetensors|(index|meta|manifest)\.json")
+"""The files of a checkpoint, beside its token."""
+
+
+def owner_of(root: Path) -> OwnershipToken:
+    """Return the run that a `checkpoints` folder belongs to.
+
+    The folder above it holds the token. Where it does not, as in a folder that holds checkpoints alone, the token is
+    that of the checkpoints, if all are of one run and training; else a new one, which owns nothing.
+    """
+    owner = OwnershipToken.found(root.parent)
+    if owner is not None:
+        return owner
+    found = list_complete(root)
+    tokens = {entry.owner for entry in found}
+    adopts, named = None in tokens, tokens - {None}
+    if len(named) == 1 and len({entry.fingerprint for entry in found}) == 1:
+        return OwnershipToken(token=str(named.pop()), adopts=adopts)
+    return OwnershipToken.new(adopts=adopts)
+
+
+def temporary_folder_of(root: Path, step: int) -> Path:
+    """Return the name of a temporary folder for a checkpoint; another run's is left where it is."""
+    return free_name(root / f"{_TEMPORARY}{folder_name(step)}")
+
+
+def delete_temporary_folders(root: Path, owner: OwnershipToken) -> None:
+    """Delete the temporary folders that earlier, killed attempts of this run have left."""
+    for leftover in root.glob(f"{_TEMPORARY}*"):
+        delete_temporary_folder(leftover, owner)
+
+
+def delete_temporary_folder(draft: Path, owner: OwnershipToken) -> None:
+    """Delete a temporary folder of this run; a file in it that the run did not write is kept."""
+    _delete(draft, owner, draft.name.removeprefix(_TEMPORARY).removeprefix(_OLD))
+
+
+def delete(checkpoint: Checkpoint, owner: OwnershipToken) -> None:
+    """Delete a complete checkpoint, if this run wrote it; a file in it that the run did not write is kept.
+
+    Raises:
+        OSError: the file system refuses; the checkpoint stays.
+    """
+    if owner.wrote(checkpoint.owner) and not checkpoint.folder.is_symlink():
+        _delete(_retired(checkpoint.folder, owner), owner, checkpoint.folder.name, proven=True)
+
+
+def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
+    """Rename what is in the place of a new checkpoint.
+
+    Returns:
+        The temporary folder to delete once the new one is complete, where this run has saved the same step before;
+        None where nothing is there, or it was set aside.
+
+    Raises:
+        OSError: the file system refuses.
+    """
+    if not os.path.lexists(final):
+        return None
+    try:
+        if owner is not None and not final.is_symlink() and owner.wrote(read_manifest(final).owner):
+            return _retired(final, owner)
+    except CheckpointError:
+        pass
+    set_aside(final, "is in the place of a new checkpoint")
+    return None
+
+
+def _retired(folder: Path, owner: OwnershipToken) -> Path:
+    """Rename a checkpoint before it is deleted: a kill halfway leaves no folder that looks like a damaged one."""
+    with contextlib.suppress(OSError):  # of a full disk: the space is needed more than the token
+        owner.mark(folder)
+    return folder.rename(free_name(folder.with_name(f"{_TEMPORARY}{_OLD}{folder.name}")))
+
+
+def _delete(folder: Path, owner: OwnershipToken, name: str, *, proven: bool = False) -> None:
+    if left := owner.remove(folder, _WRITTEN, proven=proven):
+        kept = free_name(folder.with_name(f"{name}.aside"))
+        with contextlib.suppress(OSError):
+            folder.rename(kept)
+            unmark(kept)
+            tell(f"{kept} holds what this run did not write into its {name}, which is deleted: {', '.join(left)}.")
+
+
+def unmark(folder: Path) -> None:
+    """Take the token file out of a checkpoint that is complete: its manifest holds the token."""
+    with contextlib.suppress(OSError):
+        (folder / MARK).unlink()
+
+
+def pass_over(root: Path, owner: OwnershipToken, *, step: int) -> None:
+    """Set aside the checkpoints of this run that are newer than the one just written.
+
+    The run went on from an older checkpoint, since they could not be read or were damaged. They would push what is
+    whole out of the last k, and a resume would take them for later states of this training.
+    """
+    for folder, entry in list_all(root):
+        if step_of(folder) > step and isinstance(entry, Checkpoint) and owner.wrote(entry.owner):
+            set_aside(folder, f"was passed over, and the run has gone on to step {step} from an older checkpoint")

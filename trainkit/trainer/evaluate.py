@@ -1,0 +1,56 @@
+"""Evaluation: every sample exactly once, on any number of ranks, as sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trainkit.numerics.generators import Untouched
+from trainkit.numerics.randomness import BlockKeys, keys_of
+from trainkit.objectives.base import Objective, RunningMean
+from trainkit.strategies.base import Placed
+
+__all__ = ["evaluate"]
+
+
+def evaluate(
+    placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
+) -> dict[str, float]:
+    """Score the model on a split; collective.
+
+    What the model or the objective draws depends on (seed, number of the batch, block): the same in every evaluation.
+
+    Args:
+        placed: the model; in training mode again afterwards.
+        objective: gives the loss and the metrics.
+        batches: this rank's batches, on its device: together the ranks have every sample once.
+        split: names the figures, `val/loss`.
+        num_counted: how many of the batches count, the first ones; None: all. The rest are there for other ranks, who
+            run the model together with this one.
+
+    Returns:
+        `split/loss`, the mean over all targets, and each metric, the same on every rank.
+    """
+    model = placed.model
+    tally, metrics = RunningMean(), objective.metrics()
+    keys = keys_of(model) or BlockKeys(model, seed=0, devices=[placed.device])
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), placed.precision.autocast(placed.device_types):
+            for place, batch in enumerate(batches):
+                with Untouched(seed=0, devices=[placed.device]):
+                    keys.enter_evaluation(batch=place * placed.num_ranks + placed.rank, objective=objective)
+                    loss = objective.loss(model, batch)
+                if num_counted is not None and place >= num_counted:
+                    continue
+                tally.add(loss.loss_sum, loss.weight)
+                for metric in metrics.values():
+                    metric.update(loss, batch)
+    finally:
+        model.train(was_training)
+    figures = {f"{split}/loss": tally.mean(placed.data_ranks)}
+    figures.update({f"{split}/{name}": metric.compute(placed.data_ranks) for name, metric in metrics.items()})
+    return figures

@@ -1,0 +1,145 @@
+"""Planted failures, for tests of what happens when a process dies, hangs or errs at a known moment.
+
+    TRAINKIT_FAIL="rank=1,step=3,phase=backward,action=kill"
+
+Several, parted by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank; without
+`step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `life` only that life of a task
+that is started again alone; with `while` only as long as that file exists. Actions: kill (SIGKILL), stop (SIGSTOP),
+hang (sleeps for ever), raise (RuntimeError), full (no space left on device), exit (ends the process with code 7,
+without a word), slow (sleeps for a twentieth of a second and goes on).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from trainkit.errors import ConfigError, Problem
+
+__all__ = ["ACTIONS", "PHASES", "Failpoint", "Phase", "armed", "hit", "parse", "reload"]
+
+Phase = Literal[
+    "start", "join", "load", "callback", "evaluate", "save", "data", "compile", "forward", "backward", "reduce",
+    "update", "end", "idle",
+]  # fmt: skip
+"""What a rank is doing, in the order in which it comes at one number of completed updates.
+
+`join`: it meets the other ranks and places the model. `load`: it restores a checkpoint. `callback`: it shows figures or
+a checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training is over. `idle`: it waits to be asked
+for something.
+"""
+
+PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
+ACTIONS: Final = ("kill", "stop", "hang", "raise", "full", "exit", "slow")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failpoint:
+    """One planted failure."""
+
+    action: str
+    rank: int = 0
+    step: int | None = None
+    phase: str | None = None
+    attempt: int | None = None
+    life: int | None = None
+    index: int | None = None
+    marker: str | None = None
+
+    def concerns(self, environ: Mapping[str, str]) -> bool:
+        """Whether it is planted in the process of this environment."""
+        if self.attempt is not None and str(self.attempt) != environ.get("TRAINKIT_ATTEMPT", "0"):
+            return False
+        if self.life is not None and str(self.life) != environ.get("TRAINKIT_LIFE", "0"):
+            return False
+        rank = environ.get("TRAINKIT_RANK", "0")
+        if self.index is not None:
+            return str(self.index) == environ.get("TRAINKIT_INDEX", rank)
+        return str(self.rank) == rank
+
+    def matches(self, phase: str, step: int) -> bool:
+        """Whether this moment is the planted one."""
+        now = self.phase in (None, phase) and self.step in (None, step)
+        return now and (self.marker is None or os.path.exists(self.marker))  # noqa: PTH110 - no path is wanted
+
+    def fail(self, phase: str, step: int) -> None:
+        """Do it."""
+        if self.action == "raise":
+            raise RuntimeError(f"failpoint in {phase} of step {step}")
+        if self.action == "full":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if self.action == "exit":
+            os._exit(7)
+        if self.action == "slow":
+            time.sleep(0.05)
+            return
+        if self.action in ("kill", "stop"):
+            os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGSTOP)
+        while self.action != "stop":
+            time.sleep(3600)
+
+
+def parse(text: str) -> tuple[Failpoint, ...]:
+    """Read failpoints.
+
+    Raises:
+        ConfigError: a key, number, phase or action that does not exist.
+
+    Example:
+        >>> parse("step=3,phase=save,action=kill")
+        (Failpoint(action='kill', rank=0, step=3, phase='save', attempt=None, life=None, index=None, marker=None),)
+    """
+    return tuple(_parse_one(part) for part in text.split(";") if part.strip())
+
+
+def _parse_one(text: str) -> Failpoint:
+    pairs = dict(pair.strip().partition("=")[::2] for pair in text.split(","))
+    numbers = {
+        key: int(pairs[key]) for key in ("rank", "index", "step", "attempt", "life") if pairs.get(key, "").isdigit()
+    }
+    words = {key: value for key, value in pairs.items() if key not in numbers}
+    phase = words.pop("phase", None)
+    action, marker = words.pop("action", ""), words.pop("while", None)
+    if words or action not in ACTIONS or phase not in (None, *PHASES):
+        rule = (
+            "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
+            f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
+        )
+        raise ConfigError([Problem(key="TRAINKIT_FAIL", value=text, rule=rule, origin="environment")])
+    return Failpoint(action=action, phase=phase, marker=marker, **numbers)
+
+
+def _of_this_process(environ: Mapping[str, str]) -> tuple[Failpoint, ...]:
+    return tuple(point for point in parse(environ.get("TRAINKIT_FAIL", "")) if point.concerns(environ))
+
+
+_armed: tuple[Failpoint, ...] = _of_this_process(os.environ)
+
+
+def reload(environ: Mapping[str, str]) -> None:
+    """Read the failpoints again: a process whose environment changed since the import, as in a test."""
+    global _armed  # noqa: PLW0603 - one switch a process, read on the hot path
+    _armed = _of_this_process(environ)
+
+
+def armed() -> bool:
+    """Whether any failure is planted in this process."""
+    return bool(_armed)
+
+
+def hit(phase: Phase, step: int) -> None:
+    """Say that a phase begins; costs a comparison where nothing is planted.
+
+    Args:
+        phase: what begins.
+        step: updates completed so far.
+    """
+    if _armed:
+        for point in _armed:
+            if point.matches(phase, step):
+                point.fail(phase, step)

@@ -1,0 +1,313 @@
+"""What a complete checkpoint is: a folder with a manifest that holds the size and SHA-256 of each of its files.
+
+    checkpoints/
+      step_00001234/
+        rank_00000.safetensors   tensors; one file a writing rank
+        index.json               tensor name -> shape, dtype, pieces (file, offset, size, and its key there where it is
+                                 not the name: a rank that holds several); tied names
+        meta.json                what the engine wants back: counters, loss scale, ...
+        manifest.json            written last
+      index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests
+
+Reading manifests needs no torch: a list of runs and the supervisor's look at progress cost nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.bounded_json import Kind, expect_map, expect_maps
+from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
+from trainkit.reading import read_json, refuse_link, size_of
+from trainkit.trainer.ownership import OwnershipToken
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "Checkpoint",
+    "FileRecord",
+    "NewerFormatError",
+    "better",
+    "damaged",
+    "folder_name",
+    "foreign",
+    "has_saved",
+    "is_checkpoint",
+    "list_all",
+    "list_complete",
+    "manifest_bytes",
+    "read_manifest",
+    "step_of",
+]
+
+FORMAT: Final = 1
+"""The version of the layout; a reader refuses what is newer than itself."""
+
+MANIFEST: Final = "manifest.json"
+_FOLDER: Final = re.compile(r"step_([0-9]{8,18})")
+_PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_MAX_BYTES: Final = 64 << 20
+"""Of a manifest, which has a hundred bytes for each file of the checkpoint."""
+_SHA256: Final = re.compile(r"[0-9a-f]{64}")
+_KEYS: Final[Mapping[str, Kind]] = {
+    "step": int,
+    "position": object,
+    "fingerprint": (str, type(None)),
+    "metric": (float, type(None)),
+    "files": dict,
+}
+
+
+class NewerFormatError(CheckpointError):
+    """A checkpoint that is whole, but written by a later version: never to be passed over for an older one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileRecord:
+    """What the manifest says of a file."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint, as its manifest tells."""
+
+    folder: Path
+    step: int
+    """Updates completed."""
+    position: Any = None
+    """Where the training goes on: the engine's own, any JSON."""
+    fingerprint: str | None = None
+    """The hash of the maths keys of the run that wrote it."""
+    metric: float | None = None
+    """The value that best is judged by, where it was known when this was saved."""
+    owner: str | None = None
+    """The token of the run that wrote it; None before tokens existed."""
+    files: Mapping[str, FileRecord]
+    """Every file but the manifest itself."""
+
+
+def folder_name(step: int) -> str:
+    """The name of a checkpoint's folder.
+
+    Example:
+        >>> folder_name(1234)
+        'step_00001234'
+    """
+    return f"step_{step:08d}"
+
+
+def manifest_bytes(checkpoint: Checkpoint) -> bytes:
+    """The content of a manifest: JSON with a hash of itself, so that a flipped bit in a step is damage as well."""
+    content = {
+        "format": FORMAT,
+        "step": checkpoint.step,
+        "position": checkpoint.position,
+        "fingerprint": checkpoint.fingerprint,
+        "metric": checkpoint.metric,
+        "files": {
+            name: {"bytes": record.num_bytes, "sha256": record.sha256}
+            for name, record in sorted(checkpoint.files.items())
+        },
+        **({} if checkpoint.owner is None else {"owner": checkpoint.owner}),
+    }
+    content = json.loads(json.dumps(content))  # keys become text: what is hashed is what a reader will hash
+    return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
+
+
+def is_checkpoint(name: str) -> bool:
+    """Return whether a name is that of a checkpoint's folder, which may be joined to a path.
+
+    Example:
+        >>> is_checkpoint("step_00001234"), is_checkpoint("../step_00001234")
+        (True, False)
+    """
+    return _FOLDER.fullmatch(name) is not None
+
+
+def step_of(folder: Path) -> int:
+    """The step that the name of a checkpoint's folder tells.
+
+    Example:
+        >>> step_of(Path("checkpoints/step_00001234"))
+        1234
+    """
+    return int(folder.name.removeprefix("step_"))
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """Read a checkpoint's manifest, and compare the sizes of its files with it.
+
+    Raises:
+        CheckpointError: no manifest, a damaged one, one of a newer format, or a file that is absent or of another size.
+    """
+    try:
+        content = read_json(folder / MANIFEST, limit=_MAX_BYTES)
+    except AbsentFileError:
+        raise CheckpointError(f"{folder} is no complete checkpoint: it has no {MANIFEST}.") from None
+    except UnreadableError as error:
+        raise damaged(folder, f"{MANIFEST} cannot be read ({error.reason})") from None
+    checkpoint = _parse(folder, content)
+    for name, record in checkpoint.files.items():
+        _compare_size(folder, name, record)
+    return checkpoint
+
+
+def _parse(folder: Path, content: Any) -> Checkpoint:
+    if not isinstance(content, dict):
+        raise damaged(folder, f"{MANIFEST} is not what was written")
+    expected = content.pop("sha256", None)
+    if expected != _own_hash(content):
+        raise damaged(folder, f"{MANIFEST} is not what was written (SHA-256 differs)")
+    try:
+        return _checked(folder, content)
+    except ValueError as error:  # whoever crafts a manifest can hash it as well
+        raise damaged(folder, f"{MANIFEST} is not what was written ({error})") from None
+
+
+def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
+    number = expect_map(content, {"format": int})["format"]
+    if number > FORMAT:
+        raise NewerFormatError(
+            f"checkpoint {folder} has format {number}; this version of trainkit reads format {FORMAT}."
+        )
+    expect_map(content, _KEYS)
+    if number != FORMAT or content["step"] < 0:
+        raise ValueError(f"its format is {number} and its step {content['step']}")
+    expect_maps(list(content["files"].values()), {"bytes": int, "sha256": str})
+    for name, entry in content["files"].items():
+        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: never out of the folder
+            raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
+        if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
+            raise ValueError(f"of {name} it holds no size and SHA-256")
+    return Checkpoint(
+        folder=folder,
+        step=content["step"],
+        position=content["position"],
+        fingerprint=content["fingerprint"],
+        metric=content["metric"],
+        owner=_owner(folder, content),
+        files={
+            name: FileRecord(num_bytes=entry["bytes"], sha256=entry["sha256"])
+            for name, entry in content["files"].items()
+        },
+    )
+
+
+def _owner(folder: Path, content: Mapping[str, Any]) -> str | None:
+    owner = content.get("owner")
+    if owner is not None and not isinstance(owner, str):
+        raise damaged(folder, f"{MANIFEST} is not what was written (owner)")
+    return owner
+
+
+def _compare_size(folder: Path, name: str, record: FileRecord) -> None:
+    try:
+        found = size_of(folder / name)
+    except AbsentFileError:
+        raise damaged(folder, f"{name} is absent") from None
+    except UnreadableError as error:
+        raise damaged(folder, f"{name} cannot be read ({error.reason})") from None
+    if found != record.num_bytes:
+        raise damaged(folder, f"{name} has {found} bytes, {record.num_bytes} were written")
+
+
+def _own_hash(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def damaged(folder: Path, what: str) -> CheckpointError:
+    """The error of a checkpoint that is not what was written."""
+    return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
+
+
+def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
+    """Yield the checkpoint folders of a run, newest first, complete or not.
+
+    Complete checkpoints of other runs are left out, where the folder above `root` has a token (`OwnershipToken`). Of a
+    folder whose manifest cannot be read nobody knows who wrote it: it is yielded with the error. An absent folder holds
+    none.
+
+    Raises:
+        CheckpointError: `root` is a symbolic link, or cannot be read.
+    """
+    entries = list(_entries(root))
+    others = _of_others(root, entries)
+    return ((path, entry) for path, entry in entries if entry not in others)
+
+
+def foreign(root: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints below `root` that another run wrote, newest first.
+
+    One without a token is of another run if the run has saved any with its token, and began when there were tokens.
+    """
+    return _of_others(root, list(_entries(root)))
+
+
+def _of_others(root: Path, entries: list[tuple[Path, Checkpoint | CheckpointError]]) -> list[Checkpoint]:
+    owner = OwnershipToken.found(root.parent)
+    if owner is None:
+        return []
+    found = [entry for _, entry in entries if isinstance(entry, Checkpoint)]
+    begun = any(entry.owner == owner.token for entry in found)
+    return [entry for entry in found if not owner.wrote(entry.owner) and (begun or entry.owner is not None)]
+
+
+def has_saved(root: Path) -> bool:
+    """Whether a run may have completed a checkpoint below `root`; False only for a run with a token and no index."""
+    return OwnershipToken.found(root.parent) is None or (root / "index.json").exists()
+
+
+def _entries(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
+    for path in sorted(_folders_in(root), key=step_of, reverse=True):
+        try:
+            yield path, _of_its_step(path)
+        except CheckpointError as error:
+            yield path, error
+
+
+def _folders_in(root: Path) -> list[Path]:
+    try:
+        refuse_link(root)
+        return [path for path in root.iterdir() if _FOLDER.fullmatch(path.name)] if root.exists() else []
+    except (OSError, UnreadableError) as error:
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise CheckpointError(f"the checkpoints in {root} cannot be read: {reason}.") from None
+
+
+def _of_its_step(folder: Path) -> Checkpoint:
+    """Read the manifest of a folder whose name tells a step, which must be that of the manifest."""
+    try:
+        refuse_link(folder)
+    except UnreadableError as error:
+        raise damaged(folder, error.reason) from None
+    checkpoint = read_manifest(folder)
+    if checkpoint.step != step_of(folder):
+        raise damaged(folder, f"its {MANIFEST} is that of step {checkpoint.step}")
+    return checkpoint
+
+
+def list_complete(root: Path) -> list[Checkpoint]:
+    """The complete checkpoints below `root`, newest first; an absent folder holds none.
+
+    Complete: the manifest is whole and every file has its size. Content is verified when it is loaded.
+    """
+    return [entry for _, entry in list_all(root) if isinstance(entry, Checkpoint)]
+
+
+def better(metric: float | None, than: float | None, mode: str) -> bool:
+    """Whether a metric beats another; one that is absent or NaN beats nothing and is beaten by any number."""
+    if metric is None or math.isnan(metric):
+        return False
+    if than is None or math.isnan(than):
+        return True
+    return metric > than if mode == "max" else metric < than

@@ -1,0 +1,148 @@
+"""The journal: losses wait on the device until a row of figures is due, then are summed over ranks at once."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from trainkit.errors import NonFiniteError, ZeroWeightError
+from trainkit.strategies.base import LeftOut, Placed, Status, StepOutcome
+from trainkit.trainer.events import Run
+from trainkit.trainer.left_out import REMEDY, listed
+
+__all__ = ["MetricsAccumulator"]
+
+
+class MetricsAccumulator:
+    """Collects the outcomes of steps and makes rows of them.
+
+    Args:
+        run: what is trained.
+        placed: the replica of this rank.
+        waited: seconds that this rank has waited for data so far.
+    """
+
+    def __init__(self, run: Run, placed: Placed, waited: Callable[[], float]) -> None:
+        self._run, self._placed, self._waited = run, placed, waited
+        self._outcomes: list[StepOutcome] = []
+        self._samples = run.state.samples
+        self._seconds = run.state.seconds
+        self._wait = waited()
+        self._mark = time.perf_counter()
+
+    def note(self, outcome: StepOutcome) -> None:
+        """Keep an outcome; nothing is read from the device."""
+        self._outcomes.append(outcome)
+
+    def pause(self) -> None:
+        """Stop the clock of the training: an evaluation or a save begins."""
+        self._run.state.seconds += time.perf_counter() - self._mark
+
+    def proceed(self) -> None:
+        """Start the clock of the training again."""
+        self._mark = time.perf_counter()
+
+    def is_sound(self) -> bool:
+        """Return whether no step since the last row shows here what `flush` would refuse; waits for the device."""
+        applied = [one for one in self._outcomes if one.status is not Status.skipped]
+        finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
+        return finite and (self._placed.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
+
+    def flush(self) -> dict[str, float] | None:
+        """A row over the steps since the last one; None where there was none. Collective, waits for the device.
+
+        `train/loss` is the mean over all targets of these steps, over all shards and ranks.
+
+        Raises:
+            NonFiniteError: a step's loss is NaN or infinite; names the first such step.
+            ZeroWeightError: a step had no target; names it.
+        """
+        outcomes, self._outcomes = self._outcomes, []
+        if not outcomes:
+            return None
+        by_rank = [seen.cpu() for seen in self._placed.data_ranks.gather(self._seen(outcomes))]
+        losses, weights, norms, skips = _added(by_rank).tolist()
+        applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
+        for place in applied:
+            if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
+                at = [rank for rank, seen in enumerate(by_rank) if not math.isfinite(seen[0, place])]
+                self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
+        return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
+
+    def _seen(self, outcomes: list[StepOutcome]) -> Tensor:
+        """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step weighs nothing."""
+        device = self._placed.device
+        zero = torch.zeros((), device=device)
+        skips = [one.status is Status.skipped for one in outcomes]
+        counted = list(zip(outcomes, skips, strict=True))
+        losses = torch.stack([zero if one.loss_sum is None or skip else one.loss_sum for one, skip in counted]).double()
+        given = [0.0 if skip else one.weight for one, skip in counted]
+        if any(isinstance(one, Tensor) for one in given):
+            weights = torch.stack([torch.as_tensor(one, device=device).double() for one in given])
+        else:
+            weights = torch.tensor(given, dtype=torch.float64, device=device)
+        if all(one.grad_norm is None for one in outcomes):
+            norms = torch.zeros_like(losses)
+        else:
+            found = [zero if one.grad_norm is None else one.grad_norm.to(device) for one in outcomes]
+            norms = torch.stack(found).double()
+        skipped = torch.tensor(skips, dtype=torch.float64, device=device)
+        return torch.stack([losses, weights, norms, skipped])
+
+    def _refuse(self, outcome: StepOutcome, loss_sum: float, weight: float, norm: float, *, ranks: list[int]) -> None:
+        step = outcome.step
+        if weight == 0:
+            raise ZeroWeightError(
+                f"step {step}: no sample of the global batch has a target: the loss is 0 / 0. Are all labels ignored?"
+            )
+        if not math.isfinite(loss_sum) or not math.isfinite(norm):
+            found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
+            if ranks and self._placed.num_ranks > 1:
+                found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+            left_out = self._run.state.left_out
+            samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
+            of = f", of the samples {samples}" if samples else ""
+            raise NonFiniteError(
+                f"step {step}: the {found}{of}. {REMEDY}, or leave such steps out with numerics.on_nonfinite=skip."
+            )
+
+    def _row(self, outcomes: list[StepOutcome], loss_sum: float, weight: float) -> dict[str, float]:
+        state = self._run.state
+        self.pause()
+        self.proceed()
+        seconds, samples, waited = state.seconds, state.samples, self._waited()
+        elapsed = max(seconds - self._seconds, 1e-9)
+        row: dict[str, float] = {
+            "step": state.step,
+            "epoch": state.epoch,
+            "samples": samples,
+            "seconds": seconds,
+            "train/loss": loss_sum / weight if weight else math.nan,
+            "lr": self._run.rate(outcomes[-1].step),
+            "samples_per_s": (samples - self._samples) / elapsed,
+            "data_wait": min((waited - self._wait) / elapsed, 1.0),
+        }
+        norm = outcomes[-1].grad_norm
+        if norm is not None:
+            row["grad_norm"] = float(norm)
+        if self._placed.loss_scale.moves:
+            row["loss_scale"] = self._placed.loss_scale.scale
+        if self._run.cfg.elastic.min_replicas is not None:
+            row["replicas"] = self._placed.num_ranks
+        row.update(self._placed.step_metrics)
+        if state.skipped:
+            row["skipped_steps"] = state.skipped
+        self._seconds, self._samples, self._wait = seconds, samples, waited
+        return row
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """Return the sum in the order of the ranks, which makes the bits the same on all of them."""
+    total = torch.zeros_like(parts[0])
+    for part in parts:
+        total += part
+    return total

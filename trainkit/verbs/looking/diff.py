@@ -1,0 +1,52 @@
+"""`trainkit diff A B`: the differences of two runs, those that can matter first."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.errors import ConfigError, Problem
+from trainkit.verbs.support.call import Call, Flag
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "RUN RUN       (run folders or resolved.yaml files)"
+FLAGS: Final[Mapping[str, Flag]] = {}
+
+
+def run(call: Call) -> int:
+    """Print the differences; 1 where one can change the result."""
+    from trainkit.config.identity import difference  # noqa: PLC0415 - imports the targets
+
+    call.check_arity(arguments=2, overrides=False)
+    left, right = (_run_at(argument) for argument in call.arguments)
+    differences = difference(left, right)
+    if not differences:
+        sys.stdout.write("no difference\n")
+    width = max((len(item.key) for item in differences), default=0)
+    for item in differences:
+        change = f"{_shown(item.left)} -> {_shown(item.right)}"
+        sys.stdout.write(f"{item.tag.value:<9}  {item.key:<{width}}  {change}\n")
+    matter = sum(item.matters for item in differences)
+    if differences:
+        verdict = "can change the result" if matter else "none can change the result beyond rounding"
+        sys.stdout.write(f"{matter} of {len(differences)} {verdict}\n" if matter else f"{verdict}\n")
+    return 1 if matter else 0
+
+
+def _run_at(argument: str) -> RunConfig:
+    path = Path(argument).expanduser()
+    file = path / "resolved.yaml" if path.is_dir() else path
+    if not file.is_file():
+        rule = "is neither a run folder nor a resolved.yaml."
+        raise ConfigError([Problem(key=argument, rule=rule, origin="command line")])
+    return load_resolved(file)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

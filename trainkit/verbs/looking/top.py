@@ -1,0 +1,112 @@
+"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder; `--then` trains the best anew."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, cast
+
+from trainkit.config.grammar import refusal
+from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import Eval
+from trainkit.config.texts import whole_number
+from trainkit.errors import ConfigError
+from trainkit.redaction import redacted_argument
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.sweeps.results.leaderboard import Leaderboard
+
+__all__ = ["FLAGS", "USAGE", "ranked", "run"]
+
+USAGE: Final = "DIR [--then OVERRIDES]"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "k": Flag(help="how many; all without it", value="N"),
+    "metric": Flag(help="what to go by; eval.metric of the runs without it", value="NAME"),
+    "mode": Flag(help="which end of it is better: min or max", value="MODE"),
+    "then": Flag(help="train the best one's config anew, with the key=value given: --then strategy=mirrored"),
+}
+
+
+def run(call: Call) -> int:
+    """Print the leaderboard of a folder; imports no torch unless it trains."""
+    call.check_arity(arguments=1, overrides="then" in call.flags)
+    board, count = ranked(call)
+    if "then" in call.flags and count not in (None, 1):
+        raise refusal(f"--k {count}", "--then trains the best one. Use --k 1.")
+    shown = board if count is None else board.top(count)
+    sys.stdout.write(f"{len(shown.entries)} of {len(board.entries)} runs by {board.goal}\n")
+    sys.stdout.writelines(f"{line}\n" for line in (*shown.lines(), *_remarks(shown)))
+    return _train_anew(board, call) if "then" in call.flags else 0
+
+
+def ranked(call: Call) -> tuple[Leaderboard, int | None]:
+    """The runs below the folder that a call names, best first, and how many of them are asked for.
+
+    Raises:
+        ConfigError: no folder, no run in it, or flags that make no sense.
+    """
+    from trainkit.sweeps.results.leaderboard import collect  # noqa: PLC0415 - nothing is read to refuse a flag
+
+    folder = Path(call.arguments[0]).expanduser()
+    goal, count = _goal(call.flags), _count(call.flags)
+    if not folder.is_dir():
+        raise refusal(str(folder), "is no folder. Give that of a sweep, or one with runs in it.")
+    board = collect(folder, goal)
+    if not board.entries:
+        raise refusal(str(folder), "holds no run: no result.json below it.")
+    if goal is not None and all(board.value(entry) is None for entry in board.entries):
+        known = sorted({name for entry in board.entries for name in entry.metrics})
+        raise refusal(f"--metric {goal.metric}", f"no run has it. There are: {', '.join(known) or 'none'}.")
+    return board, count
+
+
+def _remarks(board: Leaderboard) -> Iterator[str]:
+    """What to know about the order."""
+    values = [value for entry in board.entries if (value := board.value(entry)) is not None]
+    if len(set(values)) < len(values):
+        yield f"equal {board.goal.metric}: the lower val/loss comes first, then the earlier job"
+    if board.goal.metric.startswith("test/"):
+        yield f"{board.goal.metric} chose here, so that it is no measure of what was chosen"
+
+
+def _train_anew(board: Leaderboard, call: Call) -> int:
+    """Train the config of the best run again, whole, from its beginning."""
+    from trainkit.api import train  # noqa: PLC0415 - for --then only
+    from trainkit.config.check import check_names  # noqa: PLC0415
+    from trainkit.config.resume import compose_anew  # noqa: PLC0415
+    from trainkit.verbs.running.train import exit_code  # noqa: PLC0415
+
+    best = board.entries[0]
+    if board.value(best) is None:
+        raise refusal("--then", f"no run has {board.goal.metric}: there is no best one.")
+    composition = compose_anew(best.folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    problems = check_names(composition)
+    if problems:
+        raise ConfigError(problems)
+    shown = map(redacted_argument, call.overrides)
+    sys.stdout.write(f"\n{' '.join(['the config of', str(best.folder), *shown])}\n")
+    sys.stdout.flush()
+    return exit_code(train(composition))
+
+
+def _goal(flags: Mapping[str, str]) -> MonitoredMetric | None:
+    metric, mode = flags.get("metric"), flags.get("mode")
+    if metric is None:
+        if mode is not None:
+            raise refusal("--mode", "has no effect without --metric.")
+        return None
+    if mode not in (None, "min", "max"):
+        raise refusal(f"--mode {mode}", "must be min or max.")
+    return MonitoredMetric.of(Eval(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
+
+
+def _count(flags: Mapping[str, str]) -> int | None:
+    text = flags.get("k")
+    if text is None:
+        return None
+    number = whole_number(text, low=1, high=10**9)
+    if number is None:
+        raise refusal(f"--k {text}", "must be a whole number of at least 1.")
+    return number

@@ -1,0 +1,145 @@
+"""`trainkit prove strategy=a,b OVERRIDES`: compare trainings with that of one device, as a whole and step by step."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from trainkit.config.config_folders import config_dir_arguments
+from trainkit.config.targets.allowed import package_arguments
+from trainkit.config.texts import whole_number
+from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import redacted_argument
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+    from trainkit.run.equivalence import Comparison, Numbers, Proof, Sameness
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "strategy=A[,B...] OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "steps": Flag(help="optimizer steps to compare; 10 without", value="N"),
+    "same-cut": Flag(help="ask only whether the numbers are the same at one common cut"),
+    "all": Flag(help="a line for every parameter, also where all are equal"),
+}
+_MOST_STEPS: Final = 1_000_000
+_WORDS: Final = {"equal": "equal, every bit", "rounding": "equal to rounding", "different": "DIFFERENT"}
+_ANSWERS: Final = {"yes": "yes", "no": "NO", "unknown": "NOT KNOWN"}
+
+
+def run(call: Call) -> int:
+    """Print both answers about every strategy; 0 where all are yes, 1 where one is not."""
+    call.check_arity()
+    steps = _steps(call.flags.get("steps", "10"))
+    points = call.compose_points()
+    from trainkit.run.equivalence import prove  # noqa: PLC0415 - imports torch
+
+    common = set.intersection(*(set(point.overrides) for point in points))
+    candidates = [(_label(point, common), point.cfg) for point in points]
+    same_cut = "same-cut" in call.flags
+    try:
+        proofs = prove(
+            candidates,
+            steps=steps,
+            same_cut=same_cut,
+            command=_command(call),
+            say=_say,
+            located=lambda place, error: points[place].with_origins(error),
+        )
+    except ConfigError as error:
+        raise points[0].with_origins(error) from error
+    composed = dict.fromkeys(note for point in points for note in point.notes)
+    lines = [line for proof in proofs for line in _report(proof, every="all" in call.flags)]
+    sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in composed)]) + "\n")
+    return int(not all(proof.holds for proof in proofs))
+
+
+def _command(call: Call) -> str:
+    flags = [item for name, text in call.flags.items() for item in (f"--{name}", text) if item]
+    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
+    words = [*given, *map(redacted_argument, call.overrides), *flags]
+    return shlex.join(["trainkit", "prove", *words])
+
+
+def _steps(text: str) -> int:
+    number = whole_number(text, low=1, high=_MOST_STEPS)
+    if number is not None:
+        return number
+    rule = f"must be 1 or more steps, {_MOST_STEPS:,} at most."
+    raise ConfigError([Problem(key="--steps", value=text, rule=rule, origin="command line")])
+
+
+def _label(point: Composition, common: Container[str]) -> str:
+    """The strategy, what else the command line set of it, and in what this candidate differs from the others."""
+    others = [line for line in point.overrides if not line.startswith("strategy=")]
+    own = [line for line in others if line.startswith("strategy.") or line not in common]
+    return " ".join([f"strategy={point.choices.get('strategy')}", *own])
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"prove: {message}\n")
+    sys.stderr.flush()
+
+
+def _report(proof: Proof, *, every: bool) -> Iterator[str]:
+    yield f"{proof.label}, {proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
+    if proof.sameness is not None:
+        yield from _first_answer(proof.sameness)
+    yield from _second_answer(proof.numbers, every=every)
+    yield from (f"  note: {note}" for note in proof.notes)
+
+
+def _first_answer(sameness: Sameness) -> Iterator[str]:
+    yield f"  the same training as that of one_device, as each would be started: {_ANSWERS[sameness.verdict]}"
+    yield from (f"    {reason}" for reason in sameness.reasons)
+    if sameness.remedy is not None:
+        yield f"    both are the same training with {sameness.remedy}"
+
+
+def _second_answer(numbers: Numbers, *, every: bool) -> Iterator[str]:
+    worst = max(numbers.comparisons, key=lambda one: one.error)
+    answer = "NO" if numbers.verdict == "different" else f"yes, {_WORDS[numbers.verdict]}"
+    yield f"  the same numbers at one cut, batch.micro_size={numbers.micro_size}: {answer}"
+    steps = numbers.steps
+    after = "" if len(steps) == max(steps) else f", compared after steps {_listed(steps)}"
+    yield f"    {max(steps)} step{'' if max(steps) == 1 else 's'} in {numbers.precision}{after}"
+    if (first := numbers.first) is not None:
+        yield f"    first after step {first.first_step}: {first.name}, relative error {first.error:.2g}"
+    elif numbers.verdict == "rounding":
+        yield f"    largest relative error {worst.error:.2g}, {worst.name}"
+    yield from (f"    {line}" for line in numbers.explanation)
+    yield from _counts(numbers.comparisons, "parameters and buffers")
+    yield from _gradients(numbers)
+    without = [one.name for one in numbers.comparisons if one.no_gradient]
+    if without:
+        yield f"    no gradient but rounding, held to 1e-8 of the summed learning rates: {', '.join(without)}"
+    shown = [one for one in (*numbers.comparisons, *numbers.gradients) if every or one.verdict == "different"]
+    width = max((len(one.name) for one in shown), default=0)
+    for one in shown:
+        since = "" if one.first_step is None else f"  since step {one.first_step}, relative error {one.error:.2g}"
+        yield f"      {one.name:<{width}}  {_WORDS[one.verdict]}{since}"
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def _gradients(numbers: Numbers) -> Iterator[str]:
+    if not numbers.gradients:
+        yield "    gradients are not compared: the strategy is another training"
+        return
+    worst = max(numbers.gradients, key=lambda one: one.error)
+    wrong = sum(one.verdict == "different" for one in numbers.gradients)
+    found = f"{wrong} DIFFERENT" if wrong else "equal to rounding"
+    yield f"    {len(numbers.gradients)} gradients against a plain loop's: {found}"
+    yield f"      largest relative error {worst.error:.2g}, {worst.name}"
+
+
+def _counts(comparisons: Sequence[Comparison], words: str) -> Iterator[str]:
+    counts = {verdict: sum(one.verdict == verdict for one in comparisons) for verdict in _WORDS}
+    found = ", ".join(f"{count} {_WORDS[verdict]}" for verdict, count in counts.items() if count)
+    yield f"    {len(comparisons)} {words}: {found}"

@@ -1,0 +1,37 @@
+"""`trainkit resume RUN [placement overrides]`: go on with a run in its own folder, from its last whole checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from trainkit.errors import ConfigError
+from trainkit.verbs.running.train import exit_code
+from trainkit.verbs.support.call import Call, Flag
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement]"
+FLAGS: Final[Mapping[str, Flag]] = {}
+
+
+def run(call: Call) -> int:
+    """Resume; returns the exit code."""
+    from trainkit.api import train  # noqa: PLC0415 - nothing is imported to refuse an argument
+    from trainkit.config.check import check_names  # noqa: PLC0415
+    from trainkit.config.identity import other_training  # noqa: PLC0415
+    from trainkit.config.resume import compose_resumed  # noqa: PLC0415
+    from trainkit.config.schema import load_resolved  # noqa: PLC0415
+
+    call.check_arity(arguments=1)
+    folder = Path(call.arguments[0]).expanduser()
+    composition = compose_resumed(folder, call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    problems = check_names(composition)
+    if problems:
+        raise ConfigError(problems)
+    # Here too: without a checkpoint, another training would begin afresh beside the run.
+    problems = other_training(load_resolved(folder / "resolved.yaml"), composition.cfg, run=folder)
+    if problems:
+        raise composition.with_origins(ConfigError(problems))
+    return exit_code(train(composition))

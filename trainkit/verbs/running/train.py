@@ -1,0 +1,136 @@
+"""`trainkit [train] OVERRIDES`: one training, or with -m one for every combination of comma lists."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+
+from trainkit.cluster.detect import VARIABLE, detect
+from trainkit.config.texts import whole_number
+from trainkit.config.values import MOST_PROCESSES
+from trainkit.errors import ConfigError, Problem
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+
+__all__ = ["FLAGS", "USAGE", "exit_code", "run", "sweep_job"]
+
+USAGE: Final = "[-m] OVERRIDES"
+FLAGS: Final[Mapping[str, Flag]] = {}
+
+
+def run(call: Call) -> int:
+    """Train; returns the exit code."""
+    call.check_arity()
+    if call.multirun:
+        return _sweep(call)
+    from trainkit.api import compose, train  # noqa: PLC0415 - nothing is imported to refuse an argument
+
+    composition = compose(call.overrides, config_dirs=call.config_dirs, packages=call.packages)
+    return _sweep(call) if composition.is_sweep else exit_code(train(composition))
+
+
+def exit_code(result: Mapping[str, Any]) -> int:
+    """0 for a run that did what it was asked to, `stop_at_step` included; 129, 130 or 143 for one stopped by a signal.
+
+    Example:
+        >>> exit_code({"status": "stopped"})
+        130
+    """
+    from trainkit.run.process.signals import EXIT_CODES  # noqa: PLC0415 - the training has imported it
+
+    if str(result.get("reason")).startswith("stop_at_step"):
+        return 0
+    return EXIT_CODES.get(str(result.get("status")), 1)
+
+
+def _sweep(call: Call) -> int:
+    """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
+    from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
+    from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
+    from trainkit.verbs.support.cv import expand_folds, refuse_open_folds  # noqa: PLC0415 - for sweeps only
+    from trainkit.verbs.support.points import sweep_points  # noqa: PLC0415 - the same
+
+    _refuse_launch()
+    call = expand_folds(call)
+    if points := sweep_points(call):
+        refuse_open_folds(points)
+        _distinct(call, len(points))
+        from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
+
+        plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]))
+    with lasting_output():
+        outcome = multirun(
+            call.overrides,
+            config_dirs=call.config_dirs,
+            packages=call.packages,
+            task=functools.partial(sweep_job, packages=call.packages),
+            check=_check_point,
+        )
+    return _exit_code(outcome)
+
+
+def _gpus_elsewhere(point: Composition) -> int | None:
+    """GPUs that a job has on the nodes that it is queued for; None where jobs run here."""
+    if point.launcher != "submitit_slurm":
+        return None
+    key = "hydra.launcher.gpus_per_node="
+    given = [line.partition("=")[2] for line in point.hydra_overrides if line.startswith(key)]
+    return whole_number(given[-1], low=0, high=MOST_PROCESSES) or 0 if given else 0
+
+
+def _refuse_launch() -> None:
+    """Every process of a launch would run the whole sweep."""
+    launch = detect(os.environ)
+    if launch is not None and launch.num_ranks > 1:
+        rule = (
+            f"this is one of {launch.num_ranks} processes that {launch.kind} started, and each would run every point. "
+            f"Start the sweep by itself ({VARIABLE}=none), or each point under the launcher."
+        )
+        raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
+
+
+def _distinct(call: Call, count: int) -> None:
+    """A sweep over a run folder that is the same for all would write every run into one."""
+    fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
+    if fixed and count > 1:
+        rule = "is one folder for all runs of a sweep. Give hydra.sweep.dir."
+        value = fixed[-1].partition("=")[2]
+        raise ConfigError([Problem(key="hydra.run.dir", value=value, rule=rule, origin="command line")])
+
+
+def _check_point(composition: Any) -> None:
+    from trainkit.config.check import check_names  # noqa: PLC0415 - for sweeps only
+
+    problems = check_names(composition, multirun=True)
+    if problems:
+        raise ConfigError(problems)
+
+
+def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
+    """One job of a sweep under any launcher of Hydra's: a process of its own, so that no state leaks between jobs."""
+    import subprocess  # noqa: PLC0415 - for sweeps only
+    from pathlib import Path  # noqa: PLC0415
+
+    from trainkit.config.compose.jobs import job_command  # noqa: PLC0415
+
+    del cfg
+    command, secrets, folder = job_command(packages)
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    environ = {**os.environ, **secrets}
+    done = subprocess.run(command, check=False, stdin=subprocess.DEVNULL, env=environ)  # noqa: S603 - our own command
+    code = done.returncode
+    if code != 0:
+        sys.stderr.write(f"{folder}: exit code {code}\n")
+    return code
+
+
+def _exit_code(outcome: Any) -> int:
+    """0 where every job went well; what a job returns is its exit code."""
+    jobs = [job for batch in outcome or () for job in batch]
+    codes = [job.return_value for job in jobs]
+    return 0 if all(code in (0, None) or not isinstance(code, int) for code in codes) else 1

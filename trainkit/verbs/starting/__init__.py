@@ -1,0 +1,1 @@
+"""Commands that write what starts a run elsewhere, or completes a command line."""

@@ -1,0 +1,73 @@
+"""Shell completion: verbs and flags by trainkit, choices and keys by Hydra."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+from trainkit.errors import ConfigError, Problem
+from trainkit.verbs.support.call import VERBS, Call, verb_module
+
+__all__ = ["answer", "candidates"]
+
+_BASH: Final = """\
+_trainkit() {
+    local words
+    words=$(COMP_LINE="${COMP_LINE:0:$COMP_POINT}" "${COMP_WORDS[0]}" -sc query=bash 2>/dev/null)
+    local IFS=$'\\n'
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//=}
+COMP_WORDBREAKS=${COMP_WORDBREAKS//:}
+complete -o nospace -o default -F _trainkit trainkit
+"""
+_ZSH: Final = "autoload -U +X bashcompinit && bashcompinit\n" + _BASH
+_FISH: Final = """\
+complete -c trainkit -f -a '(env COMP_LINE=(commandline -cp) trainkit -sc query=fish 2>/dev/null)'
+"""
+_FLAGS: Final = ("--help", "--version", "--multirun", "--config-dir", "--allow-package", "--cfg")
+_SCRIPTS: Final = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
+
+
+def answer(request: str, call: Call) -> int:
+    """Print the script that installs completion, or the candidates for `COMP_LINE`."""
+    action, _, shell = request.partition("=")
+    if action not in ("install", "query") or shell not in _SCRIPTS:
+        rule = f"must be install=SHELL, with one of {', '.join(_SCRIPTS)}."
+        raise ConfigError([Problem(key="--shell-completion", value=request, rule=rule, origin="command line")])
+    if action == "install":
+        sys.stdout.write(_SCRIPTS[shell])
+        return 0
+    line = os.environ.get("COMP_LINE", "")
+    sys.stdout.write("".join(f"{word}\n" for word in candidates(line, call)))
+    return 0
+
+
+def candidates(line: str, call: Call) -> list[str]:
+    """What the last word of a command line can become.
+
+    Example:
+        >>> candidates("trainkit pl", Call()), candidates("trainkit plan schedule=lin", Call())
+        (['plan'], ['schedule=linear'])
+        >>> candidates("trainkit emit sl", Call()), candidates("trainkit emit slurm --ti", Call())
+        (['slurm'], ['--time'])
+    """
+    words = line.split()[1:]
+    last = "" if not line or line[-1].isspace() else (words.pop() if words else "")
+    found = []
+    verb = next((word for word in words if word in VERBS), None)
+    module = None if verb is None else verb_module(verb)
+    if module is None:
+        found += [name for name in VERBS if name.startswith(last) and "=" not in last]
+    elif not any(word in words for word in getattr(module, "WORDS", ())):
+        found += [word for word in getattr(module, "WORDS", ()) if word.startswith(last)]
+    if last.startswith("-"):
+        own = () if module is None else tuple(f"--{name}" for name in module.FLAGS)
+        return [flag for flag in (*own, *_FLAGS) if flag.startswith(last)]
+    from trainkit.config.compose.jobs import complete  # noqa: PLC0415 - only where a key or choice is being completed
+
+    overrides = [word for word in words if "=" in word]
+    return found + complete(
+        " ".join([*overrides, last]) if last else " ".join(overrides) + " ", config_dirs=call.config_dirs
+    )

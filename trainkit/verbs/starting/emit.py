@@ -1,0 +1,259 @@
+"""`trainkit emit ENGINE OVERRIDES`: the script or manifest that starts the same run on an engine, on stdout."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
+from trainkit.cluster.manifests.job import seconds_of
+from trainkit.config.config_folders import config_dir_arguments
+from trainkit.config.secrets.references import reference
+from trainkit.config.targets.allowed import package_arguments
+from trainkit.config.texts import whole_number
+from trainkit.config.values import closest
+from trainkit.errors import MISSING, ConfigError, Problem
+from trainkit.redaction import mask, redacted_argument, variable_of
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+
+__all__ = ["FLAGS", "USAGE", "WORDS", "run"]
+
+USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
+WORDS: Final = tuple(ENGINES)
+"""What its argument can be, for completion."""
+FLAGS: Final[Mapping[str, Flag]] = {
+    "hosts": Flag(help="hosts, each alike; 1 where not given", value="N"),
+    "gpus-per-host": Flag(help="processes of a host, a GPU each", value="N"),
+    "processes-per-host": Flag(help="processes of a host without GPUs; 1 where neither is given", value="N"),
+    "setup": Flag(help="torchrun, slurm, skypilot: a line of shell to run first on each host", value="COMMAND"),
+    "time": Flag(help="slurm, kubernetes, vertex: end after [DAYS-]HH:MM:SS", value="TIME"),
+    "image": Flag(help="kubernetes, vertex, skypilot: the container that has trainkit", value="IMAGE"),
+    "shared": Flag(
+        help="where runs go, for all hosts: a claim (kubernetes), SERVER:/PATH of NFS (vertex), a volume (skypilot)",
+        value="PLACE",
+    ),
+    "head": Flag(help="torchrun: the host where the others meet", value="HOST"),
+    "port": Flag(help="torchrun: the port there; 29400 where not given", value="N"),
+    "restarts": Flag(help="torchrun: start all again so many times when one fails", value="N"),
+    "min-hosts": Flag(help="torchrun: go on with so many hosts when others are lost", value="N"),
+    "partition": Flag(help="slurm: the partition", value="NAME"),
+    "account": Flag(help="slurm: who pays", value="NAME"),
+    "cpus-per-process": Flag(help="slurm: cores of each process", value="N"),
+    "namespace": Flag(help="kubernetes: the namespace", value="NAME"),
+    "machine": Flag(help="vertex: the machine type, n1-standard-8", value="TYPE"),
+    "accelerator": Flag(help="vertex, skypilot: the GPU, NVIDIA_L4 or A100", value="TYPE"),
+}
+_NUMBERS: Final = ("hosts", "gpus-per-host", "processes-per-host", "port", "restarts", "min-hosts", "cpus-per-process")
+_MOST_RANKS: Final = 100_000
+"""Processes of one launch, over all hosts."""
+_COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
+_WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
+
+
+def run(call: Call) -> int:
+    """Print it; everything that would be refused on the engine's hosts is refused here."""
+    engine = _engine(call)
+    problems = list(_flag_problems(call, engine))
+    if problems:
+        raise ConfigError(problems)
+    composition = call.compose()
+    job = _job(call, composition)
+    _refuse_what_cannot_run(composition, engine, job)
+    sys.stdout.write(_with_remark(engine.write(job), call.overrides))
+    return 0
+
+
+def _with_remark(text: str, overrides: Sequence[str]) -> str:
+    """The script or manifest, with a comment that says which variables its secrets are to be in."""
+    hidden = [line for line in overrides if redacted_argument(line) != line]
+    if not hidden:
+        return text
+    names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({_key(line)})" for line in hidden)
+    remark = f"# Secrets are not written here. Set these variables where the run starts: {names}\n"
+    first, newline, rest = text.partition("\n")
+    return f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
+
+
+def _runnable(line: str) -> str:
+    """An argument with a reference to a variable in place of its secret."""
+    return line if redacted_argument(line) == line else shlex.split(reference(line.partition("=")[0]))[0]
+
+
+def _key(line: str) -> str:
+    return line.partition("=")[0].lstrip("+")
+
+
+def _engine(call: Call) -> ManifestWriter:
+    name = call.arguments[0] if len(call.arguments) == 1 else ""
+    if name in ENGINES:
+        return ENGINES[name]
+    near = closest(name, ENGINES) if name else None
+    hint = f"Did you mean {near}? " if near else ""
+    rule = f"no such engine. {hint}There are: {', '.join(ENGINES)}." if name else f"takes one of {', '.join(ENGINES)}."
+    key = "emit" if name or not call.arguments else f"emit {' '.join(call.arguments)}"
+    raise ConfigError([Problem(key=key, value=name or MISSING, rule=rule, origin="command line")])
+
+
+def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
+    flags, name = call.flags, call.arguments[0]
+    for flag, text in flags.items():
+        rule = _misfit(flag, text, engine)
+        if flag not in (*_COMMON, *engine.options):
+            takers = [other for other, candidate in ENGINES.items() if flag in candidate.options]
+            rule = f"has no effect on {name}: it belongs to {', '.join(takers)}."
+        if rule is not None:
+            yield Problem(key=f"--{flag}", value=text, rule=rule, origin="command line")
+    if "gpus-per-host" in flags and "processes-per-host" in flags:
+        rule = "a process takes a GPU, or there are none: give one of the two."
+        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
+    each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
+    hosts = flags.get("hosts", "1")
+    numbers = [whole_number(text, low=0, high=_MOST_RANKS) or 0 for text in (hosts, each)]
+    if numbers[0] * numbers[1] > _MOST_RANKS:
+        rule = f"are {numbers[0] * numbers[1]:,} processes, and {_MOST_RANKS:,} is the most."
+        yield Problem(key="--hosts", value=f"{hosts} of {each} each", rule=rule, origin="command line")
+    if "processes-per-host" in flags and engine.takes_devices:
+        rule = f"has no effect on {name}: it starts one process a host. Give strategy.replicas."
+        yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
+    yield from _missing(call, engine)
+    if "head" in engine.options:
+        yield from _about_hosts(flags)
+
+
+def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
+    """Flags that the engine needs here."""
+    flags, name = call.flags, call.arguments[0]
+    several = flags.get("hosts", "1") not in ("0", "1")
+    needed = dict.fromkeys(engine.needs, f"{name} needs it")
+    if "gpus-per-host" in flags:
+        needed |= dict.fromkeys(engine.gpus_need, f"{name} needs it for GPUs")
+    if several:
+        needed |= dict.fromkeys(engine.hosts_need, f"{name} needs it for several hosts")
+    for flag, why in needed.items():
+        if flag in flags:
+            continue
+        if flag == "shared" and any(line.startswith("hydra.run.dir=") for line in call.overrides):
+            continue
+        also = (
+            " They write into one run folder; or give hydra.run.dir, a folder that they see."
+            if flag == "shared"
+            else ""
+        )
+        rule = f"is missing: {why}. --{flag} {FLAGS[flag].value}.{also}"
+        yield Problem(key=f"--{flag}", rule=rule, origin="command line")
+
+
+def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
+    """Torchrun's flags that say how several hosts find one another, and when some are lost."""
+    hosts, least = flags.get("hosts", "1"), flags.get("min-hosts", "1")
+    if hosts == "1":
+        for flag in ("head", "port", "min-hosts"):
+            if flag in flags:
+                rule = "has no effect on one host. Give --hosts."
+                yield Problem(key=f"--{flag}", value=flags[flag], rule=rule, origin="command line")
+        return
+    if "min-hosts" in flags and flags.get("restarts", "0") == "0":
+        rule = "needs --restarts: those that are left start again together."
+        yield Problem(key="--min-hosts", value=least, rule=rule, origin="command line")
+    most = whole_number(hosts, low=0, high=_MOST_RANKS)
+    if most is not None and (whole_number(least, low=0, high=_MOST_RANKS) or 0) > most:
+        yield Problem(key="--min-hosts", value=least, rule=f"must be --hosts={hosts} or less.", origin="command line")
+
+
+def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
+    """What is wrong with a value, by itself."""
+    if flag in _NUMBERS:
+        return _misfit_of_number(text, least=0 if flag == "restarts" else 1)
+    if flag == "time":
+        return None if seconds_of(text) else "must be [DAYS-]HH:MM:SS, as in 12:00:00."
+    if flag == "setup":
+        return _misfit_of_setup(text)
+    if flag == "shared":
+        server, colon, path = text.partition(":")
+        if engine.shares_nfs:
+            return None if server and path.startswith("/") and _WORD.fullmatch(text) else "must be SERVER:/PATH of NFS."
+        return None if not colon and _WORD.fullmatch(text) else "must be the name of a volume."
+    return None if _WORD.fullmatch(text) else "must be a word: letters, digits and . _ : / @ , + - only."
+
+
+def _misfit_of_number(text: str, *, least: int) -> str | None:
+    if whole_number(text, low=_MOST_RANKS + 1, high=10**18) is not None:
+        return f"must be {_MOST_RANKS:,} or less."
+    fits = whole_number(text, low=least, high=_MOST_RANKS) is not None
+    return None if fits else f"must be a whole number, {least} or more."
+
+
+def _misfit_of_setup(text: str) -> str | None:
+    if mask(text) != text:
+        return "holds a password in a URL, which no script may hold. Read it from a file or a variable there."
+    return None if text.isprintable() else "must be one line. Put more into a script of your own."
+
+
+def _job(call: Call, composition: Composition) -> ManifestJob:
+    flags = call.flags
+    gpus = "gpus-per-host" in flags
+    return ManifestJob(
+        name=composition.cfg.name,
+        arguments=tuple(_arguments(call)),
+        hosts=int(flags.get("hosts", "1")),
+        per_host=int(flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"),
+        gpus=gpus,
+        options={name: text for name, text in flags.items() if name not in _COMMON},
+    )
+
+
+def _arguments(call: Call) -> Iterator[str]:
+    """What trainkit was given, less the verb; the user's own folders as they lie below the current one."""
+    yield from config_dir_arguments(call.config_dirs)
+    yield from package_arguments(call.packages)
+    yield from map(_runnable, call.overrides)
+
+
+def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, job: ManifestJob) -> None:
+    """What the strategy and the batch say of such a group, told now and not in the queue."""
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
+    from trainkit.numerics.batch import resolve_batch  # noqa: PLC0415
+    from trainkit.run.planning.build import numerics_of  # noqa: PLC0415
+    from trainkit.strategies.base import PlanContext  # noqa: PLC0415
+
+    cfg = composition.cfg
+    strategy, numerics = build(cfg.strategy, "strategy"), numerics_of(cfg)
+    precision = build(cfg.precision, "precision").value
+    launch = job.launch(kind=engine.kind, takes_devices=engine.takes_devices)
+    facts = PlanContext(
+        numerics=numerics,
+        num_gpus=job.per_host if job.gpus else 0,
+        precision=precision,
+        launch=launch,
+    )
+    problems = [*_own_launch(composition), *strategy.problems(facts)]
+    if not problems:
+        sizes = resolve_batch(
+            global_size=cfg.batch.global_size,
+            micro_size=cfg.batch.micro_size,
+            accumulation=cfg.batch.accumulation,
+            num_replicas=strategy.num_replicas(facts),
+            lanes=numerics.lanes if numerics.reproducible else None,
+            shards_a_replica=strategy.shards_a_replica,
+        )
+        problems = sizes if isinstance(sizes, list) else []
+    if problems:
+        raise composition.with_origins(ConfigError(problems))
+
+
+def _own_launch(composition: Composition) -> Iterator[Problem]:
+    """A config that says itself who takes part would not join the processes of the engine."""
+    node = composition.values.get("cluster") or {}
+    if composition.choices.get("cluster") != "local":
+        key, value = "cluster", composition.choices.get("cluster")
+    elif node.get("launcher", "auto") != "auto":
+        key, value = "cluster.launcher", node["launcher"]
+    else:
+        return
+    yield Problem(key=key, value=value, rule="the engine says who takes part. Leave it out.")

@@ -1,0 +1,111 @@
+"""What a verb is called with, and how a verb says what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Final
+
+from trainkit.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from trainkit.config.composition import Composition
+
+__all__ = ["VERBS", "Call", "Flag", "verb_module"]
+
+VERBS: Final[Mapping[str, str]] = {
+    "train": "train; what no verb means. -m runs every combination of comma lists",
+    "plan": "print the whole run before anything starts: tasks, batch, rates, memory",
+    "prove": "compare strategies step by step with one device: prove strategy=mirrored",
+    "resume": "continue a run: resume RUN [strategy=... and other placement]",
+    "explain": "a key's value, where it was set, and what changing it may change: explain KEY",
+    "diff": "which differences of two runs can matter: diff RUN RUN",
+    "top": "the best runs of a sweep or folder: top DIR --k 3; --then strategy=mirrored trains the best anew",
+    "ensemble": "the best runs as one model, scored beside its members: ensemble DIR --k 3",
+    "emit": "print the script or manifest that starts a run on an engine: emit slurm --hosts 2 --gpus-per-host 4",
+    "ls": "groups, choices and recipes: ls [GROUP [CHOICE]]; the runs of a folder: ls RUNS",
+}
+"""Verb -> what it does, in the order of the help."""
+_ROOMS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("train", "resume", "prove"), "running"),
+    **dict.fromkeys(("plan", "explain", "diff", "top", "ls"), "looking"),
+    "ensemble": "using",
+    "emit": "starting",
+}
+"""Verb -> the package that its module lies in."""
+
+
+def verb_module(verb: str) -> ModuleType:
+    """Import the module of a verb.
+
+    Example:
+        >>> verb_module("ls").__name__
+        'trainkit.verbs.looking.ls'
+    """
+    return import_module(f"trainkit.verbs.{_ROOMS[verb]}.{verb}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Flag:
+    """An option of one verb, `--name` or `--name VALUE`."""
+
+    help: str
+    """One line."""
+    value: str | None = None
+    """What its value is called in the help; None: it takes none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The command line, taken apart."""
+
+    verb: str = "train"
+    arguments: tuple[str, ...] = ()
+    """Bare words after the verb."""
+    flags: Mapping[str, str] = field(default_factory=dict)
+    """The verb's own flags, by name without dashes; empty text for one without a value."""
+    overrides: tuple[str, ...] = ()
+    """`key=value` and the like."""
+    config_dirs: tuple[Path, ...] = ()
+    packages: tuple[str, ...] = ()
+    multirun: bool = False
+
+    def compose(self) -> Composition:
+        """Compose and check, both phases.
+
+        Raises:
+            ConfigError: every problem of the phase that found some.
+        """
+        from trainkit.config.check import check  # noqa: PLC0415 - a verb that composes nothing needs neither
+        from trainkit.config.compose import compose  # noqa: PLC0415
+
+        composition = compose(self.overrides, config_dirs=self.config_dirs, packages=self.packages)
+        return composition.with_notes(check(composition))
+
+    def compose_points(self) -> list[Composition]:
+        """Compose and check every combination of the comma lists; a group's keys apply to the choices that have them.
+
+        Raises:
+            ConfigError: the problems of all points, before any is used.
+        """
+        from trainkit.verbs.support.points import checked_points  # noqa: PLC0415
+
+        return checked_points(self)
+
+    def check_arity(self, *, arguments: int = 0, overrides: bool = True) -> None:
+        """Refuse what this verb does not take.
+
+        Raises:
+            ConfigError: too many or too few arguments, or overrides where there can be none.
+        """
+        if len(self.arguments) != arguments:
+            given = ", ".join(self.arguments) or "none"
+            rule = f"takes {arguments} argument{'' if arguments == 1 else 's'}, and was given {given}."
+            hint = " What sets a key is key=value." if self.arguments else f" See trainkit {self.verb} --help."
+            raise ConfigError([Problem(key=self.verb, rule=rule + hint, origin="command line")])
+        if self.overrides and not overrides:
+            rule = "takes no key=value."
+            raise ConfigError([Problem(key=self.verb, rule=rule, origin="command line")])

@@ -1,0 +1,97 @@
+"""The points of a sweep or comparison, all of them composed and checked before the first is run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainkit.config.check import check_names, check_values
+from trainkit.config.compose import Composer, foreign_keys
+from trainkit.config.composition import Composition
+from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.secrets.keys import secret_keys
+from trainkit.errors import ConfigError, Problem
+from trainkit.redaction import REDACTED, is_secret
+
+if TYPE_CHECKING:
+    from trainkit.verbs.support.call import Call
+
+__all__ = ["checked_points", "sweep_points"]
+
+
+def checked_points(call: Call) -> list[Composition]:
+    """Compose and check every combination of the comma lists of a call."""
+    composer = Composer(call.config_dirs, call.packages)
+    return _checked(composer, composer.points(call.overrides))
+
+
+def sweep_points(call: Call) -> list[Composition]:
+    """The same for a sweep: those that its sweeper will try, or of a search that learns some that hold every value.
+
+    Empty for a sweeper that is not trainkit's own: nobody knows what it will think of.
+    """
+    from trainkit.sweeps.spaces.request import asked  # noqa: PLC0415 - for sweeps only
+
+    composer = Composer(call.config_dirs, call.packages)
+    _refuse_swept_settings(composer, call.overrides)
+    points = _checked(composer, asked(composer, call.overrides).points)
+    _refuse_swept_secrets(composer, call.overrides, points)
+    return points
+
+
+def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
+    """What concerns the sweep as a whole has one value."""
+    rule = "is about the sweep as a whole: give it one value."
+    swept = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
+    problems = [
+        Problem(key=item.key_or_group, value=item.get_value_string(), rule=rule, origin=COMMAND_LINE)
+        for item in swept
+        if item.key_or_group.startswith("sweep.")
+    ]
+    if problems:
+        raise ConfigError(problems)
+    _refuse_swept_secrets(composer, overrides)
+
+
+def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: Sequence[Composition] = ()) -> None:
+    """A folder, a leaderboard and a search would name jobs by them.
+
+    Args:
+        composer: parses the arguments.
+        overrides: the arguments.
+        points: once they are checked: what their classes mark is known then.
+    """
+    rule = "is a secret, which no sweep tries several of: give it one value, in quotes where it holds a comma."
+    marked = {path for point in points for path in secret_keys(point.values)}
+    paths = [tuple(item.key_or_group.split(".")) for item in composer.parse(overrides)[0] if item.is_sweep_override()]
+    problems = [
+        Problem(key=".".join(path), value=REDACTED, rule=rule, origin=COMMAND_LINE)
+        for path in paths
+        if is_secret(path) or path in marked
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composition]:
+    plain = [composer.compose(line) for line in lines]
+    foreign = [foreign_keys(composition) for composition in plain]
+    problems = keys_no_choice_has(plain, foreign)
+    compositions = [
+        composer.compose(line, for_others=True) if keys else composition
+        for line, keys, composition in zip(lines, foreign, plain, strict=True)
+    ]
+    for phase in (lambda one: check_names(one, multirun=True), check_values):
+        found = [problem for composition in compositions for problem in phase(composition)]
+        problems = list({str(problem): problem for problem in [*problems, *found]}.values())
+        if problems:
+            raise ConfigError(problems)
+    return compositions
+
+
+def keys_no_choice_has(compositions: Sequence[Composition], foreign: Sequence[set[str]]) -> list[Problem]:
+    """Keys of a group that none of the points' choices has."""
+    nowhere = set.intersection(*foreign) if foreign else set()
+    if not nowhere:
+        return []
+    return [problem for problem in check_names(compositions[0], multirun=True) if problem.key in nowhere]

@@ -1,0 +1,86 @@
+"""`trainkit ensemble DIR --k N`: the best runs of a sweep as one model, scored beside its members and written."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from trainkit.config.grammar import refusal
+from trainkit.verbs.looking.top import ranked
+from trainkit.verbs.support.call import Call, Flag
+
+if TYPE_CHECKING:
+    from trainkit.run.folder.model_file import Which
+    from trainkit.sweeps.results.ensemble import Candidate
+
+__all__ = ["FLAGS", "USAGE", "run"]
+
+USAGE: Final = "DIR"
+FLAGS: Final[Mapping[str, Flag]] = {
+    "k": Flag(help="how many of the best are members; 3 without", value="N"),
+    "metric": Flag(help="what best goes by; eval.metric of the runs without it", value="NAME"),
+    "mode": Flag(help="which end of it is better: min or max", value="MODE"),
+    "checkpoint": Flag(help="which of each run's: last, or best; last without", value="WHICH"),
+    "out": Flag(help="where the model is written; DIR/ensemble without", value="FOLDER"),
+}
+
+
+def run(call: Call) -> int:
+    """Print members and ensemble side by side, and write the ensemble."""
+    call.check_arity(arguments=1, overrides=False)
+    checkpoint, out = _checkpoint(call.flags), call.flags.get("out")
+    board, count = ranked(call)
+    target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
+    from trainkit.sweeps.loop.job_sources import free_folder  # noqa: PLC0415 - for this only
+    from trainkit.sweeps.results.ensemble import best_of, combine, export, score  # noqa: PLC0415 - imports torch
+
+    entries = best_of(board, 3 if count is None else count)
+    combined = combine(entries, checkpoint=checkpoint)
+    scored = score(combined, devices=_devices())
+    names = list(dict.fromkeys(name for _, figures in scored for name in figures))
+    folder = free_folder(target)
+    about = {
+        "made_of": [str(entry.folder) for entry in entries],
+        "checkpoint": checkpoint,
+        "figures": {candidate.name: figures for candidate, figures in scored},
+    }
+    written = export(combined, folder, about=about)
+    _report(scored, names, folder, title=f"{len(entries)} best by {board.goal}")
+    for note in combined.notes:
+        sys.stdout.write(f"{note}\n")
+    for place in written:
+        sys.stdout.write(f'trainkit.load("{place}")\n')
+    return 0
+
+
+def _checkpoint(flags: Mapping[str, str]) -> Which:
+    word = flags.get("checkpoint", "last")
+    if word not in ("best", "last"):
+        raise refusal(f"--checkpoint {word}", "must be best or last.")
+    return cast("Which", word)
+
+
+def _devices() -> list[Any]:
+    import torch  # noqa: PLC0415 - not for --help
+
+    gpus = torch.cuda.device_count()
+    return [torch.device("cuda", place) for place in range(gpus)] or [torch.device("cpu")]
+
+
+def _report(
+    scored: Sequence[tuple[Candidate, Mapping[str, float]]], names: Sequence[str], folder: Path, *, title: str
+) -> None:
+    """The figures on the screen, and as a page in the folder."""
+    from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
+    from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
+    from trainkit.run.folder.run_folder import write_atomically  # noqa: PLC0415 - not for --help
+
+    head = ("model", *names, "")
+    rows = [(one.name, *(figure(figures[name]) for name in names), one.settings) for one, figures in scored]
+    sys.stdout.write(f"{title}\n")
+    print_rows(head, rows)
+    lines = [head, (":--", *("--:" for _ in names), ":--"), *rows]
+    page = "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |\n" for row in lines)
+    write_atomically(folder / "ensemble.md", f"# Ensemble of the {title}\n\n{page}")
