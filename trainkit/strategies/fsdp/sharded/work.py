@@ -52,7 +52,7 @@ class ShardedWork(ShardStep):
         """The gradients' parts that are here, updated buffers and counted weight, over all shards; collective."""
         replica = self.replica
         again = self._again()
-        packing = replica.packing or self.discover()
+        packing = replica.packing or self.agree_on_grad_layout()
         if replica.buffers.names:
             replica.buffers.begin_step()
         turns = list(zip(self.ticket.shards, self.batches, strict=True))
@@ -65,7 +65,7 @@ class ShardedWork(ShardStep):
         self._enter("reduce")
         return [*replica.take_grads(), *self._sum(packing)]
 
-    def discover(self) -> FlatBuffer:
+    def agree_on_grad_layout(self) -> FlatBuffer:
         """See which buffers are updated, and agree on it; collective, once."""
         replica, buffers = self.replica, self.replica.buffers
         if buffers.names:
@@ -95,7 +95,7 @@ class ShardedWork(ShardStep):
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
         self.loss_sum, self._counts = seen, True
 
-    def _share(self, shard: int) -> float:
+    def _shard_fraction(self, shard: int) -> float:
         return super()._shard_fraction(shard) if self._counts else 0.0
 
     def _seed(self, total: Tensor) -> Tensor:
