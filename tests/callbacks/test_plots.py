@@ -33,7 +33,7 @@ def test_a_plot_that_fails_is_a_warning(tmp_path, caplog):
 
 def test_the_metrics_are_drawn_anew_now_and_then(tmp_path, monkeypatch):
     asked = []
-    monkeypatch.setattr(plots.Plots, "_agree_on_start", lambda self, name, request: asked.append(request["draw"]))
+    monkeypatch.setattr(plots.Plots, "_start", lambda self, name, request: asked.append(request["draw"]))
     run, drawn = run_double(tmp_path), Plots(every_s=1e-9)
     drawn.run_start(run)
     drawn.eval_end(run, {})

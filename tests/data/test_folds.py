@@ -1,11 +1,8 @@
-import doctest
-
 import numpy as np
 import pytest
 import torch
 
 from trainkit.config.schema import Cv
-from trainkit.data import folds
 from trainkit.data.folds import fold_of_each, folded, labels_of, part_of
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.sets.digits import Digits
@@ -31,10 +28,6 @@ class Read:
 class Gathered(Read):
     def gather(self, indices):
         return indices.float() ** 2, indices % 2
-
-
-def test_examples_of_the_docstrings_run():
-    assert doctest.testmod(folds).failed == 0
 
 
 def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds():

@@ -19,7 +19,7 @@ def test_the_wheel_carries_configs_recipes_data_and_type_marker(wheel: Path) -> 
         f"trainkit/{path.relative_to(ROOT)}" for kind in ("conf", "recipes") for path in (ROOT / kind).rglob("*.*")
     }
     assert not shipped - names
-    assert {"trainkit/py.typed", "trainkit/data/sets/digits.npz", "trainkit/data/sets/digits.LICENSE"} <= names
+    assert {"trainkit/py.typed", "trainkit/data/digits.npz", "trainkit/data/digits.LICENSE"} <= names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
 
 

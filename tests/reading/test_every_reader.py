@@ -22,38 +22,44 @@ ALLOWED: Final[dict[str, dict[str, str]]] = {
     "bounded_yaml.py": {"yaml.load": "the module itself, after its bounds"},
     "cli.py": {"open": "the null device"},
     "process_list.py": {"read_text": "/proc", "read_bytes": "/proc"},
-    "cluster/processes.py": {"read_text": "/proc"},
-    "run/evidence.py": {"read_text": "/proc and the cgroup file system"},
-    "strategies/reducers/segment.py": {"read_text": "/proc", "open": "a memory segment of this run, by descriptor"},
-    "sweeps/engines/described.py": {"read_text": "/proc"},
-    "config/documents.py": {
+    "cluster/process_id.py": {"read_text": "/proc"},
+    "run/hang_detection/process_evidence.py": {"read_text": "/proc and the cgroup file system"},
+    "strategies/reducers/shared_segment.py": {
+        "read_text": "/proc",
+        "open": "a memory segment of this run, by descriptor",
+    },
+    "sweeps/backends/job_spec.py": {"read_text": "/proc"},
+    "config/yaml_documents.py": {
         "yaml.safe_load": "a scalar of a text that is within the bounds",
         "open": "a config of the user's that was read within the bounds",
         "read_text": "the same",
     },
-    "config/neighbours.py": {"read_text": "the same"},
-    "config/secrets.py": {"json.loads": "a variable of the user's own environment"},
-    "run/local_ranks.py": {"json.loads": "a variable that the parent sets"},
-    "run/forks.py": {"open": "the null device", "json.loads": "a pair of sockets between a process and its parent"},
-    "run/forking.py": {"json.loads": "a pair of sockets between a process and its child"},
+    "config/check/alternatives.py": {"read_text": "the same"},
+    "config/secrets/secrets.py": {"json.loads": "a variable of the user's own environment"},
+    "run/rendezvous/local_workers.py": {"json.loads": "a variable that the parent sets"},
+    "run/process/fork_server.py": {
+        "open": "the null device",
+        "json.loads": "a pair of sockets between a process and its parent",
+    },
+    "run/process/fork_client.py": {"json.loads": "a pair of sockets between a process and its child"},
     "report/drawing.py": {"json.load": "the input that the parent writes"},
     "report/train_log.py": {"open": "checks for a regular file itself; the null device"},
     "report/events.py": {"open": "writes a new file"},
-    "engine/manifest.py": {"json.loads": "of json.dumps: as a reader will see it"},
-    "engine/checkpoint/tensor_file.py": {"open": "writes new files"},
+    "trainer/manifest.py": {"json.loads": "of json.dumps: as a reader will see it"},
+    "trainer/checkpoint/tensor_file.py": {"open": "writes new files"},
     "cluster/machine.py": {"read_text": "/proc"},
-    "run/scheduling.py": {"read_text": "/proc"},
-    "run/status.py": {"open": "writes a new file"},
-    "run/group.py": {"open": "the null device"},
+    "run/hang_detection/cpu_times.py": {"read_text": "/proc"},
+    "run/folder/status.py": {"open": "writes a new file"},
+    "run/process/worker_group.py": {"open": "the null device"},
     "storage.py": {"open": "writes a new file; a folder, to make its names durable"},
-    "engine/checkpoint/judged.py": {"open": "a folder, to lock it"},
-    "engine/ownership.py": {"open": "writes a new file"},
-    "run/folder.py": {"open": "writes a new file"},
-    "data/digits.py": {"open": "a file of the package", "np.load": "the same; without pickles"},
-    "data/fashion_mnist.py": {"read_bytes": "of a hash that is known"},
-    "data/files.py": {"open": "a file of a hash that is known"},
-    "data/text.py": {"read_text": "the file that data.path names", "read_bytes": "the same"},
-    "data/token_memmap.py": {"memmap": "the same"},
+    "trainer/checkpoint/evaluated_index.py": {"open": "a folder, to lock it"},
+    "trainer/ownership.py": {"open": "writes a new file"},
+    "run/folder/run_folder.py": {"open": "writes a new file"},
+    "data/sets/digits.py": {"open": "a file of the package", "np.load": "the same; without pickles"},
+    "data/sets/fashion_mnist.py": {"read_bytes": "of a hash that is known"},
+    "data/reading/files.py": {"open": "a file of a hash that is known"},
+    "data/sets/text.py": {"read_text": "the file that data.path names", "read_bytes": "the same"},
+    "data/sets/token_memmap.py": {"memmap": "the same"},
 }
 """File -> what it calls -> why that is no file of a run and no message of another process."""
 
@@ -78,7 +84,7 @@ def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:
 def _opens_no_file(name: str, call: ast.Call) -> bool:
     """A store, a board and an office open as well: without a mode, and not by a path or `os`."""
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    return name == "open" and owner in {"store", "board", "hosted", "self._board", "self._meeting", "Office"}
+    return name == "open" and owner in {"store", "board", "hosted", "self._board", "self._meeting", "CoordinatorState"}
 
 
 def found_in(file: Path) -> dict[str, list[int]]:

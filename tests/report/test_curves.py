@@ -1,22 +1,16 @@
 from __future__ import annotations
 
-import doctest
 import json
 import math
 
 import numpy as np
 import pytest
 
-from trainkit.report import curves
 from trainkit.report.curves import Curve, draw_lr, draw_metrics, read_curves
 
 
 def is_png(path):
     return path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_examples_of_the_docstrings_run():
-    assert doctest.testmod(curves).failed == 0
 
 
 def test_a_long_curve_is_averaged_and_keeps_its_mean():

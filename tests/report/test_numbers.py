@@ -1,16 +1,8 @@
 from __future__ import annotations
 
-import doctest
-import importlib
-
 import pytest
 
 from trainkit.report.numbers import clock, compact, duration, figure, fixed
-
-
-@pytest.mark.parametrize("module", ["numbers", "tables", "live", "events", "png"])
-def test_examples_of_the_docstrings_run(module):
-    assert doctest.testmod(importlib.import_module(f"trainkit.report.{module}")).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,8 @@
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from trainkit.report import sweep_plot
 from trainkit.report.sweep_plot import Axis, draw_sweep
-
-
-def test_examples_of_the_docstrings_run():
-    assert doctest.testmod(sweep_plot).failed == 0
 
 
 def job(value, status="finished", **settings):

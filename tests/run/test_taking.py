@@ -172,23 +172,23 @@ def test_a_lock_that_trainkit_did_not_write_is_neither_deleted_nor_overwritten(t
 
 
 ALLOWED = {
-    "engine/ownership.py": "removes what carries the token, and renames what does not",
-    "engine/cleaning.py": "the same of checkpoints",
-    "engine/checkpoint/judged.py": "index.json and evaluated.json, set aside before the first save (run/taking.py)",
-    "engine/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",
+    "trainer/ownership.py": "removes what carries the token, and renames what does not",
+    "trainer/cleanup.py": "the same of checkpoints",
+    "trainer/checkpoint/evaluated_index.py": "index.json and evaluated.json, set aside before the first save (run/folder/takeover.py)",
+    "trainer/checkpoint/saving.py": "gives a complete draft its name, once nothing is there",
     "report/hparams.py": "event files with the token of the run in their names",
-    "report/curves.py": "a picture, set aside before the first run (run/taking.py)",
-    "callbacks/metrics_file.py": "metrics.jsonl, set aside before the first run (run/taking.py)",
-    "data/files.py": "a download in a temporary folder of its own; its target was absent",
-    "sweeps/engines/starting.py": "the description of a job that this process wrote",
-    "run/engines/attempt.py": ".attempts and .stop, set aside before the first run (run/taking.py)",
-    "run/replacing.py": "an error report in the live folder of the run",
-    "run/launched.py": "the record of this launch, whose content names this run folder",
-    "run/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
-    "run/awaiting.py": "an error report of an earlier life, in the live folder of the run",
-    "run/status.py": "a temporary file of this process",
+    "report/curves.py": "a picture, set aside before the first run (run/folder/takeover.py)",
+    "callbacks/metrics_file.py": "metrics.jsonl, set aside before the first run (run/folder/takeover.py)",
+    "data/reading/files.py": "a download in a temporary folder of its own; its target was absent",
+    "sweeps/backends/remote.py": "the description of a job that this process wrote",
+    "run/backends/attempt.py": ".attempts and .stop, set aside before the first run (run/folder/takeover.py)",
+    "run/supervisor/task_restarts.py": "an error report in the live folder of the run",
+    "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
+    "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
+    "run/supervisor/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
+    "run/folder/status.py": "a temporary file of this process",
     "storage.py": "a probe of this process, of a name of its own",
-    "run/folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
+    "run/folder/run_folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
 }
 
 

@@ -123,7 +123,7 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {},
             {"objective": ModelComputesLoss()},
             (
-                "objective=OwnLoss: runs the model itself, and a pipeline has outputs on its last stage only. "
+                "objective=ModelComputesLoss: runs the model itself, and a pipeline has outputs on its last stage only. "
                 "Use a Supervised objective without a loss of its own."
             ),
         ),

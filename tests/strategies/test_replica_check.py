@@ -23,7 +23,7 @@ def drift(place: Place, wrong: tuple[int, ...], name: str) -> str | None:
     @dataclass
     class Replica:
         model: nn.Module
-        collective: GroupCollective
+        data_ranks: GroupCollective
         masters_apart: bool = False
 
     model = zoo.Net()

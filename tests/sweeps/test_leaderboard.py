@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import doctest
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from trainkit.config import monitored_metric as watched
 from trainkit.config.config_folders import with_config_dirs
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.sweeps.loop import job_sources as jobs
-from trainkit.sweeps.results import leaderboard
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, read_entry, varied_overrides, write
 
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
@@ -38,11 +34,6 @@ def board_of(root):
         read_entry(root / "3", job="3", overrides=["strategy=one_device"], exit_code=None),
     ]
     return Leaderboard.of(entries, ACCURACY)
-
-
-@pytest.mark.parametrize("module", [leaderboard, jobs, watched])
-def test_examples_of_the_docstrings_run(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_the_table_has_the_best_first_and_the_failed_last(tmp_path, monkeypatch):

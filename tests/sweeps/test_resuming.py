@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import csv
-import doctest
 import random
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import pytest
 
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
 from trainkit.config.schema import Eval, RunConfig
-from trainkit.sweeps import resuming
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity
 
@@ -31,10 +29,6 @@ def board(folder):
 def runs(folder, number):
     file = folder / str(number) / "runs"
     return file.read_text().count("ran") if file.exists() else 0
-
-
-def test_the_example_of_the_docstring_runs():
-    assert doctest.testmod(resuming).failed == 0
 
 
 def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does():

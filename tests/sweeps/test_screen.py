@@ -1,22 +1,12 @@
 from __future__ import annotations
 
-import doctest
 import io
 import json
 
-import pytest
 from rich.console import Console
 
-from trainkit.sweeps import screen
-from trainkit.sweeps.loop import job_sources as jobs
-from trainkit.sweeps.loop import stopping
 from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
 from trainkit.sweeps.screen import Line, PlainScreen, TableScreen, View, table_of
-
-
-@pytest.mark.parametrize("module", [screen, jobs, stopping])
-def test_examples_of_the_docstrings_run(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def shown(view, height=20):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import doctest
 import time
 
 import pytest
@@ -8,7 +7,6 @@ import pytest
 from tests.sweeps.support import job, run, sweep_in
 from trainkit.config.schema import Sweep as Settings
 from trainkit.errors import ConfigError
-from trainkit.sweeps.loop import slots as module
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 
 
@@ -20,10 +18,6 @@ def refused(**settings):
     with pytest.raises(ConfigError) as caught:
         slots_of(**settings)
     return [str(problem) for problem in caught.value.problems]
-
-
-def test_the_example_of_the_docstring_runs():
-    assert doctest.testmod(module).failed == 0
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import doctest
-
 import pytest
 
-from trainkit.config.check import search_keys as searching
-from trainkit.config.compose import Composer, space
+from trainkit.config.compose import Composer
 from trainkit.errors import ConfigError
-from trainkit.sweeps.spaces import halving
 from trainkit.sweeps.spaces import random_search as drawing
 from trainkit.sweeps.spaces.request import asked
 
@@ -21,11 +17,6 @@ def refused(composer, *arguments):
     with pytest.raises(ConfigError) as caught:
         _ = asked(composer, arguments).points
     return [str(problem).removesuffix(" (command line)") for problem in caught.value.problems]
-
-
-@pytest.mark.parametrize("module", [space, drawing, halving, searching])
-def test_examples_of_the_docstrings_run(module):
-    assert doctest.testmod(module).failed == 0
 
 
 def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer):

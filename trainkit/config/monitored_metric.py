@@ -27,7 +27,7 @@ class MonitoredMetric:
 
         Example:
             >>> MonitoredMetric.of(Eval()), MonitoredMetric.of(Eval(metric="val/accuracy"))
-            (Watched(metric='val/loss', mode='min'), Watched(metric='val/accuracy', mode='max'))
+            (MonitoredMetric(metric='val/loss', mode='min'), MonitoredMetric(metric='val/accuracy', mode='max'))
         """
         metric = settings.metric or "val/loss"
         return cls(metric=metric, mode=settings.mode or _better_end(metric))

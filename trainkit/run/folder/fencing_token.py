@@ -40,7 +40,7 @@ class FencingToken:
     Example:
         >>> import tempfile
         >>> folder = RunFolder(Path(tempfile.mkdtemp()))
-        >>> first, second = FencingToken.put_up(folder), FencingToken.put_up(folder)
+        >>> first, second = FencingToken.acquire(folder), FencingToken.acquire(folder)
         >>> second.check()
         >>> first.check()
         Traceback (most recent call last):

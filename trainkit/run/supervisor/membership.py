@@ -42,9 +42,9 @@ class ReplicaMembership:
     Example:
         >>> tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(3)]
         >>> roster = ReplicaMembership(tasks, min_replicas=2)
-        >>> roster.blame(0, at_start=True)
+        >>> roster.record_failure(0, at_start=True)
         'worker:0 (cpu) is lost: goes on with 2 of 3 replicas, and tries it again in 60 s.'
-        >>> roster.muster()
+        >>> roster.next_members()
         ()
         >>> [(str(task), task.rank) for task in roster.tasks]
         [('worker:1', 0), ('worker:2', 1)]

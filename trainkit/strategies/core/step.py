@@ -56,7 +56,7 @@ class LossDivisor:
 
         Example:
             >>> LossDivisor.of(LossWeighting(per_sample=None, planned=60.0), 16)
-            Divisor(value=1024.0, counted=True)
+            LossDivisor(value=1024.0, counted=True)
         """
         if weighing.per_sample is not None:
             return cls(weighing.per_sample * batch_size, counted=False)

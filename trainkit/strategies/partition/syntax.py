@@ -40,7 +40,7 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
 
     Args:
         model: knows all module names, for the words.
-        units: of `units_of`, or the parts of them.
+        units: of `blocks_of`, or the parts of them.
         given: module name, prefix, range or `rest` -> place.
         key: the map's own key in the config, for the problems.
 
@@ -49,7 +49,7 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-        >>> assign(model, units_of(model), {"0-1": 0, "rest": 1}, key="strategy.map").places
+        >>> assign(model, blocks_of(model), {"0-1": 0, "rest": 1}, key="strategy.map").places
         (0, 0, 1)
     """
     keys: list[str | None] = [None] * len(units)

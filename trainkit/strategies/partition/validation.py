@@ -25,7 +25,7 @@ def validate_layout(
     """Judge a map whose keys are right.
 
     Args:
-        units: of `units_of`.
+        units: of `blocks_of`.
         assigned: what the map says of each.
         given: the map as the user wrote it, for the words.
         key: its key in the config.

@@ -51,7 +51,7 @@ class Leaderboard:
 
     Example:
         >>> a, b = (
-        ...     Entry(
+        ...     JobResult(
         ...         job=str(number),
         ...         status="finished",
         ...         metrics={"val/loss": loss},

@@ -45,9 +45,9 @@ class Staleness:
     | bound | is applied; a worker more than bound updates ahead of the slowest waits | Ho et al. 2013, section 2 |
 
     Example:
-        >>> Staleness(policy="scale").judge(3).factor, Staleness(policy="lr").judge(3).lr_divisor
+        >>> Staleness(policy="scale").decide(3).factor, Staleness(policy="lr").decide(3).lr_divisor
         (0.25, 3.0)
-        >>> Staleness(policy="drop", bound=2).judge(3).takes
+        >>> Staleness(policy="drop", bound=2).decide(3).takes
         False
     """
 

@@ -1,0 +1,19 @@
+"""The examples in docstrings of trainkit, run."""
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import trainkit
+
+MODULES = [
+    found.name for found in pkgutil.walk_packages(trainkit.__path__, "trainkit.") if "__main__" not in found.name
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_examples_of_a_docstring_run(name: str) -> None:
+    flags = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL
+    assert doctest.testmod(importlib.import_module(name), optionflags=flags).failed == 0
