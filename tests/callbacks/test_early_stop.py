@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ from trainkit.callbacks.early_stop import EarlyStop
 from trainkit.errors import ConfigError
 
 
-def reason_after(values, *, metric="val/accuracy", mode="max", stop=None, folder=None, **settings):
+def reason_after(values, *, metric: str = "val/accuracy", mode: str = "max", stop=None, folder=None, **settings):
     run = run_double(folder, step=10, eval={"metric": metric, "mode": mode})
     stop = stop or EarlyStop(**settings)
     for value in values:
@@ -28,12 +29,14 @@ def reason_after(values, *, metric="val/accuracy", mode="max", stop=None, folder
         ([math.nan, 0.1], {"patience": 2}, False),
     ],
 )
-def test_a_run_ends_when_its_metric_stands_still(tmp_path, values, settings, stops):
+def test_a_run_ends_when_its_metric_stands_still(
+    tmp_path: Path, values, settings: dict[str, int] | dict[str, float], stops: bool
+) -> None:
     reason = reason_after(values, folder=tmp_path, **settings)
     assert reason == ("val/accuracy has not improved for 2 evaluations" if stops else None)
 
 
-def test_less_is_better_without_a_choice(tmp_path):
+def test_less_is_better_without_a_choice(tmp_path: Path) -> None:
     assert reason_after([0.5, 0.4], metric=None, mode=None, folder=tmp_path, patience=1) is None
     assert (
         reason_after([0.5, 0.6], metric=None, mode=None, folder=tmp_path, patience=1)
@@ -41,7 +44,7 @@ def test_less_is_better_without_a_choice(tmp_path):
     )
 
 
-def test_a_resumed_run_goes_on_counting(tmp_path):
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     first = EarlyStop(patience=3)
     reason_after([0.5, 0.4, 0.4], folder=tmp_path, stop=first)
     assert first.state() == {"best": 0.5, "waited": 2}
@@ -50,20 +53,20 @@ def test_a_resumed_run_goes_on_counting(tmp_path):
     assert reason_after([0.5], folder=tmp_path, stop=second) == "val/accuracy has not improved for 3 evaluations"
 
 
-def test_the_evaluation_of_another_split_does_not_count(tmp_path):
+def test_the_evaluation_of_another_split_does_not_count(tmp_path: Path) -> None:
     run, stop = run_double(tmp_path), EarlyStop(patience=1)
     stop.eval_end(run, {"test/loss": 1.0})
     assert stop.state() == {"best": None, "waited": 0}
 
 
-def test_a_run_at_its_end_is_not_stopped(tmp_path):
+def test_a_run_at_its_end_is_not_stopped(tmp_path: Path) -> None:
     run, stop = run_double(tmp_path, step=100, num_steps=100), EarlyStop(patience=1)
     stop.eval_end(run, {"val/loss": 1.0})
     stop.eval_end(run, {"val/loss": 1.0})
     assert run.stop_reason is None
 
 
-def test_a_metric_that_the_evaluation_does_not_give_is_a_problem(tmp_path):
+def test_a_metric_that_the_evaluation_does_not_give_is_a_problem(tmp_path: Path) -> None:
     run = run_double(tmp_path, eval={"metric": "val/f1", "mode": "max"})
     with pytest.raises(ConfigError) as caught:
         EarlyStop().eval_end(run, {"step": 1.0, "val/loss": 1.0, "val/accuracy": 0.5})

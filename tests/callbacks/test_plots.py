@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from trainkit.callbacks.metrics_file import MetricsFile
 from trainkit.callbacks.plots import Plots, lr_points
 
 
-def test_a_run_leaves_its_plots(tmp_path):
+def test_a_run_leaves_its_plots(tmp_path: Path) -> None:
     run, file, drawn = run_double(tmp_path, step=10), MetricsFile(), Plots()
     drawn.run_start(run)
     file.log(run, row(10))
@@ -21,7 +22,7 @@ def test_a_run_leaves_its_plots(tmp_path):
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["accuracy.png", "loss.png", "lr.png"]
 
 
-def test_a_plot_that_fails_is_a_warning(tmp_path, caplog):
+def test_a_plot_that_fails_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, drawn = run_double(tmp_path), Plots()
     (tmp_path / "plots").write_text("in the way")
     with caplog.at_level(logging.WARNING):
@@ -31,7 +32,7 @@ def test_a_plot_that_fails_is_a_warning(tmp_path, caplog):
     assert record.getMessage().startswith("plots/lr.png: FileExistsError")
 
 
-def test_the_metrics_are_drawn_anew_now_and_then(tmp_path, monkeypatch):
+def test_the_metrics_are_drawn_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(plots.Plots, "_start", lambda self, name, request: asked.append(request["draw"]))
     run, drawn = run_double(tmp_path), Plots(every_s=1e-9)
@@ -40,7 +41,7 @@ def test_the_metrics_are_drawn_anew_now_and_then(tmp_path, monkeypatch):
     assert asked == ["lr", "metrics"]
 
 
-def test_other_ranks_draw_nothing(tmp_path):
+def test_other_ranks_draw_nothing(tmp_path: Path) -> None:
     run, drawn = run_double(tmp_path, is_owner=False), Plots(every_s=1e-9)
     drawn.run_start(run)
     drawn.eval_end(run, {})
@@ -49,7 +50,7 @@ def test_other_ranks_draw_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(("num_steps", "steps"), [(1, [0]), (3, [0, 1, 2]), (601, None)])
-def test_the_curve_has_the_first_and_the_last_step(num_steps, steps):
+def test_the_curve_has_the_first_and_the_last_step(num_steps: int, steps: list[int] | None) -> None:
     points = [step for step, _ in lr_points(lambda step: 0.1, num_steps)]
     assert points[0] == 0
     assert points[-1] == num_steps - 1

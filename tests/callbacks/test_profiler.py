@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import torch
 
@@ -19,19 +20,19 @@ def profiled(folder, *, until, **settings):
     return folder / "profile"
 
 
-def test_the_chosen_steps_are_recorded(tmp_path):
+def test_the_chosen_steps_are_recorded(tmp_path: Path) -> None:
     folder = profiled(tmp_path, until=9, skip_steps=2, num_steps=3)
     events = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert sum(event.get("name") == "aten::cumsum" for event in events) == 3
     assert "aten::cumsum" in (folder / "operations.txt").read_text()
 
 
-def test_a_run_that_ends_within_the_recording_keeps_it(tmp_path):
+def test_a_run_that_ends_within_the_recording_keeps_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in profiled(tmp_path, until=3, skip_steps=2, num_steps=30).iterdir()) == [
         "operations.txt",
         "trace.json",
     ]
 
 
-def test_a_run_that_ends_before_the_recording_leaves_nothing(tmp_path):
+def test_a_run_that_ends_before_the_recording_leaves_nothing(tmp_path: Path) -> None:
     assert not profiled(tmp_path, until=3, skip_steps=10).exists()

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks.progress import Progress
 
 
-def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path, capsys):
+def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_double(tmp_path, step=10, eval={"metric": "val/accuracy", "mode": "max"})
     progress = Progress(every_s=1e-9)
     progress.run_start(run)
@@ -17,7 +21,9 @@ def test_a_pipe_gets_the_row_and_the_latest_metric(tmp_path, capsys):
     ]
 
 
-def test_between_two_lines_nothing_is_printed_but_the_last_row_is(tmp_path, capsys):
+def test_between_two_lines_nothing_is_printed_but_the_last_row_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, progress = run_double(tmp_path), Progress(every_s=1e9)
     progress.run_start(run)
     for step in (10, 20, 100):
@@ -27,14 +33,14 @@ def test_between_two_lines_nothing_is_printed_but_the_last_row_is(tmp_path, caps
     assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()] == ["step 10/100", "step 100/100"]
 
 
-def test_the_metric_without_a_choice_is_the_validation_loss(tmp_path, capsys):
+def test_the_metric_without_a_choice_is_the_validation_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, progress = run_double(tmp_path, step=10), Progress()
     progress.eval_end(run, {"val/loss": 0.25})
     progress.run_end(run, {})
     assert capsys.readouterr().out == "step 10/100   10 %  val/loss 0.2500\n"
 
 
-def test_other_ranks_print_nothing(tmp_path, capsys):
+def test_other_ranks_print_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, progress = run_double(tmp_path, is_owner=False), Progress()
     progress.run_start(run)
     progress.log(run, row(10))

@@ -2,11 +2,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.callbacks.run_double import run_double
 from trainkit.callbacks.screen import FinalSummary, StartupSummary
 
 
-def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(cwd, capsys):
+def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = run_double(Path("outputs/digits/1"), step=20)
     run.summary, run.notes = {"replicas": "2 on cpu"}, ("The model draws random numbers.",)
     StartupSummary().run_start(run)
@@ -22,13 +26,15 @@ def test_a_run_opens_with_its_effective_values_and_closes_with_its_result(cwd, c
     )
 
 
-def test_a_folder_elsewhere_is_named_in_full(cwd, capsys, tmp_path_factory):
+def test_a_folder_elsewhere_is_named_in_full(
+    cwd: Path, capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     elsewhere = tmp_path_factory.mktemp("elsewhere")
     StartupSummary().run_start(run_double(elsewhere))
     assert capsys.readouterr().out == f"digits  {elsewhere}\n"
 
 
-def test_other_ranks_say_nothing(cwd, capsys):
+def test_other_ranks_say_nothing(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_double(cwd, is_owner=False)
     StartupSummary().run_start(run)
     FinalSummary().run_end(run, {"status": "finished"})

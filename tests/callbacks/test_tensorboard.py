@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ def read(folder):
     return accumulator
 
 
-def written(folder, *, step=0, steps=(10,), example=None):
+def written(folder, *, step: int = 0, steps: tuple[int, ...] = (10,), example=None):
     run, board = run_double(folder, step=step), TensorBoard()
     board.run_start(run)
     run.example = example
@@ -33,28 +34,28 @@ def written(folder, *, step=0, steps=(10,), example=None):
     return read(folder)
 
 
-def test_a_row_is_a_point_on_every_curve_but_the_counters(tmp_path):
+def test_a_row_is_a_point_on_every_curve_but_the_counters(tmp_path: Path) -> None:
     found = written(tmp_path)
     assert sorted(found.Tags()["scalars"]) == ["data_wait", "lr", "samples_per_s", "train/loss", "val/loss"]
     assert [(event.step, event.value) for event in found.Scalars("train/loss")] == [(10, 0.5)]
 
 
-def test_the_images_of_the_first_batch_are_shown_once(tmp_path):
+def test_the_images_of_the_first_batch_are_shown_once(tmp_path: Path) -> None:
     found = written(tmp_path, steps=(10, 20), example=(torch.rand(9, 1, 8, 8), torch.arange(9)))
     assert [(image.height, image.width) for image in found.Images("first batch")] == [(17, 71)]
 
 
-def test_a_batch_without_images_shows_none(tmp_path):
+def test_a_batch_without_images_shows_none(tmp_path: Path) -> None:
     assert written(tmp_path, example=(torch.rand(9, 64), torch.arange(9))).Tags()["images"] == []
 
 
-def test_a_resumed_run_voids_what_its_checkpoint_does_not_hold(tmp_path):
+def test_a_resumed_run_voids_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
     written(tmp_path, steps=(10, 20, 30))
     found = written(tmp_path, step=20, steps=(30,))
     assert [event.step for event in found.Scalars("train/loss")] == [10, 20, 30]
 
 
-def test_other_ranks_write_nothing(tmp_path):
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     run, board = run_double(tmp_path, is_owner=False), TensorBoard()
     board.run_start(run)
     board.log(run, row(10))
@@ -73,10 +74,12 @@ def test_other_ranks_write_nothing(tmp_path):
         (None, []),
     ],
 )
-def test_images_are_found_by_their_shape(batch, shapes):
+def test_images_are_found_by_their_shape(
+    batch: dict[str, torch.Tensor | list[torch.Tensor]] | torch.Tensor | None, shapes: list[tuple[int, int, int, int]]
+) -> None:
     assert [tuple(images.shape) for images in images_in(batch)] == shapes
 
 
-def test_what_is_no_number_is_shown_as_zero():
+def test_what_is_no_number_is_shown_as_zero() -> None:
     (images,) = images_in(torch.full((1, 1, 4, 4), math.inf))
     assert images.max() == 0.0

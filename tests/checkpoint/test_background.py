@@ -1,4 +1,5 @@
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, 
 
 
 @pytest.fixture
-def slow_disk(monkeypatch):
+def slow_disk(monkeypatch: pytest.MonkeyPatch):
     """Writing waits for this event."""
     gate = threading.Event()
     write = background.save
@@ -23,7 +24,7 @@ def slow_disk(monkeypatch):
     gate.set()
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path, slow_disk):
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, slow_disk) -> None:
     saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
     saver.save(step=1, tensors={"param/w": weight, "param/tied": weight}, meta={})
     weight.zero_()
@@ -35,7 +36,7 @@ def test_what_changes_after_the_call_is_not_saved(tmp_path, slow_disk):
     assert loaded.aliases == {"param/tied": "param/w"}
 
 
-def test_the_second_save_uses_the_buffers_of_the_first(tmp_path):
+def test_the_second_save_uses_the_buffers_of_the_first(tmp_path: Path) -> None:
     saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
     saver.save(step=1, tensors={"param/w": weight}, meta={})
     saver.wait()
@@ -47,7 +48,9 @@ def test_the_second_save_uses_the_buffers_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("call", ["finished", "wait", "close", "save"])
-def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path, monkeypatch, call):
+def test_an_error_of_the_disk_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse("step=1,phase=save,action=full"))
     saver = BackgroundSaver(tmp_path)
     saver.save(step=1, tensors={}, meta={})
@@ -57,14 +60,14 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(tmp_path, monkeypatch, 
     assert saver.close() == []  # said once
 
 
-def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path):
+def test_without_a_thread_the_checkpoint_exists_on_return(tmp_path: Path) -> None:
     saver = BackgroundSaver(tmp_path, background=False)
     saver.save(step=1, tensors={"param/w": torch.ones(3)}, meta={}, metric=0.5)
     assert [entry.metric for entry in list_complete(tmp_path)] == [0.5]
     assert [entry.step for entry in saver.finished()] == [1]
 
 
-def test_older_checkpoints_are_pruned(tmp_path):
+def test_older_checkpoints_are_pruned(tmp_path: Path) -> None:
     saver = BackgroundSaver(tmp_path, retention=Retention(keep_last=1))
     for step in (1, 2, 3):
         saver.save(step=step, tensors={}, meta={})
@@ -73,7 +76,7 @@ def test_older_checkpoints_are_pruned(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_snapshot_of_the_device_is_whole(tmp_path):
+def test_a_snapshot_of_the_device_is_whole(tmp_path: Path) -> None:
     saver, weight = BackgroundSaver(tmp_path), torch.arange(1 << 20, device="cuda")
     saver.save(step=1, tensors={"param/w": weight}, meta={})
     weight.zero_()

@@ -1,15 +1,18 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.checkpoint.ranks import state
+from tests.support.pool import Pool
 from trainkit.trainer.checkpoint import list_complete, load, weights_sha256
 
 HERE = "tests.checkpoint.ranks"
 
 
-def test_pieces_of_several_ranks_are_assembled_on_each_to_the_bit(pool):
+def test_pieces_of_several_ranks_are_assembled_on_each_to_the_bit(pool: Pool) -> None:
     for found, sha256 in pool.run(f"{HERE}.assemble", num_ranks=3, group=True):
         assert found.keys() == state().keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in state().items())
@@ -17,7 +20,7 @@ def test_pieces_of_several_ranks_are_assembled_on_each_to_the_bit(pool):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool, tmp_path, background):
+def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool: Pool, tmp_path: Path, background: bool) -> None:
     finished = pool.run(f"{HERE}.save_twice", tmp_path, background, num_ranks=3, group=True)
     assert finished == [[1, 2], [], []]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000002"]
@@ -32,14 +35,16 @@ def test_ranks_write_a_checkpoint_that_is_the_same_as_from_one(pool, tmp_path, b
     assert all(torch.equal(loaded.tensors[name], tensor) for name, tensor in expected.items())
 
 
-def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(pool, tmp_path):
+def test_a_checkpoint_written_beside_the_training_is_completed_between_steps(pool: Pool, tmp_path: Path) -> None:
     looks = pool.run(f"{HERE}.proceed_until_it_stands", tmp_path, num_ranks=2, group=True)
     assert looks[0] == looks[1] >= 1
     assert [one.step for one in list_complete(tmp_path)] == [3]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(pool, tmp_path, rank):
+def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_nothing(
+    pool: Pool, tmp_path: Path, rank: int
+) -> None:
     told = pool.run(f"{HERE}.fail", tmp_path, rank, "full", num_ranks=3, group=True)
     who = "rank 1: " if rank else ""
     (text,) = {one.partition(": ")[2] for one in told}
@@ -53,7 +58,7 @@ def test_a_disk_that_is_full_on_one_rank_is_the_same_error_on_all_and_leaves_not
 
 
 @pytest.mark.parametrize("asks_before", [True, False])
-def test_half_a_part_is_no_checkpoint(pool, tmp_path, asks_before):
+def test_half_a_part_is_no_checkpoint(pool: Pool, tmp_path: Path, asks_before: bool) -> None:
     told = pool.run(f"{HERE}.fill_the_disk", tmp_path, asks_before, num_ranks=2, group=True)
     (text,) = set(told)
     start, _, end = text.partition(" (")
@@ -64,13 +69,13 @@ def test_half_a_part_is_no_checkpoint(pool, tmp_path, asks_before):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_one_rank_is_told_to_the_others(pool, tmp_path):
+def test_an_error_of_one_rank_is_told_to_the_others(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(f"{HERE}.fail", tmp_path, 1, "raise", num_ranks=2, group=True)
     assert told == ["CheckpointError: failpoint in save of step 2", "RuntimeError: failpoint in save of step 2"]
     assert [one.step for one in list_complete(tmp_path)] == [1]
 
 
-def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool, tmp_path):
+def test_a_rank_that_does_not_see_the_folder_says_so_on_all(pool: Pool, tmp_path: Path) -> None:
     told = pool.run(f"{HERE}.save_apart", tmp_path, num_ranks=2, group=True)
     expected = (
         f"rank 1 does not see {tmp_path}/elsewhere/.tmp_step_00000002, which rank 0 made: each rank writes its own "

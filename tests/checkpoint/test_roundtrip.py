@@ -1,6 +1,7 @@
 import json
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -23,7 +24,7 @@ def content():
     }
 
 
-def test_what_was_saved_is_loaded(tmp_path):
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     meta = {"position": {"step": 3}, "fingerprint": "f00", "scale": 65536.0}
     save(tmp_path, step=3, tensors=content(), meta=meta)
     loaded = load(tmp_path / "step_00000003")
@@ -33,7 +34,7 @@ def test_what_was_saved_is_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_every_dtype_keeps_its_bits(tmp_path, dtype):
+def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype) -> None:
     tensor = torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype)
     save(tmp_path, step=0, tensors={"param/x": tensor}, meta={})
     found = load(tmp_path / "step_00000000").tensors["param/x"]
@@ -41,7 +42,7 @@ def test_every_dtype_keeps_its_bits(tmp_path, dtype):
     assert torch.equal(found.view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_the_layout_in_memory_does_not_matter(tmp_path):
+def test_the_layout_in_memory_does_not_matter(tmp_path: Path) -> None:
     image = torch.arange(24.0).reshape(1, 2, 3, 4)
     odd = {"param/a": image.to(memory_format=torch.channels_last), "param/b": image[0, 0].T, "param/c": image[..., ::2]}
     save(tmp_path, step=0, tensors=odd, meta={})
@@ -49,14 +50,14 @@ def test_the_layout_in_memory_does_not_matter(tmp_path):
     assert all(torch.equal(loaded[name], tensor) and loaded[name].is_contiguous() for name, tensor in odd.items())
 
 
-def test_the_file_is_safetensors(tmp_path):
+def test_the_file_is_safetensors(tmp_path: Path) -> None:
     save(tmp_path, step=0, tensors=content(), meta={})
     found = safetensors.torch.load_file(tmp_path / "step_00000000" / "rank_00000.safetensors")
     assert found.keys() == content().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in content().items())
 
 
-def test_tied_tensors_are_written_once_and_load_as_one(tmp_path):
+def test_tied_tensors_are_written_once_and_load_as_one(tmp_path: Path) -> None:
     weight = torch.ones(4, 4)
     tensors = {"param/wte": weight, "param/head": weight, "param/view": weight.view(4, 4)}
     save(tmp_path, step=0, tensors=tensors, meta={}, aliases={"param/named": "param/head"})
@@ -67,18 +68,18 @@ def test_tied_tensors_are_written_once_and_load_as_one(tmp_path):
     assert (folder / "rank_00000.safetensors").stat().st_size < 2 * 64 + 200
 
 
-def test_the_index_names_shape_dtype_and_pieces(tmp_path):
+def test_the_index_names_shape_dtype_and_pieces(tmp_path: Path) -> None:
     save(tmp_path, step=0, tensors={"param/w": torch.zeros(2, 3)}, meta={})
     index = json.loads((tmp_path / "step_00000000" / "index.json").read_text())
     pieces = [{"file": "rank_00000.safetensors", "offset": [0, 0], "size": [2, 3]}]
     assert index == {"tensors": {"param/w": {"dtype": "F32", "shape": [2, 3], "pieces": pieces}}, "aliases": {}}
 
 
-def rows(whole, start, stop):
+def rows(whole, start, stop) -> TensorShard:
     return TensorShard(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
 
 
-def test_pieces_of_several_ranks_make_one_tensor(tmp_path):
+def test_pieces_of_several_ranks_make_one_tensor(tmp_path: Path) -> None:
     whole = torch.arange(10.0).reshape(5, 2)
     draft = begin(tmp_path, 8)
     parts = [
@@ -89,14 +90,14 @@ def test_pieces_of_several_ranks_make_one_tensor(tmp_path):
     assert torch.equal(load(tmp_path / "step_00000008").tensors["param/w"], whole)
 
 
-def test_what_is_being_loaded_outlives_its_folder(tmp_path):
+def test_what_is_being_loaded_outlives_its_folder(tmp_path: Path) -> None:
     save(tmp_path, step=0, tensors=content(), meta={})
     tensors = load(tmp_path / "step_00000000").tensors
     shutil.rmtree(tmp_path / "step_00000000")
     assert all(torch.equal(tensors[name], tensor) for name, tensor in content().items())
 
 
-def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path):
+def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path: Path) -> None:
     save(tmp_path, step=0, tensors=content(), meta={})
     folder = tmp_path / "step_00000000"
     tensors = load(folder).tensors
@@ -113,7 +114,7 @@ def test_a_file_that_changes_once_it_was_verified_is_named(tmp_path):
         tensors["param/weight"]
 
 
-def test_a_tensor_is_read_when_it_is_asked_for(tmp_path):
+def test_a_tensor_is_read_when_it_is_asked_for(tmp_path: Path) -> None:
     whole, draft = torch.arange(20.0).reshape(5, 4), begin(tmp_path, 8)
     cuts = [(slice(0, 2), slice(0, 4)), (slice(2, 5), slice(0, 1)), (slice(2, 5), slice(1, 4))]
     pieces = [TensorShard(tensor=whole[a, b], offset=(a.start, b.start), shape=(5, 4)) for a, b in cuts]
@@ -133,7 +134,9 @@ def test_a_tensor_is_read_when_it_is_asked_for(tmp_path):
     ("cuts", "wrong"),
     [([(0, 2), (3, 5)], "its pieces hold 8 of 10 numbers"), ([(0, 3), (2, 4)], "its pieces overlap")],
 )
-def test_pieces_that_do_not_make_up_a_tensor_are_never_written(tmp_path, cuts, wrong):
+def test_pieces_that_do_not_make_up_a_tensor_are_never_written(
+    tmp_path: Path, cuts: list[tuple[int, int]], wrong: str
+) -> None:
     whole, draft = torch.arange(10.0).reshape(5, 2), begin(tmp_path, 8)
     parts = [write_part(draft, {"param/w": [rows(whole, *cut)]}, rank=rank) for rank, cut in enumerate(cuts)]
     with pytest.raises(CheckpointError) as caught:
@@ -141,26 +144,26 @@ def test_pieces_that_do_not_make_up_a_tensor_are_never_written(tmp_path, cuts, w
     assert str(caught.value) == f"param/w cannot be saved: {wrong}."
 
 
-def test_nothing_is_pickled(tmp_path):
+def test_nothing_is_pickled(tmp_path: Path) -> None:
     save(tmp_path, step=0, tensors=content(), meta={})
     names = sorted(path.name for path in (tmp_path / "step_00000000").iterdir())
     assert names == ["index.json", "manifest.json", "meta.json", "rank_00000.safetensors"]
 
 
-def test_a_sparse_tensor_is_refused_by_name(tmp_path):
+def test_a_sparse_tensor_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"^param/s cannot be saved: it is no dense tensor with data\.$"):
         save(tmp_path, step=0, tensors={"param/s": torch.eye(2).to_sparse()}, meta={})
     assert list_complete(tmp_path) == []
 
 
-def test_the_same_step_can_be_saved_again(tmp_path):
+def test_the_same_step_can_be_saved_again(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
         save(tmp_path, step=5, tensors={"param/w": torch.tensor(value)}, meta={})
     assert load(tmp_path / "step_00000005").tensors["param/w"] == 2.0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000005"]
 
 
-def test_the_hash_of_the_weights_sees_order_names_and_kinds():
+def test_the_hash_of_the_weights_sees_order_names_and_kinds() -> None:
     one, two = torch.tensor([1.0]), torch.tensor([2.0])
     same = weights_sha256({"param/b": one, "buffer/a": two})
     assert same == weights_sha256({"buffer/a": two, "param/b": one, "optimizer/exp_avg/b": two})

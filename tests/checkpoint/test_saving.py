@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +20,7 @@ from trainkit.trainer.manifest import FileRecord
 
 
 @pytest.fixture
-def small_disk():
+def small_disk() -> Iterator[None]:
     """No file may grow beyond 64 KiB: a real refusal by the system, half a file written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -28,12 +30,14 @@ def small_disk():
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def fail_in_save(monkeypatch, action):
+def fail_in_save(monkeypatch: pytest.MonkeyPatch, action) -> None:
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"phase=save,action={action}"))
 
 
 @pytest.mark.parametrize("asks_before", [True, False])
-def test_a_disk_that_refuses_leaves_no_half_checkpoint(tmp_path, small_disk, monkeypatch, asks_before):
+def test_a_disk_that_refuses_leaves_no_half_checkpoint(
+    tmp_path: Path, small_disk, monkeypatch: pytest.MonkeyPatch, asks_before: bool
+) -> None:
     if not asks_before:
         monkeypatch.setattr(space, "file_limit", lambda: None)
     save(tmp_path, step=1, tensors={"param/w": torch.zeros(10)}, meta={})
@@ -47,7 +51,7 @@ def test_a_disk_that_refuses_leaves_no_half_checkpoint(tmp_path, small_disk, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "step_00000001"]
 
 
-def test_a_full_disk_says_so(tmp_path, monkeypatch):
+def test_a_full_disk_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_save(monkeypatch, "full")
     monkeypatch.setattr(storage.Free, "at", lambda _: storage.Free(num_bytes=3 << 20, num_files=9))
     with pytest.raises(StorageError) as caught:
@@ -60,7 +64,7 @@ def test_a_full_disk_says_so(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_before_the_manifest_leaves_nothing(tmp_path, monkeypatch):
+def test_an_error_before_the_manifest_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_in_save(monkeypatch, "raise")
     with pytest.raises(RuntimeError, match="failpoint in save of step 2"):
         save(tmp_path, step=2, tensors={}, meta={})
@@ -78,7 +82,7 @@ for step in itertools.count():
 """
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], stdout=subprocess.PIPE) as process:
         for moment in range(4):  # the last checkpoint is looked at while the next ones are written, then after the kill
             process.stdout.readline()
@@ -89,7 +93,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     assert all(tensor.eq(loaded.meta["position"]).all() for tensor in loaded.tensors.values())
 
 
-def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path):
+def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path: Path) -> None:
     environ = {**os.environ, "TRAINKIT_FAIL": "step=2,phase=save,action=kill"}
     process = subprocess.run([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], env=environ, check=False)
     assert process.returncode == -signal.SIGKILL
@@ -99,7 +103,7 @@ def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path):
     assert not (tmp_path / ".tmp_step_00000002").exists()
 
 
-def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path):
+def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path: Path) -> None:
     meta = {"position": {"epoch": 2}, "fingerprint": "abc", "other": 1}
     checkpoint = save(tmp_path, step=4, tensors={}, meta=meta, metric=0.5)
     assert list_complete(tmp_path) == [checkpoint]
@@ -111,11 +115,11 @@ def test_the_manifest_tells_sizes_hashes_position_and_fingerprint(tmp_path):
     assert sorted(content["files"]) == ["index.json", "meta.json", "rank_00000.safetensors"]
 
 
-def test_keys_that_are_no_text_do_not_upset_the_manifest(tmp_path):
+def test_keys_that_are_no_text_do_not_upset_the_manifest(tmp_path: Path) -> None:
     save(tmp_path, step=1, tensors={}, meta={"position": {2: "b", 10: "a"}})
     assert load(tmp_path / "step_00000001").meta["position"] == {"2": "b", "10": "a"}
 
 
-def test_an_alias_of_nothing_is_refused(tmp_path):
+def test_an_alias_of_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="aliases name tensors that are not in the checkpoint"):
         save(tmp_path, step=1, tensors={}, meta={}, aliases={"param/a": "param/b"})

@@ -12,7 +12,7 @@ from trainkit.cluster.address import Address, derived_port, is_loopback
         ("[fe80::1%eth0]:29400", ("fe80::1%eth0", 29400)),
     ],
 )
-def test_an_address_is_read_and_written_back(text, address):
+def test_an_address_is_read_and_written_back(text: str, address: tuple[str, int]) -> None:
     assert Address.parse(text) == address
     assert str(Address.parse(text)) == text
 
@@ -31,24 +31,24 @@ def test_an_address_is_read_and_written_back(text, address):
         ("[node7]:1", "its host must be a name, an IPv4 address, or an IPv6 address in brackets."),
     ],
 )
-def test_what_is_no_address_names_the_rule(text, rule):
+def test_what_is_no_address_names_the_rule(text: str, rule: str) -> None:
     with pytest.raises(ValueError, match="must be") as caught:
         Address.parse(text)
     assert str(caught.value) == rule
 
 
-def test_spellings_of_one_address_are_equal_once_canonical():
+def test_spellings_of_one_address_are_equal_once_canonical() -> None:
     assert Address.parse("LOCALHOST:1").canonical == Address.parse("127.0.0.1:1").canonical
     assert Address.parse("[0:0::1]:1").canonical == Address.parse("[::1]:1").canonical
     assert Address.parse("a:1").canonical != Address.parse("a:2").canonical
 
 
-def test_a_machine_is_itself_only_at_loopback_addresses():
+def test_a_machine_is_itself_only_at_loopback_addresses() -> None:
     assert all(map(is_loopback, ("localhost", "127.0.0.1", "127.8.8.8", "::1")))
     assert not any(map(is_loopback, ("localhost.example.org", "10.0.0.1", "n1")))
 
 
-def test_derived_ports_lie_below_those_of_outgoing_connections():
+def test_derived_ports_lie_below_those_of_outgoing_connections() -> None:
     ports = [derived_port(f"slurm {job}.0") for job in range(1000)]
     assert min(ports) >= 20_000
     assert max(ports) < 32_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 import yaml
@@ -24,7 +25,7 @@ AWKWARD = ("name=a.b", "callbacks=[progress]", 'data.path="/my data/$(x) $HOME `
 
 
 @pytest.fixture
-def emit(capsys, cwd):
+def emit(capsys: pytest.CaptureFixture[str], cwd: Path):
     """Print one in an empty folder: what comes on standard output, and nothing else anywhere."""
 
     def call(*arguments):
@@ -38,7 +39,7 @@ def emit(capsys, cwd):
 
 
 @pytest.fixture
-def run(cwd, monkeypatch):
+def run(cwd: Path, monkeypatch: pytest.MonkeyPatch):
     """Run a script with commands of the engine stood in for by one that prints its arguments, a line each."""
 
     def call(script, *arguments, **variables):
@@ -57,21 +58,21 @@ def run(cwd, monkeypatch):
     return call
 
 
-def refused(capsys, *arguments):
+def refused(capsys: pytest.CaptureFixture[str], *arguments):
     assert main(["emit", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return [re.sub(r" \([^()]*\)$", "", line.removeprefix("  ")) for line in printed.err.splitlines()[1:]]
 
 
-def test_a_torchrun_script_for_one_host_needs_nothing_else(emit, run):
+def test_a_torchrun_script_for_one_host_needs_nothing_else(emit, run) -> None:
     script = emit("torchrun", "--processes-per-host", "2", "strategy=mirrored", "epochs=1")
     assert run(script) == [
         "torchrun", "--standalone", "--nproc-per-node=2", "-m", "trainkit", "strategy=mirrored", "epochs=1",
     ]  # fmt: skip
 
 
-def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run):
+def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run) -> None:
     flags = ("--head", "fd00::1", "--port", "3000", "--restarts", "3", "--min-hosts", "1", "--setup", "export A=1")
     script = emit("torchrun", *flags, *TWO_HOSTS)
     assert "\nexport A=1\n" in script
@@ -81,14 +82,14 @@ def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run):
     ]  # fmt: skip
 
 
-def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit):
+def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit) -> None:
     script = emit("torchrun", "--head", "n1", *TWO_HOSTS)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "give the launch a NAME, the same on every host" in done.stderr
 
 
-def test_a_batch_script_starts_a_task_a_gpu(emit, run):
+def test_a_batch_script_starts_a_task_a_gpu(emit, run) -> None:
     flags = ("--time", "1-12:00:00", "--partition", "gpu", "--account", "me", "--cpus-per-process", "8")
     script = emit("slurm", *flags, *TWO_HOSTS)
     assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
@@ -107,7 +108,7 @@ def test_a_batch_script_starts_a_task_a_gpu(emit, run):
     ]  # fmt: skip
 
 
-def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit):
+def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit) -> None:
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
     text = emit("kubernetes", *FLAGS["kubernetes"], "--namespace", "me", "--time", "01:00:00", *TWO_HOSTS)
@@ -120,7 +121,7 @@ def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit):
     assert spec["activeDeadlineSeconds"] == 3600
 
 
-def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit):
+def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit) -> None:
     pools = yaml.safe_load(
         emit("vertex", *FLAGS["vertex"], "--time", "01:00:00", "--hosts", "3", *TWO_HOSTS[2:], "batch.global_size=96")
     )
@@ -134,7 +135,7 @@ def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit):
     assert pools["scheduling"] == {"timeout": "3600s"}
 
 
-def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run):
+def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run) -> None:
     task = yaml.safe_load(emit("skypilot", "--setup", "pip install -e .", *FLAGS["skypilot"], *TWO_HOSTS))
     assert (task["num_nodes"], task["resources"], task["setup"]) == (
         2,
@@ -151,7 +152,7 @@ def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run):
     ]  # fmt: skip
 
 
-def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd):
+def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd: Path) -> None:
     trainer = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"]["trainer"]
     shell, flag, script, *words = [*trainer["command"], *trainer["args"]]
     assert (shell, flag) == ("sh", "-c")
@@ -160,7 +161,7 @@ def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_arguments_arrive_as_they_were_given(engine, emit, run):
+def test_arguments_arrive_as_they_were_given(engine, emit, run) -> None:
     text = emit(engine, *FLAGS[engine], *TWO_HOSTS, *AWKWARD)
     if engine in ("torchrun", "slurm"):
         arguments = run(text, "name")
@@ -174,14 +175,14 @@ def test_arguments_arrive_as_they_were_given(engine, emit, run):
     assert arguments[-4:] == list(AWKWARD)
 
 
-def test_own_folders_and_packages_come_along(emit, cwd, capsys):
+def test_own_folders_and_packages_come_along(emit, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (cwd / "my conf").mkdir()
     assert main(["emit", "slurm", "--config-dir", "my conf", "--allow-package", "tests,benchmarks", "epochs=1"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.endswith("-m trainkit --config-dir 'my conf' --allow-package tests,benchmarks epochs=1")
 
 
-def test_names_that_kubernetes_refuses_are_respelt():
+def test_names_that_kubernetes_refuses_are_respelt() -> None:
     labels = [
         ManifestJob(name=name, arguments=(), hosts=1, per_host=1, gpus=False).label
         for name in ("A_b.C", "1x", "x" * 70)
@@ -189,7 +190,7 @@ def test_names_that_kubernetes_refuses_are_respelt():
     assert labels == ["a-b-c", "run-1x", "x" * 63]
 
 
-def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys):
+def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     shared = "is missing: vertex needs it for several hosts. --shared PLACE. "
     shared += "They write into one run folder; or give hydra.run.dir, a folder that they see."
     assert refused(capsys, "vertex", "--hosts", "2", "--gpus-per-host", "x", "--head", "n", "--time", "90") == [
@@ -238,5 +239,7 @@ def test_what_an_engine_needs_or_does_not_take_is_told_at_once(capsys):
          "batch.global_size=4: fewer samples than the 8 shards of a step on 8 replicas. Use 8 or more."),
     ],
 )  # fmt: skip
-def test_what_could_not_run_is_refused_before_it_is_queued(arguments, problem, capsys):
+def test_what_could_not_run_is_refused_before_it_is_queued(
+    arguments: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "\n".join(refused(capsys, *arguments)) == problem

@@ -34,7 +34,7 @@ SAME = ("epochs=1", "numerics.reproducible=true")
 FLAGS = ("--hosts", "2", "--gpus-per-host", "2", "--image", "ghcr.io/me/trainkit:1", "strategy=multi_worker_mirrored")
 
 
-def trainkit(*arguments, cwd):
+def trainkit(*arguments, cwd: Path):
     command = [sys.executable, "-m", "trainkit", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
 
@@ -44,7 +44,7 @@ def result_in(folder):
     return json.loads(found.read_text())
 
 
-def run(*command, cwd, **variables):
+def run(*command, cwd: Path, **variables):
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | {"PATH": path, **variables}, capture_output=True, text=True, check=False,
@@ -55,20 +55,20 @@ def run(*command, cwd, **variables):
 
 
 @pytest.fixture(scope="module")
-def mirrored(tmp_path_factory):
+def mirrored(tmp_path_factory: pytest.TempPathFactory):
     """The bits of the same training on one host."""
     folder = tmp_path_factory.mktemp("mirrored")
     trainkit("strategy=mirrored", "strategy.replicas=2", *SAME, cwd=folder)
     return result_in(folder)["weights_sha256"]
 
 
-def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
+def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored) -> None:
     script = trainkit("emit", "torchrun", *PAIR, *SAME, cwd=cwd)
     assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd)
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 
-def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
+def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored) -> None:
     (cwd / "train.sbatch").write_text(trainkit("emit", "slurm", *PAIR, "--time", "00:05:00", *SAME, cwd=cwd))
     with slurm() as environ:
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)
@@ -87,7 +87,9 @@ def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd, mirrored):
         (SKYPILOT, "skypilot", "runs", ("--accelerator", "A100", "--setup", "pip install -e .")),
     ],
 )  # fmt: skip
-def test_the_engines_own_schema_takes_the_manifest(check, engine, shared, flags, cwd):
+def test_the_engines_own_schema_takes_the_manifest(
+    check: str, engine: str, shared: str, flags: tuple[str, ...], cwd: Path
+) -> None:
     text = trainkit("emit", engine, *flags, "--shared", shared, *FLAGS, cwd=cwd)
     done = subprocess.run(
         [os.environ[SCHEMAS], "-c", check], input=text, capture_output=True, text=True, check=False, cwd=cwd,

@@ -50,19 +50,19 @@ def told(environ):
         ({}, {"CLUSTER_SPEC": "[]"}, "CLUSTER_SPEC: must be a JSON object with cluster and task."),
     ],
 )  # fmt: skip
-def test_a_malformed_variable_is_refused(launch, changed, rule):
+def test_a_malformed_variable_is_refused(launch: dict[str, str], changed: dict[str, str], rule: str) -> None:
     assert told({**launch, **changed}) == [rule]
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_a_variable_that_is_absent_is_named(name):
+def test_a_variable_that_is_absent_is_named(name: str) -> None:
     environ = {key: value for key, value in HAND.items() if key != name}
     hint = "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
     assert told(environ) == [f"{name}: is not set, though RANK is. {hint}"]
 
 
 @pytest.mark.parametrize("launch", [HAND, STEP, MPI, PMI])
-def test_a_number_of_thousands_of_digits_is_no_number(launch):
+def test_a_number_of_thousands_of_digits_is_no_number(launch: dict[str, str]) -> None:
     name = next(iter(launch)) if launch is not STEP else "SLURM_PROCID"
     (problem,) = told({**launch, name: "1" * 5000})
     assert problem.startswith(f"{name}=111")

@@ -5,7 +5,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.errors import ConfigError
 
 
-def test_an_identity_survives_the_environment():
+def test_an_identity_survives_the_environment() -> None:
     task = Task(role="ps", index=1, rank=3, device="cuda:1")
     identity = Identity(
         task=task, num_ranks=4, store=("127.0.0.1", 29400), prefix="attempt/2", attempt=2, life=1, token="t0"
@@ -14,16 +14,16 @@ def test_an_identity_survives_the_environment():
     assert set(identity.to_environ()) == set(VARIABLES)
 
 
-def test_without_variables_a_process_is_alone():
+def test_without_variables_a_process_is_alone() -> None:
     assert Identity.from_environ({"PATH": "/bin"}) == Identity.solo("cpu")
 
 
-def test_an_ipv6_store_keeps_its_colons():
+def test_an_ipv6_store_keeps_its_colons() -> None:
     environ = {"TRAINKIT_RANK": "0", "TRAINKIT_STORE": "::1:29400"}
     assert Identity.from_environ(environ).store == ("::1", 29400)
 
 
-def test_every_bad_variable_is_named_at_once():
+def test_every_bad_variable_is_named_at_once() -> None:
     environ = {"TRAINKIT_RANK": "one", "TRAINKIT_RANKS": "-2", "TRAINKIT_STORE": "localhost"}
     with pytest.raises(ConfigError) as caught:
         Identity.from_environ(environ)
@@ -35,6 +35,6 @@ def test_every_bad_variable_is_named_at_once():
     )
 
 
-def test_a_rank_outside_the_ranks_is_refused():
+def test_a_rank_outside_the_ranks_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"TRAINKIT_RANK=2: ranks go from 0 to TRAINKIT_RANKS - 1 = 1\."):
         Identity.from_environ({"TRAINKIT_RANK": "2", "TRAINKIT_RANKS": "2"})

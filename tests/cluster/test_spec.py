@@ -8,48 +8,48 @@ from trainkit.cluster.spec import Spec
 FOUR = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
 
 
-def tf_config(cluster, task):
+def tf_config(cluster, task) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
-def test_ranks_follow_the_roles_and_the_chief_is_first():
+def test_ranks_follow_the_roles_and_the_chief_is_first() -> None:
     launch = Spec(**FOUR, task="worker:1").launch({})
     assert [str(task) for task in launch.tasks] == ["chief:0", "worker:0", "worker:1", "evaluator:0"]
     assert (launch.rank, launch.store, launch.hosts_store) == (2, ("a", 1), False)
     assert launch.place_of(1) == "worker:0 (b:1)"
 
 
-def test_tasks_of_one_host_share_it():
+def test_tasks_of_one_host_share_it() -> None:
     launch = Spec(**FOUR, task="worker:1").launch({})
     assert (launch.local_rank, launch.num_local, launch.num_hosts, launch.takes_devices) == (1, 2, 3, True)
 
 
-def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store():
+def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store() -> None:
     launch = Spec(worker=("a:1", "b:1"), task="worker:0").launch({})
     assert (launch.rank, launch.hosts_store, str(launch.task)) == (0, True, "worker:0")
 
 
-def test_an_ipv6_cluster_keeps_its_brackets_in_what_a_person_reads():
+def test_an_ipv6_cluster_keeps_its_brackets_in_what_a_person_reads() -> None:
     launch = Spec(worker=("[fd00::1]:2222", "[fd00::2]:2222"), task="worker:1").launch({})
     assert launch.store == ("fd00::1", 2222)
     assert launch.line() == "launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at [fd00::1]:2222"
 
 
-def test_the_line_names_the_task_where_its_index_is_not_its_rank():
+def test_the_line_names_the_task_where_its_index_is_not_its_rank() -> None:
     line = Spec(**FOUR, task="worker:1").launch({}).line()
     assert line == "launch by cluster=spec: rank 2 (worker:1) of 4 on 3 hosts, meeting at a:1"
 
 
-def test_a_cluster_of_one_task_is_no_launch():
+def test_a_cluster_of_one_task_is_no_launch() -> None:
     assert Spec(worker=("a:1",)).launch({}) is None or Spec(worker=("a:1",), task="worker:0").launch({}) is None
 
 
-def test_the_task_may_come_from_tf_config():
+def test_the_task_may_come_from_tf_config() -> None:
     environ = tf_config({"worker": ["a:1", "b:1"]}, {"type": "worker", "index": 1})
     assert Spec(worker=("a:1", "b:1")).launch(environ).rank == 1
 
 
-def test_tf_config_that_says_otherwise_is_a_problem_each():
+def test_tf_config_that_says_otherwise_is_a_problem_each() -> None:
     environ = tf_config({"worker": ["a:1", "c:1"], "ps": ["d:1"]}, {"type": "worker", "index": 1})
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
     assert refused(lambda: spec.launch(environ)) == [
@@ -68,12 +68,12 @@ def test_tf_config_that_says_otherwise_is_a_problem_each():
     ]
 
 
-def test_tf_config_is_not_read_where_launchers_are_ignored():
+def test_tf_config_is_not_read_where_launchers_are_ignored() -> None:
     environ = tf_config({"worker": ["a:1", "c:1"]}, {"type": "worker", "index": 1}) | {"TRAINKIT_LAUNCHER": "none"}
     assert Spec(worker=("a:1", "b:1"), task="worker:0").launch(environ).rank == 0
 
 
-def test_a_missing_task_lists_those_there_are():
+def test_a_missing_task_lists_those_there_are() -> None:
     assert refused(lambda: Spec(worker=("a:1", "b:1")).launch({})) == [
         "cluster.task: is missing: which task this process is. Give cluster.task=ROLE:INDEX, of worker:0, worker:1."
     ]
@@ -123,11 +123,11 @@ def test_a_missing_task_lists_those_there_are():
         ),
     ],
 )  # fmt: skip
-def test_a_bad_cluster_is_refused_in_these_words(keys, problem):
+def test_a_bad_cluster_is_refused_in_these_words(keys, problem: str) -> None:
     assert refused(lambda: Spec(**keys)) == [problem]
 
 
-def test_all_problems_of_a_cluster_are_told_at_once():
+def test_all_problems_of_a_cluster_are_told_at_once() -> None:
     problems = refused(lambda: Spec(chief=("a:1", "b:1"), worker=("a:1", "c"), ps=("d:0",), task="ps:1"))
     assert [problem.partition(": ")[0] for problem in problems] == [
         "cluster.chief=[a:1, b:1]", "cluster.worker=a:1", "cluster.worker=c", "cluster.ps=d:0", "cluster.task=ps:1",

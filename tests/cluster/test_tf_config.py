@@ -13,31 +13,31 @@ TWO = {"worker": ["a:1", "b:1"]}
 SECOND = {"type": "worker", "index": 1}
 
 
-def environ(content, variable="TF_CONFIG"):
+def environ(content, variable: str = "TF_CONFIG"):
     return {variable: content if isinstance(content, str) else json.dumps(content)}
 
 
-def test_tf_config_is_a_launch():
+def test_tf_config_is_a_launch() -> None:
     launch = detect(environ({"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "task": SECOND}))
     assert launch.line() == (
         "launch by TF_CONFIG: rank 2 (worker:1) of 3 on 3 hosts, meeting at a:1 (TRAINKIT_LAUNCHER=none ignores it)"
     )
 
 
-def test_what_else_a_cloud_writes_into_it_is_left_alone():
+def test_what_else_a_cloud_writes_into_it_is_left_alone() -> None:
     task = {"type": "worker", "index": "1", "trial": "", "cloud": "x"}
     said = read_tf_config(environ({"cluster": TWO, "task": task, "environment": "cloud", "job": "{}"}))
     assert said.task == ("worker", 1)
 
 
-def test_a_chief_may_be_one_text_and_empty_roles_are_none():
+def test_a_chief_may_be_one_text_and_empty_roles_are_none() -> None:
     said = read_tf_config(
         environ({"cluster": {"chief": "a:1", "worker": ["b:1"], "ps": []}, "task": SECOND | {"index": 0}})
     )
     assert said.members == {"chief": ("a:1",), "worker": ("b:1",)}
 
 
-def test_vertex_says_worker_pools_where_it_sets_no_tf_config():
+def test_vertex_says_worker_pools_where_it_sets_no_tf_config() -> None:
     content = {
         "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]},
         "task": {"type": "workerpool1", "index": 1},
@@ -48,7 +48,7 @@ def test_vertex_says_worker_pools_where_it_sets_no_tf_config():
     assert detect(both).kind == "TF_CONFIG"
 
 
-def test_a_cluster_of_one_and_an_empty_variable_are_no_launch():
+def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
     alone = {"cluster": {"chief": ["a:1"]}, "task": {"type": "chief", "index": 0}}
     assert detect(environ(alone)) is None
     assert detect({"TF_CONFIG": ""}) is None
@@ -121,5 +121,5 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch():
         ),
     ],
 )
-def test_a_bad_tf_config_is_refused_in_these_words(content, problems):
+def test_a_bad_tf_config_is_refused_in_these_words(content, problems: list[str]) -> None:
     assert refused(lambda: detect(environ(content))) == [f"{problem} (environment)" for problem in problems]

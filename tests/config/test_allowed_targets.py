@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ OWN = "To use it, call it in a class or function of your own, and allow its pack
 
 
 @pytest.fixture
-def canary(cwd, monkeypatch):
+def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch):
     """The file that every attempt would write; its modules can be imported."""
     monkeypatch.syspath_prepend(cwd)
     yield set_up(cwd)
@@ -40,7 +41,7 @@ def problem(target, place=None):
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)
-def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary, name):
+def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary, name) -> None:
     group, node = ATTEMPTS[name]
     node = filled(node, Path.cwd())
     for written in ("conf", "recipes"):  # a choice of a group, and a recipe
@@ -59,7 +60,7 @@ def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(can
     assert not canary.exists()
 
 
-def test_there_are_thirty_attempts_and_more():
+def test_there_are_thirty_attempts_and_more() -> None:
     assert len(ATTEMPTS) >= 30
 
 
@@ -100,11 +101,11 @@ def test_there_are_thirty_attempts_and_more():
         ),
     ],
 )
-def test_a_refusal_says_the_rule_and_the_remedy(target, place, rule):
+def test_a_refusal_says_the_rule_and_the_remedy(target: str, place: str | None, rule: str) -> None:
     assert problem(target, place) == rule
 
 
-def test_a_nested_class_fits_the_annotation_of_its_key():
+def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
     linear = {"_target_": "torch.nn.Linear", "in_features": 2, "out_features": 2}
     node = {"_target_": "trainkit.models.ensemble.Ensemble", "members": [linear]}
     assert isinstance(build(node, "model").members[0], nn.Linear)
@@ -112,7 +113,7 @@ def test_a_nested_class_fits_the_annotation_of_its_key():
         build({**node, "members": [{"_target_": "torch.optim.SGD"}]}, "model")
 
 
-def test_models_and_configs_of_transformers_are_built():
+def test_models_and_configs_of_transformers_are_built() -> None:
     config = {"_target_": "transformers.GPT2Config", "n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 9}
     for node in (
         {"_target_": "transformers.GPT2LMHeadModel", "config": config},
@@ -134,7 +135,7 @@ def test_models_and_configs_of_transformers_are_built():
         ),
     ],
 )
-def test_what_transformers_would_download_and_run_is_refused(more, text):
+def test_what_transformers_would_download_and_run_is_refused(more: dict[str, bool] | dict[str, str], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build(
             {"_target_": "transformers.AutoModel.from_pretrained", "pretrained_model_name_or_path": "x", **more},
@@ -143,14 +144,14 @@ def test_what_transformers_would_download_and_run_is_refused(more, text):
     assert str(caught.value.problems[0]) == text
 
 
-def test_a_config_inside_a_config_is_held_to_the_same_rule():
+def test_a_config_inside_a_config_is_held_to_the_same_rule() -> None:
     node = {"_target_": "transformers.GPT2Config", "parts": [{"_attn_implementation_internal": "evil/kernel"}]}
     with pytest.raises(ConfigError, match=r"parts\.0\._attn_implementation_internal=evil/kernel: a name with /"):
         build(node)
 
 
 @pytest.fixture
-def fake(monkeypatch):
+def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages of the six that need not be installed, each with what a config names of it."""
 
     def resnet18(**_: object) -> nn.Module:
@@ -171,7 +172,7 @@ def fake(monkeypatch):
     torchvision.models = models
 
 
-def test_builders_of_torchvision_and_timm_are_called(fake):
+def test_builders_of_torchvision_and_timm_are_called(fake) -> None:
     assert isinstance(build({"_target_": "torchvision.models.resnet18"}, "model"), nn.Identity)
     assert isinstance(build({"_target_": "timm.create_model", "model_name": "resnet18"}, "model"), nn.Identity)
 
@@ -195,13 +196,13 @@ def test_builders_of_torchvision_and_timm_are_called(fake):
         ),
     ],
 )
-def test_timm_is_given_names_of_its_own_alone(fake, more, rule):
+def test_timm_is_given_names_of_its_own_alone(fake, more: dict[str, str], rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build({"_target_": "timm.create_model", **more}, "model")
     assert str(caught.value.problems[0]) == rule
 
 
-def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary):
+def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary) -> None:
     assert (
         problem("timm.create_model") == "timm is not installed, and the folder timm here is not imported in its place."
     )
@@ -222,7 +223,7 @@ bound = partial(make)
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A package of the person's own, allowed."""
     (tmp_path / "test_allowed_own.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -230,7 +231,7 @@ def own(tmp_path, monkeypatch):
         yield "test_allowed_own"
 
 
-def test_an_allowed_package_gives_what_it_defines(own):
+def test_an_allowed_package_gives_what_it_defines(own) -> None:
     for name in ("make", "Net", "Net.small"):
         assert isinstance(build({"_target_": f"{own}.{name}"}, "model"), nn.Module)
 
@@ -245,11 +246,11 @@ def test_an_allowed_package_gives_what_it_defines(own):
         ("Net.__subclasses__", "is defined in no module, not in {0}. Name it where it is defined."),
     ],
 )
-def test_an_allowed_package_gives_nothing_else(own, name, rule):
+def test_an_allowed_package_gives_nothing_else(own, name: str, rule: str) -> None:
     assert problem(f"{own}.{name}") == rule.format(own)
 
 
-def test_packages_are_allowed_while_a_block_is_open_and_not_longer():
+def test_packages_are_allowed_while_a_block_is_open_and_not_longer() -> None:
     before = allowed_packages()
     with allow_packages(["fractions"]), allow_packages(["fractions"]):
         pass
@@ -273,7 +274,9 @@ def test_packages_are_allowed_while_a_block_is_open_and_not_longer():
     ],
 )
 @pytest.mark.parametrize("verb", ["train", "ls", "resume", "ensemble", "diff", "top", "plan"])
-def test_a_package_that_cannot_be_allowed_is_refused_by_every_verb(cwd, capsys, verb, name, rule):
+def test_a_package_that_cannot_be_allowed_is_refused_by_every_verb(
+    cwd: Path, capsys: pytest.CaptureFixture[str], verb: str, name: str, rule: str
+) -> None:
     assert main([verb, "--allow-package", name]) == 2
     assert f"  --allow-package {name}: {rule}\n" in capsys.readouterr().err
     with pytest.raises(ConfigError):
@@ -306,7 +309,14 @@ HYDRA = [
 
 
 @pytest.mark.parametrize(("place", "node", "words"), HYDRA)
-def test_hydras_own_node_names_its_plugins_alone(canary, write_conf, capsys, place, node, words):
+def test_hydras_own_node_names_its_plugins_alone(
+    canary,
+    write_conf: Callable[[Mapping[str, str]], Path],
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    node,
+    words: str,
+) -> None:
     values = {"evil": node}
     for name in reversed(["hydra", *place.split(".")]):
         values = {name: values}
@@ -317,14 +327,16 @@ def test_hydras_own_node_names_its_plugins_alone(canary, write_conf, capsys, pla
 
 
 @pytest.mark.parametrize("group", ["launcher", "sweeper"])
-def test_a_launcher_and_a_sweeper_hold_no_node_that_runs_code(canary, capsys, group):
+def test_a_launcher_and_a_sweeper_hold_no_node_that_runs_code(
+    canary, capsys: pytest.CaptureFixture[str], group: str
+) -> None:
     argument = f"+hydra.{group}.a={{_target_:os.system,command:'touch canary'}}"
     assert main(["-m", "recipe=null", "steps=1", "seed=1,2", argument]) == 2
     assert f"hydra.{group}.a._target_=os.system: os is not among the packages" in capsys.readouterr().err
     assert not canary.exists()
 
 
-def test_a_refused_name_costs_no_import_of_torch(tmp_path):
+def test_a_refused_name_costs_no_import_of_torch(tmp_path: Path) -> None:
     code = (
         "import sys; from trainkit.cli import main; code = main(['model._target_=torch.os.system']); "
         "sys.exit(code if 'torch' not in sys.modules else 9)"
@@ -333,6 +345,6 @@ def test_a_refused_name_costs_no_import_of_torch(tmp_path):
     assert done.returncode == 2
 
 
-def test_a_sampler_and_a_dataset_of_torch_are_of_their_kinds():
+def test_a_sampler_and_a_dataset_of_torch_are_of_their_kinds() -> None:
     for name in ("TensorDataset", "Subset", "RandomSampler"):
         assert resolve_target(f"torch.utils.data.{name}") is getattr(torch.utils.data, name)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from trainkit.verbs.starting.completion import candidates
 from trainkit.verbs.support.call import VERBS
 
 
-def test_no_verb_is_train():
+def test_no_verb_is_train() -> None:
     call, flags = parse(["seed=3"])
     assert (call.verb, call.overrides, flags) == ("train", ("seed=3",), {})
 
@@ -26,34 +28,34 @@ def test_no_verb_is_train():
         ["diff", "-cd", ".", "a", "b"],
     ],
 )
-def test_the_first_bare_word_is_the_verb_wherever_flags_stand(arguments):
+def test_the_first_bare_word_is_the_verb_wherever_flags_stand(arguments: list[str]) -> None:
     call, _ = parse(arguments)
     assert (call.verb, call.arguments, len(call.config_dirs)) == ("diff", ("a", "b"), 1)
 
 
-def test_multirun_belongs_to_train():
+def test_multirun_belongs_to_train() -> None:
     assert parse(["-m", "seed=1,2"])[0].multirun
     assert parse(["seed=1,2", "--multirun"])[0].multirun
     with pytest.raises(ConfigError, match="belongs to train"):
         parse(["prove", "-m", "strategy=a,b"])
 
 
-def test_packages_are_named_one_by_one_or_in_a_list():
+def test_packages_are_named_one_by_one_or_in_a_list() -> None:
     assert parse(["--allow-package", "a,b", "--allow-package", "c"])[0].packages == ("a", "b", "c")
 
 
-def test_tilde_plus_and_equals_make_an_override():
+def test_tilde_plus_and_equals_make_an_override() -> None:
     assert parse(["~recipe", "+x=1", "++y.z=2"])[0].overrides == ("~recipe", "+x=1", "++y.z=2")
 
 
-def test_several_mistakes_are_told_at_once():
+def test_several_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         parse(["--nope", "--config-dir"])
     assert [problem.key for problem in caught.value.problems] == ["--nope", "--config-dir"]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["seed=3", "--help"]])
-def test_help_shows_the_grammar_and_every_verb(arguments, capsys):
+def test_help_shows_the_grammar_and_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES\n")
@@ -61,19 +63,19 @@ def test_help_shows_the_grammar_and_every_verb(arguments, capsys):
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_help(verb, capsys):
+def test_every_verb_has_its_help(verb, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: trainkit {verb} ")
 
 
-def test_version(capsys):
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     from trainkit import __version__
 
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"trainkit {__version__}\n"
 
 
-def test_ls_lists_groups_choices_and_a_choice(capsys):
+def test_ls_lists_groups_choices_and_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls"]) == 0
     assert "\nschedule   constant, cosine, inverse_sqrt, linear, step, warmup_stable_decay\n" in capsys.readouterr().out
     assert main(["ls", "schedule"]) == 0
@@ -82,7 +84,9 @@ def test_ls_lists_groups_choices_and_a_choice(capsys):
     assert "_target_: trainkit.numerics.schedules.Linear\nend: 0.0\n" in capsys.readouterr().out
 
 
-def test_ls_goes_on_past_a_broken_file(write_conf, capsys):
+def test_ls_goes_on_past_a_broken_file(
+    write_conf: Callable[[Mapping[str, str]], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_conf({"model/broken.yaml": "a: [\n", "model/mine.yaml": "# My own\nwidth: 3\n"})
     assert main(["ls", "model", "--config-dir", str(folder)]) == 0
     printed = capsys.readouterr()
@@ -91,7 +95,7 @@ def test_ls_goes_on_past_a_broken_file(write_conf, capsys):
     assert "broken.yaml: is no YAML" in printed.err
 
 
-def test_explain_tells_value_place_meaning_and_tag(capsys):
+def test_explain_tells_value_place_meaning_and_tag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "schedule.end", "recipe=null", "schedule.end=0.1"]) == 0
     assert capsys.readouterr().out == (
         "schedule.end=0.1\n"
@@ -101,12 +105,12 @@ def test_explain_tells_value_place_meaning_and_tag(capsys):
     )
 
 
-def test_explain_shows_a_group_key_by_key(capsys):
+def test_explain_shows_a_group_key_by_key(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "clip", "recipe=null"]) == 0
     assert capsys.readouterr().out.splitlines()[0].split() == ["clip.max_norm", "null", "conf/config.yaml:35"]
 
 
-def test_the_composed_config_can_be_printed(capsys):
+def test_the_composed_config_can_be_printed(capsys: pytest.CaptureFixture[str]) -> None:
     import yaml
 
     assert main(["--cfg", "job", "recipe=null", "seed=3"]) == 0
@@ -129,17 +133,19 @@ def test_the_composed_config_can_be_printed(capsys):
         ("trainkit emit slurm --he", ["--head", "--help"]),
     ],
 )
-def test_completion_knows_verbs_choices_keys_and_flags(line, expected):
+def test_completion_knows_verbs_choices_keys_and_flags(line: str, expected: list[str]) -> None:
     assert candidates(line, parse([])[0]) == expected
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_can_be_installed(shell, capsys):
+def test_completion_can_be_installed(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-sc", f"install={shell}"]) == 0
     assert "-sc query=" in capsys.readouterr().out
 
 
-def test_completion_answers_through_the_shells_variable(monkeypatch, capsys):
+def test_completion_answers_through_the_shells_variable(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("COMP_LINE", "trainkit explain schedule=lin")
     assert main(["-sc", "query=bash"]) == 0
     assert capsys.readouterr().out == "schedule=linear\n"
@@ -156,7 +162,7 @@ def test_completion_answers_through_the_shells_variable(monkeypatch, capsys):
         (["plann"], 2),
     ],
 )
-def test_what_answers_at_once_imports_no_torch(arguments, code, tmp_path):
+def test_what_answers_at_once_imports_no_torch(arguments: list[str], code: int, tmp_path: Path) -> None:
     program = (
         "import sys\n"
         "from trainkit.cli import main\n"
@@ -169,7 +175,7 @@ def test_what_answers_at_once_imports_no_torch(arguments, code, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_leaves_early_is_no_error(tmp_path):
+def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path) -> None:
     command = f"set -o pipefail; {sys.executable} -m trainkit --help | head -1"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert (done.returncode, done.stdout) == (0, "usage: trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES\n")

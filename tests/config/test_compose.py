@@ -1,5 +1,6 @@
 """Which place wins, and what is said about it."""
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,7 @@ callbacks:
 
 
 @pytest.fixture
-def with_recipe(write_conf):
+def with_recipe(write_conf: Callable[[Mapping[str, str]], Path]):
     folder = write_conf({"recipe/mine.yaml": RECIPE})
 
     def run(*arguments):
@@ -35,7 +36,7 @@ def with_recipe(write_conf):
     return run
 
 
-def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_defaults(with_recipe):
+def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_defaults(with_recipe) -> None:
     values = with_recipe("optimizer.lr=0.25").values
     assert values["optimizer"]["lr"] == 0.25
     assert values["model"]["hidden"] == [32, 32]
@@ -43,7 +44,7 @@ def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_d
     assert values["seed"] == 0
 
 
-def test_every_key_knows_the_line_that_set_it(with_recipe, tmp_path):
+def test_every_key_knows_the_line_that_set_it(with_recipe, tmp_path: Path) -> None:
     composed = with_recipe("optimizer.lr=0.25")
     assert composed.origin("optimizer.lr").where == "command line"
     assert composed.origin("model.hidden").where == f"{tmp_path}/conf/recipe/mine.yaml:9"
@@ -53,7 +54,9 @@ def test_every_key_knows_the_line_that_set_it(with_recipe, tmp_path):
     assert composed.origin("model.dropout").where.endswith("conf/model/mlp.yaml:7")
 
 
-def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(write_conf):
+def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(
+    write_conf: Callable[[Mapping[str, str]], Path],
+) -> None:
     folder = write_conf(
         {"recipe/mine.yaml": "seed: 5\n", "debug/fast.yaml": "# @package _global_\nseed: 9\nepochs: 2\n"}
     )
@@ -61,7 +64,7 @@ def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(write_con
     assert (values["seed"], values["epochs"]) == (5, 2)
 
 
-def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe):
+def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe) -> None:
     composed = with_recipe("optimizer=adamw")
     assert composed.values["optimizer"]["lr"] == 0.001
     assert composed.values["model"]["hidden"] == [32, 32]
@@ -70,91 +73,93 @@ def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_reci
     )
 
 
-def test_naming_the_recipes_own_choice_drops_nothing(with_recipe):
+def test_naming_the_recipes_own_choice_drops_nothing(with_recipe) -> None:
     composed = with_recipe("optimizer=sgd")
     assert composed.values["optimizer"]["lr"] == 0.5
     assert composed.notes == ()
 
 
-def test_of_a_list_group_only_what_is_no_longer_chosen_is_dropped(with_recipe):
+def test_of_a_list_group_only_what_is_no_longer_chosen_is_dropped(with_recipe) -> None:
     assert with_recipe("callbacks=[plots]").values["callbacks"]["plots"]["every_s"] == 1.0
     assert "plots" not in with_recipe("callbacks=[progress]").values["callbacks"]
 
 
-def test_a_recipe_needs_no_package_header(with_recipe):
+def test_a_recipe_needs_no_package_header(with_recipe) -> None:
     assert with_recipe().problems == ()
     assert with_recipe().values["recipe"] == "mine"
 
 
-def test_one_broken_recipe_does_not_break_another(write_conf):
+def test_one_broken_recipe_does_not_break_another(write_conf: Callable[[Mapping[str, str]], Path]) -> None:
     folder = write_conf({"recipe/mine.yaml": RECIPE, "recipe/broken.yaml": "a: [\n"})
     assert compose(["recipe=mine"], config_dirs=[folder]).problems == ()
 
 
-def test_a_recipe_may_start_from_another(write_conf):
+def test_a_recipe_may_start_from_another(write_conf: Callable[[Mapping[str, str]], Path]) -> None:
     folder = write_conf({"recipe/mine.yaml": RECIPE, "recipe/more.yaml": "defaults: [mine]\nsteps: 9\n"})
     values = compose(["recipe=more"], config_dirs=[folder]).values
     assert (values["steps"], values["epochs"], values["optimizer"]["lr"]) == (9, None, 0.5)
 
 
-def test_a_users_folder_comes_first_and_what_it_hides_is_named(write_conf, tmp_path):
+def test_a_users_folder_comes_first_and_what_it_hides_is_named(
+    write_conf: Callable[[Mapping[str, str]], Path], tmp_path: Path
+) -> None:
     folder = write_conf({"model/mlp.yaml": "_target_: trainkit.models.mlp.Mlp\nhidden: [7]\n"})
     composed = compose(["recipe=null"], config_dirs=[folder])
     assert composed.values["model"]["hidden"] == [7]
     assert composed.notes == (f"{tmp_path}/conf/model/mlp.yaml shadows the shipped model/mlp.yaml",)
 
 
-def test_a_users_choice_stands_beside_ours(write_conf):
+def test_a_users_choice_stands_beside_ours(write_conf: Callable[[Mapping[str, str]], Path]) -> None:
     folder = write_conf({"model/mine.yaml": "_target_: mine.Net\nwidth: 3\n"})
     composed = compose(["recipe=null", "model=mine", "model.width=4"], config_dirs=[folder])
     assert composed.values["model"] == {"_target_": "mine.Net", "width": 4}
 
 
-def test_the_run_is_named_after_its_recipe(with_recipe):
+def test_the_run_is_named_after_its_recipe(with_recipe) -> None:
     assert with_recipe().values["name"] == "mine"
     assert compose(["recipe=null"]).values["name"] == "run"
     assert with_recipe("name=x").values["name"] == "x"
 
 
-def test_interpolations_are_filled_in():
+def test_interpolations_are_filled_in() -> None:
     values = compose(["recipe=null", "batch.global_size=48", "batch.micro_size=${batch.global_size}"]).values
     assert values["batch"]["micro_size"] == 48
 
 
-def test_home_is_expanded_in_paths_only(monkeypatch):
+def test_home_is_expanded_in_paths_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     values = compose(["recipe=null", 'init_from="~/x"', 'name="~x"', '+data.path="~/y"']).values
     assert (values["init_from"], values["data"]["path"], values["name"]) == ("/home/me/x", "/home/me/y", "~x")
 
 
-def test_arguments_apply_in_order_and_mappings_are_merged():
+def test_arguments_apply_in_order_and_mappings_are_merged() -> None:
     values = compose(["recipe=null", "batch={micro_size:4}", "batch.micro_size=8", "seed=1", "seed=2"]).values
     assert values["batch"] == {"global_size": 64, "micro_size": 8, "accumulation": None, "drop_last": False}
     assert values["seed"] == 2
 
 
-def test_plus_and_plus_plus_say_the_same_as_nothing():
+def test_plus_and_plus_plus_say_the_same_as_nothing() -> None:
     assert compose(["recipe=null", "+seed=2", "++epochs=3"]).values["seed"] == 2
 
 
-def test_a_tilde_takes_a_key_away():
+def test_a_tilde_takes_a_key_away() -> None:
     assert "plots" not in compose(["recipe=null", "~callbacks.plots"]).values["callbacks"]
 
 
-def test_no_callbacks_and_no_recipe_can_be_chosen():
+def test_no_callbacks_and_no_recipe_can_be_chosen() -> None:
     composed = compose(["recipe=null", "callbacks=[]", "logger=null"])
     assert (composed.values["callbacks"], composed.values["logger"]) == ({}, {})
     assert composed.problems == ()
 
 
-def test_callbacks_stand_under_their_names():
+def test_callbacks_stand_under_their_names() -> None:
     composed = compose(["recipe=null", "callbacks=[plots,early_stop]", "callbacks.early_stop.patience=2"])
     assert list(composed.values["callbacks"]) == ["plots", "early_stop"]
     assert composed.values["callbacks"]["early_stop"]["patience"] == 2
     assert composed.choices["callbacks"] == ["plots", "early_stop"]
 
 
-def test_the_run_folder_of_the_command_line_is_told_from_the_default():
+def test_the_run_folder_of_the_command_line_is_told_from_the_default() -> None:
     given = compose(["recipe=null", "hydra.run.dir=out/${name}"])
     assert (str(given.run_dir), given.run_dir_given) == ("out/run", True)
     default = compose(["recipe=null"])
@@ -162,7 +167,7 @@ def test_the_run_folder_of_the_command_line_is_told_from_the_default():
     assert not default.run_dir_given
 
 
-def test_problems_make_no_config():
+def test_problems_make_no_config() -> None:
     with pytest.raises(ConfigError, match="seed=1,2: is a list of choices"):
         _ = compose(["recipe=null", "seed=1,2"]).cfg
 
@@ -176,14 +181,21 @@ def test_problems_make_no_config():
         ("steps: 5\n", ["epochs=null"], (None, 5)),
     ],
 )
-def test_the_length_given_at_the_higher_place_counts(write_conf, recipe, arguments, expected):
+def test_the_length_given_at_the_higher_place_counts(
+    write_conf: Callable[[Mapping[str, str]], Path],
+    recipe: str,
+    arguments: list[str],
+    expected: tuple[None, int] | tuple[int, None],
+) -> None:
     folder = write_conf({"recipe/mine.yaml": recipe})
     composed = compose(["recipe=mine", *arguments], config_dirs=[folder])
     assert (composed.values["epochs"], composed.values["steps"]) == expected
     assert composed.problems == ()
 
 
-def test_a_displaced_value_is_mentioned_unless_it_was_a_default(write_conf, tmp_path):
+def test_a_displaced_value_is_mentioned_unless_it_was_a_default(
+    write_conf: Callable[[Mapping[str, str]], Path], tmp_path: Path
+) -> None:
     folder = write_conf({"recipe/mine.yaml": "steps: 5\n"})
     composed = compose(["recipe=mine", "epochs=3"], config_dirs=[folder])
     assert composed.notes == (f"epochs=3 (command line) replaces steps=5 ({tmp_path}/conf/recipe/mine.yaml:1)",)
@@ -202,7 +214,12 @@ def test_a_displaced_value_is_mentioned_unless_it_was_a_default(write_conf, tmp_
         ("global_size: 96\n  micro_size: 16", ["batch.global_size=32"], (32, 16, None)),
     ],
 )
-def test_of_the_batch_triple_global_size_is_displaced_last(write_conf, recipe, arguments, expected):
+def test_of_the_batch_triple_global_size_is_displaced_last(
+    write_conf: Callable[[Mapping[str, str]], Path],
+    recipe: str,
+    arguments: list[str],
+    expected: tuple[int, None, int] | tuple[int, int, None] | tuple[None, int, int],
+) -> None:
     folder = write_conf({"recipe/mine.yaml": f"batch:\n  {recipe}\n"})
     composed = compose(["recipe=mine", *arguments], config_dirs=[folder])
     batch = composed.values["batch"]

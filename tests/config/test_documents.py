@@ -1,5 +1,7 @@
 """YAML files with their lines."""
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.config.yaml_documents import read_document
@@ -22,55 +24,55 @@ when: 2026-11-21
 
 
 @pytest.fixture
-def document(tmp_path):
+def document(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(TEXT)
     return read_document(tmp_path / "mine.yaml")
 
 
-def test_every_key_has_its_line(document):
+def test_every_key_has_its_line(document) -> None:
     assert document.lines["seed",] == 6
     assert document.lines["batch",] == 7
     assert document.lines["batch", "global_size"] == 8
 
 
-def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document):
+def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document) -> None:
     assert document.defaults == ["_self_", {"override /model": "mlp"}]
     assert document.defaults_lines == (4, 5)
     assert "defaults" not in document.values
 
 
-def test_header_and_description_are_read(document):
+def test_header_and_description_are_read(document) -> None:
     assert document.package == "_global_"
     assert document.description == "What it is for"
 
 
-def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document):
+def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document) -> None:
     assert document.values["batch"]["global_size"] == 100.0
     assert document.values["when"] == "2026-11-21"
 
 
-def test_only_plain_scalars_are_traps(document):
+def test_only_plain_scalars_are_traps(document) -> None:
     assert [(trap.path, trap.line, trap.text) for trap in document.traps] == [(("batch", "sizes", "0"), 10, "no")]
 
 
 @pytest.mark.parametrize("text", ["1_000", "1e5", "true", "'0777'", '"on"', "0", "10", "-3", "0.5", "null", "x:1"])
-def test_what_reads_as_it_looks_is_no_trap(tmp_path, text):
+def test_what_reads_as_it_looks_is_no_trap(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
     assert read_document(tmp_path / "mine.yaml").traps == ()
 
 
 @pytest.mark.parametrize("text", ["no", "Yes", "ON", "off", "1:30", "12:30:45", "0777", "-017", "190:20:30.15"])
-def test_what_yaml_rewrites_is_a_trap(tmp_path, text):
+def test_what_yaml_rewrites_is_a_trap(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
     assert [trap.text for trap in read_document(tmp_path / "mine.yaml").traps] == [text]
 
 
-def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path):
+def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("on: 3\n")
     assert [trap.line for trap in read_document(tmp_path / "mine.yaml").traps] == [1]
 
 
-def test_an_empty_file_is_an_empty_choice(tmp_path):
+def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("# nothing yet\n")
     assert read_document(tmp_path / "mine.yaml").values == {}
 
@@ -88,7 +90,7 @@ def test_an_empty_file_is_an_empty_choice(tmp_path):
         ),
     ],
 )
-def test_a_file_that_cannot_be_used_is_named(tmp_path, content, words):
+def test_a_file_that_cannot_be_used_is_named(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "mine.yaml").write_bytes(content)
     with pytest.raises(ConfigError) as caught:
         read_document(tmp_path / "mine.yaml")

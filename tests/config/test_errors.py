@@ -1,5 +1,8 @@
 """Bad configs, each with the exact words the user reads; `refuse` sees to it that nothing is left behind."""
 
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
 import pytest
 
 from trainkit.config.paths import shipped_conf
@@ -155,7 +158,9 @@ REPLICAS = ", ".join(
         ("clip.max_norm@x=3", "clip.max_norm@x=3: clip.max_norm is no group, so it takes no @package. (command line)"),
     ],
 )
-def test_a_bad_argument_is_refused_in_these_words(refuse, argument, problem):
+def test_a_bad_argument_is_refused_in_these_words(
+    refuse: Callable[..., list[str]], argument: str, problem: str
+) -> None:
     assert refuse("recipe=null", argument) == [problem]
 
 
@@ -280,7 +285,9 @@ def test_a_bad_argument_is_refused_in_these_words(refuse, argument, problem):
         (("-m", "seed=1,x"), ["seed=x: must be a whole number. (command line)"]),
     ],
 )
-def test_bad_arguments_are_refused_all_at_once(refuse, arguments, problems):
+def test_bad_arguments_are_refused_all_at_once(
+    refuse: Callable[..., list[str]], arguments: tuple[str, ...], problems: list[str]
+) -> None:
     assert refuse("recipe=null", *arguments) == problems
 
 
@@ -316,7 +323,9 @@ def test_bad_arguments_are_refused_all_at_once(refuse, arguments, problems):
         (("--cfg", "yaml", "recipe=null"), "--cfg=yaml: must be job, hydra or all. (command line)"),
     ],
 )
-def test_a_bad_command_is_refused_in_these_words(refuse, arguments, problem):
+def test_a_bad_command_is_refused_in_these_words(
+    refuse: Callable[..., list[str]], arguments: tuple[str, ...], problem: str
+) -> None:
     assert refuse(*arguments) == [problem]
 
 
@@ -355,13 +364,21 @@ def test_a_bad_command_is_refused_in_these_words(refuse, arguments, problem):
         ("- seed\n", 1, "mine.yaml: must hold keys and values."),
     ],
 )
-def test_a_mistake_in_a_users_own_recipe_names_its_file_and_line(refuse, write_conf, text, line, problem):
+def test_a_mistake_in_a_users_own_recipe_names_its_file_and_line(
+    refuse: Callable[..., list[str]],
+    write_conf: Callable[[Mapping[str, str]], Path],
+    text: str,
+    line: int,
+    problem: str,
+) -> None:
     folder = write_conf({"recipe/mine.yaml": text})
     (found,) = refuse("--config-dir", str(folder), "recipe=mine")
     assert found == f"{problem} ({folder}/recipe/mine.yaml:{line})"
 
 
-def test_a_shipped_file_that_names_what_is_gone_says_which_line(refuse, write_conf):
+def test_a_shipped_file_that_names_what_is_gone_says_which_line(
+    refuse: Callable[..., list[str]], write_conf: Callable[[Mapping[str, str]], Path]
+) -> None:
     folder = write_conf({"config.yaml": (shipped_conf() / "config.yaml").read_text().replace("adamw", "adamm")})
     (found,) = refuse("--config-dir", str(folder), "recipe=null")
     assert found == (

@@ -33,7 +33,7 @@ CANDIDATES = (
 )
 
 
-def run_level_keys(kind=RunConfig, path=()) -> Iterator[tuple[str, ...]]:
+def run_level_keys(kind: type[RunConfig] = RunConfig, path=()) -> Iterator[tuple[str, ...]]:
     for field in fields(kind):
         hint = plain(hints_of(kind)[field.name])
         if is_dataclass(hint):
@@ -55,7 +55,7 @@ def another_value(path):
 
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
-def test_a_changed_key_is_never_silent(path):
+def test_a_changed_key_is_never_silent(path) -> None:
     value = another_value(path)
     text = str(value).lower() if isinstance(value, bool) else value
     composed = compose(["recipe=null", f"{'.'.join(path)}={text}"])
@@ -69,7 +69,7 @@ def test_a_changed_key_is_never_silent(path):
     assert (fingerprint(before) != fingerprint(after)) == changed.matters
 
 
-def test_the_schema_and_the_shipped_defaults_agree():
+def test_the_schema_and_the_shipped_defaults_agree() -> None:
     shipped = compose(["recipe=null"]).values
     for path in KEYS:
         value, default = shipped, RunConfig().to_dict()
@@ -78,7 +78,7 @@ def test_the_schema_and_the_shipped_defaults_agree():
         assert value == default or path == ("epochs",), path
 
 
-def test_every_run_level_key_says_what_it_means():
+def test_every_run_level_key_says_what_it_means() -> None:
     from trainkit.config.field_docs import doc_line
 
     for path in KEYS:

@@ -18,17 +18,17 @@ def refused(call, *arguments):
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
 
-def test_folds_become_a_key_that_is_swept():
+def test_folds_become_a_key_that_is_swept() -> None:
     assert overrides("cv.folds=5") == ("cv.folds=5", "cv.fold=range(5)")
     assert overrides("cv.folds=2", "optimizer.lr=0.1,0.2") == ("cv.folds=2", "optimizer.lr=0.1,0.2", "cv.fold=range(2)")
 
 
 @pytest.mark.parametrize("given", [(), ("cv.folds=5", "cv.fold=1"), ("cv.folds=5", "cv.fold=1,2"), ("cv.folds=1",)])
-def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given):
+def test_a_run_that_names_its_fold_or_has_none_stays_as_it_is(given: tuple[str, ...]) -> None:
     assert overrides(*given) == given
 
 
-def test_sweeps_whose_points_would_have_other_folds_are_refused():
+def test_sweeps_whose_points_would_have_other_folds_are_refused() -> None:
     assert refused(overrides, "cv.folds=3,5") == [
         "cv.folds: is one number: a sweep compares points on the same folds. (command line)"
     ]
@@ -36,7 +36,7 @@ def test_sweeps_whose_points_would_have_other_folds_are_refused():
     assert refused(overrides, "cv.folds=3", "hydra/sweeper=optuna") == [f"hydra/sweeper: {rule} (command line)"]
 
 
-def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path):
+def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
     (tmp_path / "recipe" / "folds.yaml").write_text("# @package _global_\ncv: {folds: 3}\n")
     point = trainkit.compose(["recipe=folds"], config_dirs=[tmp_path])
@@ -45,7 +45,7 @@ def test_a_recipe_among_several_cannot_ask_for_folds(tmp_path: Path):
     assert line.startswith(f"cv.folds=3: {rule} (")
 
 
-def test_bad_folds_are_problems_before_anything_runs():
+def test_bad_folds_are_problems_before_anything_runs() -> None:
     assert refused(trainkit.compose, ["cv.folds=1", "seed=3"]) == ["cv.folds=1: must be at least 2. (command line)"]
     assert refused(trainkit.compose, ["cv.folds=3", "cv.fold=3"]) == [
         "cv.fold=3: there are cv.folds=3, counted from 0. Use 2 or less. (command line)"
@@ -56,6 +56,6 @@ def test_bad_folds_are_problems_before_anything_runs():
     ]
 
 
-def test_python_trains_one_fold_at_a_time():
+def test_python_trains_one_fold_at_a_time() -> None:
     rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
     assert refused(trainkit.train, trainkit.compose(["cv.folds=3"])) == [f"cv.folds=3: {rule} (command line)"]

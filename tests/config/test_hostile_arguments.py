@@ -1,5 +1,7 @@
 """Arguments that would recurse, loop, allocate without end or write elsewhere: exit code 2 on every verb."""
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.cli import main
@@ -13,7 +15,7 @@ TO_FILE = "Put it into a YAML file of your own: --config-dir."
 
 
 @pytest.fixture
-def refused(tmp_path, monkeypatch, capsys):
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Run a command in an empty folder; return what is on its screen, which is short, without its first line."""
     monkeypatch.chdir(tmp_path)
 
@@ -29,12 +31,14 @@ def refused(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "prove", "explain seed", "-m", "emit slurm", "--cfg job"])
-def test_brackets_without_end_are_refused_by_every_verb(refused, verb):
+def test_brackets_without_end_are_refused_by_every_verb(refused, verb: str) -> None:
     assert refused(*verb.split(), BRACKETS) == [NESTED]
 
 
 @pytest.mark.parametrize("verb", ["resume", "top --then"])
-def test_a_run_takes_no_such_argument_either(tmp_path, capsys, monkeypatch, verb):
+def test_a_run_takes_no_such_argument_either(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "resolved.yaml").write_text("seed: 3\n")
     (tmp_path / "result.json").write_text('{"status": "finished", "metrics": {"val/loss": 1.0}}')
@@ -66,7 +70,7 @@ def test_a_run_takes_no_such_argument_either(tmp_path, capsys, monkeypatch, verb
         ("init_from=" + "x" * 300, None),
     ],
 )
-def test_an_argument_that_no_run_takes_is_refused(refused, argument, told):
+def test_an_argument_that_no_run_takes_is_refused(refused, argument: str, told: str | None) -> None:
     if told is None:
         key, value = argument.split("=")
         told = str(Problem(key=key, value=value, rule="has a name of 300 bytes; a file system takes 255 at most."))
@@ -74,7 +78,7 @@ def test_an_argument_that_no_run_takes_is_refused(refused, argument, told):
 
 
 @pytest.mark.parametrize("key", ["x" * 300, ".".join(["x"] * 200)])
-def test_a_key_longer_than_any_is_refused(refused, key):
+def test_a_key_longer_than_any_is_refused(refused, key: str) -> None:
     problem = Problem(key=key, rule=f"is a key of {len(key)} characters; 200 is the most.", origin="command line")
     assert refused("explain", "seed", f"{key}=1") == [str(problem)]
 
@@ -94,17 +98,19 @@ def test_a_key_longer_than_any_is_refused(refused, key):
          "logger.w.api_key: is given twice: logger.w.api_key=(redacted) and logger.w.api_key=(redacted)."),
     ],
 )  # fmt: skip
-def test_a_key_or_group_given_twice_is_refused(refused, arguments, told):
+def test_a_key_or_group_given_twice_is_refused(refused, arguments: tuple[str, ...], told: str) -> None:
     assert f"{told} Give it once. (command line)" in refused("explain", "seed", *arguments)
 
 
-def test_a_choice_and_a_key_of_it_are_no_repetition(tmp_path, monkeypatch, capsys):
+def test_a_choice_and_a_key_of_it_are_no_repetition(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["explain", "optimizer.lr", "optimizer=adamw", "optimizer.lr=1"]) == 0
     assert capsys.readouterr().out.startswith("optimizer.lr=1\n")
 
 
-def test_a_flag_given_twice_is_refused(refused):
+def test_a_flag_given_twice_is_refused(refused) -> None:
     assert refused("plan", "--world", "2", "--world", "3") == [
         "--world: is given twice: 2 and 3. Give it once. (command line)"
     ]
@@ -118,12 +124,12 @@ def test_a_flag_given_twice_is_refused(refused):
         ("parameter_server", "workers"), ("parameter_server", "servers"), ("parameter_server", "devices_per_worker"),
     ],
 )  # fmt: skip
-def test_processes_without_number_are_refused_before_they_are_counted_out(refused, strategy, key):
+def test_processes_without_number_are_refused_before_they_are_counted_out(refused, strategy: str, key: str) -> None:
     told = refused("plan", f"strategy={strategy}", f"strategy.{key}=1000000000")
     assert told == [f"strategy.{key}=1000000000: must be 1,024 or less. (command line)"]
 
 
-def test_replicas_times_ranks_are_bounded_too(refused):
+def test_replicas_times_ranks_are_bounded_too(refused) -> None:
     told = refused("plan", "strategy=pipeline", "strategy.replicas=1000", "strategy.stages=1000")
     rule = "1000 replicas of 1000 ranks need 1000000 devices, and one host starts 1,024 processes at most. Use fewer."
     assert told == [f"strategy.replicas=1000: {rule} (command line)"]
@@ -145,7 +151,7 @@ def test_replicas_times_ranks_are_bounded_too(refused):
          "--allow-package no_such_package: there is no such package. Install it, or start trainkit in the folder"),
     ],
 )  # fmt: skip
-def test_a_flag_or_path_out_of_range_is_refused(refused, flags, told):
+def test_a_flag_or_path_out_of_range_is_refused(refused, flags: tuple[str, ...], told: str) -> None:
     (line,) = refused(*flags)
     assert told in line
 
@@ -161,23 +167,27 @@ def test_a_flag_or_path_out_of_range_is_refused(refused, flags, told):
          "-m: makes 25,000,000 points of all keys together, and 10,000 is the most."),
     ],
 )  # fmt: skip
-def test_jobs_without_number_are_refused_before_they_are_counted_out(refused, arguments, told):
+def test_jobs_without_number_are_refused_before_they_are_counted_out(
+    refused, arguments: tuple[str, ...], told: str
+) -> None:
     assert refused("-m", *arguments) == [f"{told} {DRAW} (command line)"]
     assert refused("prove", "strategy=mirrored", *arguments) == [f"{told} {DRAW} (command line)"]
 
 
 @pytest.mark.parametrize("sweeper", ["random", "halving"])
-def test_trials_without_number_are_refused_before_they_are_drawn(refused, sweeper):
+def test_trials_without_number_are_refused_before_they_are_drawn(refused, sweeper: str) -> None:
     told = refused("-m", f"hydra/sweeper={sweeper}", "sweep.trials=1000000000", "seed=interval(0,10)")
     assert told == ["sweep.trials=1000000000: must be 10,000 or less. (command line)"]
 
 
-def test_a_range_without_finite_ends_is_refused(refused):
+def test_a_range_without_finite_ends_is_refused(refused) -> None:
     assert refused("-m", "seed=range(0,inf)") == ["seed=range(0,inf): a range needs finite numbers. (command line)"]
 
 
 @pytest.mark.parametrize("subdir", ["../../x", "/x", "."])
-def test_the_folder_of_a_job_lies_in_that_of_its_sweep(tmp_path, monkeypatch, capsys, subdir):
+def test_the_folder_of_a_job_lies_in_that_of_its_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], subdir: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["-m", "seed=1,2", "epochs=1", "hydra.sweep.dir=sweep", f"hydra.sweep.subdir={subdir}"]) == 2
     rule = "leads out of the folder of the sweep, and every job lies in it. Give a path below it."
@@ -185,18 +195,18 @@ def test_the_folder_of_a_job_lies_in_that_of_its_sweep(tmp_path, monkeypatch, ca
     assert not (tmp_path.parent / "x").exists()
 
 
-def test_a_model_that_no_memory_holds_is_refused(refused):
+def test_a_model_that_no_memory_holds_is_refused(refused) -> None:
     (told,) = refused("plan", "model.hidden=[4000000000000,4000000000000]")
     assert told.startswith(
         "model: has a parameter that no memory holds: Storage size calculation overflowed with sizes"
     )
 
 
-def test_blocks_without_number_are_refused_before_they_are_built(refused):
+def test_blocks_without_number_are_refused_before_they_are_built(refused) -> None:
     told = refused("plan", "recipe=shakespeare", "model.num_layers=1000000000", "data.path=x", "data.download=false")
     assert "model.num_layers=1000000000: must be 1,000 or less. (command line)" in told
 
 
-def test_a_value_that_fills_the_screen_is_cut_and_a_control_character_is_written_out():
+def test_a_value_that_fills_the_screen_is_cut_and_a_control_character_is_written_out() -> None:
     problem = Problem(key="k", value="a\x1b" + "x" * 1000, rule="is long.")
     assert str(problem) == f"k=a\\x1b{'x' * 198}...(1,002 characters)...{'x' * 100}: is long."

@@ -1,6 +1,9 @@
 """Hydra's global state is left as it was found; jobs run in its frame exactly once."""
 
 import logging
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import yaml
@@ -27,7 +30,7 @@ def state():
 
 
 @pytest.fixture
-def handlers():
+def handlers() -> Iterator[None]:
     """The root logger's handlers put back, and those that Hydra opened closed."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
@@ -39,13 +42,13 @@ def handlers():
     root.setLevel(level)
 
 
-def test_composing_leaves_hydra_as_it_was():
+def test_composing_leaves_hydra_as_it_was() -> None:
     before = state()
     compose(["recipe=null", "seed=3", "model=absent"])
     assert state() == before
 
 
-def test_composing_works_inside_a_program_that_uses_hydra_itself():
+def test_composing_works_inside_a_program_that_uses_hydra_itself() -> None:
     with initialize_config_dir(str(shipped_conf()), version_base="1.3"):
         before = state()
         assert compose(["recipe=null", "seed=3"]).values["seed"] == 3
@@ -54,7 +57,7 @@ def test_composing_works_inside_a_program_that_uses_hydra_itself():
     GlobalHydra.instance().clear()
 
 
-def test_resolvers_of_the_user_survive():
+def test_resolvers_of_the_user_survive() -> None:
     OmegaConf.register_new_resolver("double", lambda value: 2 * int(value))
     try:
         assert compose(["recipe=null", "batch.micro_size=${double:4}"]).values["batch"]["micro_size"] == 8
@@ -63,7 +66,7 @@ def test_resolvers_of_the_user_survive():
         OmegaConf.clear_resolver("double")
 
 
-def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path, handlers):
+def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: Path, handlers) -> None:
     composed = compose(["recipe=null", "steps=3", "seed=5"])
     before = state()
     assert run_job(composed, tmp_path, lambda: 42) == 42
@@ -78,16 +81,16 @@ def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path, 
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == ["recipe=null", "steps=3", "seed=5"]
 
 
-def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path, handlers):
+def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path: Path, handlers) -> None:
     run_job(compose(["recipe=null", "seed=5"]), tmp_path, lambda: None)
     run_job(compose(["recipe=null", "seed=6"]), tmp_path, lambda: None)
     assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5
 
 
-def test_what_a_job_raises_is_raised_unchanged(tmp_path, handlers):
+def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers) -> None:
     error = ValueError("the task's own")
 
-    def task():
+    def task() -> NoReturn:
         raise error
 
     with pytest.raises(ValueError, match="the task's own") as caught:
@@ -95,14 +98,16 @@ def test_what_a_job_raises_is_raised_unchanged(tmp_path, handlers):
     assert caught.value is error
 
 
-def test_hydras_own_settings_reach_the_job(tmp_path, handlers):
+def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers) -> None:
     import os
 
     composed = compose(["recipe=null", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"])
     assert run_job(composed, tmp_path, lambda: os.environ["TRAINKIT_OF_THE_TEST"]) == "7"
 
 
-def test_what_files_say_about_hydra_reaches_the_job_too(tmp_path, handlers, write_conf):
+def test_what_files_say_about_hydra_reaches_the_job_too(
+    tmp_path: Path, handlers, write_conf: Callable[[Mapping[str, str]], Path]
+) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
     composed = compose(["recipe=mine"], config_dirs=[folder])
     assert (str(composed.run_dir), composed.run_dir_given) == ("elsewhere", True)
@@ -110,7 +115,7 @@ def test_what_files_say_about_hydra_reaches_the_job_too(tmp_path, handlers, writ
     assert list(tmp_path.glob("*.log")) == []  # train.log takes what the console shows
 
 
-def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path):
+def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path: Path) -> None:
     composed = compose(["recipe=null"])
     assert hydra_config(composed).hydra.launcher._target_ == "hydra_plugins.trainkit_slots.SlotsLauncher"
     assert hydra_config(compose(["recipe=null", "hydra/launcher=basic"])).hydra.launcher._target_.endswith(
@@ -118,7 +123,9 @@ def test_the_cluster_chooses_the_launcher_and_the_command_line_another(tmp_path)
     )
 
 
-def test_hydra_takes_no_typo_in_a_users_file(write_conf, refuse):
+def test_hydra_takes_no_typo_in_a_users_file(
+    write_conf: Callable[[Mapping[str, str]], Path], refuse: Callable[..., list[str]]
+) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  runn: {dir: x}\n"})
     assert refuse("--config-dir", str(folder), "recipe=mine") == [
         "hydra: Hydra does not take it: Key 'runn' not in 'HydraConf'"

@@ -1,23 +1,28 @@
 """A map on the command line: read as it stands, judged with the model, shown by the plan."""
 
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
 from trainkit.cli import main
 
 GPT = ("recipe=null", "model=gpt", "data=synthetic_tokens", "objective=language_modelling", "strategy=device_map")
 
 
-def test_a_bad_map_is_refused_with_the_argument_that_set_it(refuse):
+def test_a_bad_map_is_refused_with_the_argument_that_set_it(refuse: Callable[..., list[str]]) -> None:
     assert refuse("recipe=null", "strategy=device_map", "strategy.map={layers.0:cpu,layer.2:cpu}") == [
         "strategy.map.layer.2=cpu: no such module. Did you mean layers.2? (command line)"
     ]
 
 
-def test_values_of_another_kind_are_refused(refuse):
+def test_values_of_another_kind_are_refused(refuse: Callable[..., list[str]]) -> None:
     assert refuse("recipe=null", "strategy=device_map", "strategy.map=atuo") == [
         "strategy.map=atuo: must be a mapping or auto. Did you mean auto? (command line)"
     ]
 
 
-def test_prove_judges_the_map_before_it_trains(refuse):
+def test_prove_judges_the_map_before_it_trains(refuse: Callable[..., list[str]]) -> None:
     assert refuse("prove", "recipe=null", "strategy=device_map", "strategy.map={layers.0:cpu}") == [
         (
             "strategy.map: no device for layers.2.weight, layers.2.bias. Add layers.2: DEVICE, or rest: DEVICE. "
@@ -26,13 +31,15 @@ def test_prove_judges_the_map_before_it_trains(refuse):
     ]
 
 
-def test_the_plan_counts_the_memory_of_the_fullest_device_and_says_so(cwd, capsys):
+def test_the_plan_counts_the_memory_of_the_fullest_device_and_says_so(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", "--world", "2", *GPT, "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}"]) == 0
     (row,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  memory")]
     assert row.startswith("  memory a device  6.63 MiB and activations: parameters 1.66 MiB,")
 
 
-def test_the_plan_shows_what_is_where(cwd, capsys):
+def test_the_plan_shows_what_is_where(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--world", "2", *GPT, "strategy.map={embed:0,blocks.0-1:0,blocks.2-3:1,head:0}"]) == 0
     assert capsys.readouterr().out.splitlines()[-5:] == [
         "",

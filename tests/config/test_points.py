@@ -1,5 +1,7 @@
 """Sweeps and comparisons: every point checked before the first; a group's keys for the choices that have them."""
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.cli import parse
@@ -13,7 +15,7 @@ def points(*arguments):
     return call.compose_points()
 
 
-def test_comma_lists_are_multiplied_in_order():
+def test_comma_lists_are_multiplied_in_order() -> None:
     found = [(one.values["seed"], one.values["optimizer"]["lr"]) for one in points("seed=1,2", "optimizer.lr=0.1,0.2")]
     assert found == [(1, 0.1), (1, 0.2), (2, 0.1), (2, 0.2)]
 
@@ -26,27 +28,27 @@ def test_comma_lists_are_multiplied_in_order():
         ("seed=3", [3]),
     ],
 )
-def test_every_countable_sweep_of_hydra_counts(argument, seeds):
+def test_every_countable_sweep_of_hydra_counts(argument: str, seeds: list[int]) -> None:
     assert [one.values["seed"] for one in points(argument)] == seeds
 
 
-def test_a_glob_finds_choices():
+def test_a_glob_finds_choices() -> None:
     assert [one.choices["schedule"] for one in points("schedule=glob(in*)")] == ["inverse_sqrt"]
 
 
-def test_a_key_of_a_group_applies_to_the_choices_that_have_it():
+def test_a_key_of_a_group_applies_to_the_choices_that_have_it() -> None:
     one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2")
     assert "replicas" not in one_device.values["strategy"]
     assert mirrored.values["strategy"]["replicas"] == 2
 
 
-def test_the_keys_of_two_choices_each_go_to_their_own():
+def test_the_keys_of_two_choices_each_go_to_their_own() -> None:
     one_device, mirrored = points("strategy=one_device,mirrored", "strategy.replicas=2", "strategy.device=cpu")
     assert one_device.values["strategy"]["device"] == "cpu"
     assert "device" not in mirrored.values["strategy"]
 
 
-def test_a_key_that_no_point_has_is_a_problem():
+def test_a_key_that_no_point_has_is_a_problem() -> None:
     with pytest.raises(ConfigError) as caught:
         points("optimizer=adamw,adam", "optimizer.momentum=0.9")
     assert [str(problem) for problem in caught.value.problems] == [
@@ -54,7 +56,9 @@ def test_a_key_that_no_point_has_is_a_problem():
     ]
 
 
-def test_what_only_a_plan_can_tell_is_told_of_all_points_before_the_first_run(cwd, capsys):
+def test_what_only_a_plan_can_tell_is_told_of_all_points_before_the_first_run(
+    cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from trainkit.cli import main
 
     assert main(["-m", "recipe=null", "steps=20", "warmup.steps=5,30,40", "batch.micro_size=64,32"]) == 2
@@ -66,17 +70,17 @@ def test_what_only_a_plan_can_tell_is_told_of_all_points_before_the_first_run(cw
     assert list(cwd.iterdir()) == []
 
 
-def test_the_problems_of_all_points_come_before_the_first_run():
+def test_the_problems_of_all_points_come_before_the_first_run() -> None:
     with pytest.raises(ConfigError) as caught:
         points("seed=1,x", "optimizer.lr=0.1,-1")
     assert [problem.key for problem in caught.value.problems] == ["optimizer.lr", "seed"]
 
 
-def test_a_sweep_name_has_an_effect_here():
+def test_a_sweep_name_has_an_effect_here() -> None:
     assert len(points("seed=1,2", "sweep.name=mine")) == 2
 
 
-def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path):
+def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
     loader = Loader(Composer([tmp_path], ["tests"]))
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
     command, _ = loader.command(line, tmp_path / "job 1")

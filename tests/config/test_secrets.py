@@ -206,7 +206,7 @@ def test_a_traceback_and_its_record_hold_no_secret() -> None:
     assert "canary-words" not in words.message + words.traceback
 
 
-def test_resolved_yaml_is_read_back_by_plain_yaml_without_the_secret(tmp_path):
+def test_resolved_yaml_is_read_back_by_plain_yaml_without_the_secret(tmp_path: Path) -> None:
     folder, cfg = RunFolder(tmp_path), RunConfig(logger={"w": {"_target_": "x.Y", "api_key": "k7"}}, seed=3)
     assert write_resolved(folder, cfg) == {"logger.w.api_key": "k7"}
     assert "k7" not in folder.resolved.read_text()
@@ -215,7 +215,7 @@ def test_resolved_yaml_is_read_back_by_plain_yaml_without_the_secret(tmp_path):
     assert load_resolved(folder.resolved) == RunConfig(seed=4)
 
 
-def test_environment_json_tells_where_a_run_came_from(tmp_path):
+def test_environment_json_tells_where_a_run_came_from(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     argv = ["trainkit", "logger.w.api_key=k7", "--hub-token=t", "seed=3"]
     write_environment(folder, cfg=RunConfig(seed=3), fingerprint="f00", notes=["a note"], argv=argv)
@@ -226,7 +226,7 @@ def test_environment_json_tells_where_a_run_came_from(tmp_path):
     assert content["devices"]["cores"] >= 1
 
 
-def test_the_packages_of_targets_are_told():
+def test_the_packages_of_targets_are_told() -> None:
     values = {
         "model": {"_target_": "safetensors.X"},
         "callbacks": {"a": {"_target_": "yaml.Y"}, "b": [{"_target_": "pytest.Z"}]},
@@ -234,14 +234,14 @@ def test_the_packages_of_targets_are_told():
     assert {"torch", "safetensors", "pytest"} <= packages(values).keys()
 
 
-def test_outside_a_repository_there_is_no_commit(cwd):
+def test_outside_a_repository_there_is_no_commit(cwd: Path) -> None:
     assert git_state() is None
 
 
-def test_a_repository_tells_commit_and_changes(cwd):
+def test_a_repository_tells_commit_and_changes(cwd: Path) -> None:
     import subprocess
 
-    def git(*arguments):
+    def git(*arguments) -> None:
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True
         )

@@ -1,5 +1,6 @@
 """Tags, fingerprints, differences."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 import pytest
@@ -22,7 +23,7 @@ class Averaging:
 class Elsewhere:
     def __init__(
         self, port: Annotated[int, placement] = 1, compression: Annotated[str, maths(neutral="none")] = "none"
-    ): ...
+    ) -> None: ...
 
 
 def cfg(*arguments, **changes):
@@ -51,20 +52,20 @@ def strategy(name, **values):
         ("nonsense.key", "maths"),
     ],
 )
-def test_a_key_has_its_tag(key, tag):
+def test_a_key_has_its_tag(key: str, tag: str) -> None:
     assert tag_of(cfg(), tuple(key.split("."))).tag.value == tag
 
 
-def test_strategies_share_a_fingerprint():
+def test_strategies_share_a_fingerprint() -> None:
     assert fingerprint(cfg("strategy=one_device")) == fingerprint(cfg("strategy=mirrored", "strategy.replicas=3"))
 
 
-def test_a_strategy_that_changes_the_result_has_its_own_fingerprint():
+def test_a_strategy_that_changes_the_result_has_its_own_fingerprint() -> None:
     plain = fingerprint(cfg())
     assert fingerprint(cfg(strategy=strategy("Averaging"))) != plain
 
 
-def test_a_neutral_value_is_not_hashed():
+def test_a_neutral_value_is_not_hashed() -> None:
     plain = fingerprint(cfg())
     assert fingerprint(cfg(strategy=strategy("Elsewhere", compression="none", port=9))) == plain
     assert fingerprint(cfg(strategy=strategy("Elsewhere", compression="bf16"))) != plain
@@ -78,7 +79,7 @@ def test_a_neutral_value_is_not_hashed():
         "lr_scaling.rule=sqrt", "warmup.start=base", "precision.initial_scale=2.0", "sweep.name=x",
     ],
 )  # fmt: skip
-def test_what_cannot_change_the_result_keeps_the_fingerprint(argument):
+def test_what_cannot_change_the_result_keeps_the_fingerprint(argument: str) -> None:
     assert fingerprint(cfg(argument)) == fingerprint(cfg())
 
 
@@ -91,21 +92,21 @@ def test_what_cannot_change_the_result_keeps_the_fingerprint(argument):
         "optimizer.groups={}", "init_from=x",
     ],
 )  # fmt: skip
-def test_what_changes_the_result_changes_the_fingerprint(argument):
+def test_what_changes_the_result_changes_the_fingerprint(argument: str) -> None:
     assert fingerprint(cfg(argument)) != fingerprint(cfg())
 
 
-def test_numbers_count_by_value():
+def test_numbers_count_by_value() -> None:
     assert fingerprint(cfg("epochs=2")) == fingerprint(cfg("epochs=2.0"))
 
 
-def test_maths_keys_are_full_names():
+def test_maths_keys_are_full_names() -> None:
     keys = maths_keys(cfg())
     assert keys["optimizer.lr"] == 0.001
     assert "strategy.device" not in keys
 
 
-def test_a_difference_says_what_can_matter_first():
+def test_a_difference_says_what_can_matter_first() -> None:
     found = difference(cfg(), cfg("strategy=mirrored", "optimizer.lr=0.1", "name=b"))
     assert next((item.key, item.tag.value) for item in found) == ("optimizer.lr", "maths")
     tags = {item.key: item.tag.value for item in found}
@@ -121,7 +122,7 @@ def test_a_difference_says_what_can_matter_first():
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_key_that_only_one_run_has_matters_unless_it_is_neutral(swapped):
+def test_a_key_that_only_one_run_has_matters_unless_it_is_neutral(swapped: bool) -> None:
     target = f"{__name__}.Elsewhere"
     runs = [cfg(), cfg(strategy={"_target_": target, "port": 1, "compression": "none"})]
     squeezed = [cfg(), cfg(strategy={"_target_": target, "port": 1, "compression": "bf16"})]
@@ -131,11 +132,11 @@ def test_a_key_that_only_one_run_has_matters_unless_it_is_neutral(swapped):
     assert [item.key for item in difference(*squeezed) if item.matters] == ["strategy.compression"]
 
 
-def test_equal_runs_have_no_difference():
+def test_equal_runs_have_no_difference() -> None:
     assert difference(cfg(), cfg()) == []
 
 
-def test_a_run_survives_the_way_through_yaml(tmp_path):
+def test_a_run_survives_the_way_through_yaml(tmp_path: Path) -> None:
     import yaml
 
     run = cfg("optimizer.lr=1e-5", "epochs=0.5")
@@ -143,7 +144,7 @@ def test_a_run_survives_the_way_through_yaml(tmp_path):
     assert load_resolved(tmp_path / "resolved.yaml") == run
 
 
-def test_a_resolved_file_that_is_none_is_refused(tmp_path):
+def test_a_resolved_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "resolved.yaml").write_text("sed: 3\nseed: x\n")
     with pytest.raises(ConfigError) as caught:
         load_resolved(tmp_path / "resolved.yaml")

@@ -13,12 +13,12 @@ FILES = sorted(shipped_conf().glob("*/*.yaml"))
 NODES = [file for file in FILES if TARGET in read_document(file).values]
 
 
-def ids(file):
+def ids(file) -> str:
     return f"{file.parent.name}/{file.stem}"
 
 
 @pytest.mark.parametrize("file", NODES, ids=ids)
-def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file):
+def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file) -> None:
     values = read_document(file).values
     group = file.parent.name
     signature = signature_of(resolve_target(values[TARGET]))
@@ -28,17 +28,17 @@ def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file):
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_a_choice_says_in_a_line_what_it_is(file):
+def test_a_choice_says_in_a_line_what_it_is(file) -> None:
     assert read_document(file).description
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_a_choice_belongs_to_a_group_and_has_no_trap(file):
+def test_a_choice_belongs_to_a_group_and_has_no_trap(file) -> None:
     assert file.parent.name in GROUPS
     assert read_document(file).traps == ()
 
 
 @pytest.mark.parametrize("group", ["optimizer", "schedule", "strategy"])
-def test_every_choice_of_these_composes_cleanly(group):
+def test_every_choice_of_these_composes_cleanly(group: str) -> None:
     for file in sorted((shipped_conf() / group).glob("*.yaml")):
         check(compose(["recipe=null", f"{group}={file.stem}"]))

@@ -39,7 +39,7 @@ class Tensor:
         (3, Tensor), (0.1, Union[float, Tensor]), ({"bound": 3}, Staleness), (3, Annotated[int, at_least(1)]),  # noqa: UP007
     ],
 )  # fmt: skip
-def test_a_value_fits(value, hint):
+def test_a_value_fits(value, hint) -> None:
     assert misfit(value, hint) is None
 
 
@@ -70,11 +70,11 @@ def test_a_value_fits(value, hint):
         ("x", int | Literal["auto"] | None, "must be a whole number, auto or null."),
     ],
 )
-def test_a_value_does_not_fit_in_these_words(value, hint, rule):
+def test_a_value_does_not_fit_in_these_words(value, hint, rule: str) -> None:
     assert misfit(value, hint) == rule
 
 
-def test_limits_judge_numbers_and_leave_words_alone():
+def test_limits_judge_numbers_and_leave_words_alone() -> None:
     assert at_least(1).broken_by(0)
     assert not at_least(1).broken_by(1)
     assert above(0).broken_by(0)
@@ -84,16 +84,16 @@ def test_limits_judge_numbers_and_leave_words_alone():
     assert pattern("[a-z]+", "letters.").broken_by("a1")
 
 
-def test_an_annotation_carries_its_limits():
+def test_an_annotation_carries_its_limits() -> None:
     assert limits_in(Annotated[int, at_least(1)]) == [at_least(1)]
     assert limits_in(int) == []
 
 
-def test_what_is_expected_is_said_in_words():
+def test_what_is_expected_is_said_in_words() -> None:
     assert expected(int | None) == "a whole number or null"
     assert expected(list[Colour]) == "a list of items that are each r or g"
 
 
-def test_the_closest_word_is_close():
+def test_the_closest_word_is_close() -> None:
     assert closest("epohs", ["epochs", "steps"]) == "epochs"
     assert closest("zzz", ["epochs", "steps"]) is None

@@ -8,7 +8,7 @@ from trainkit.data.reading.collate import collate, narrow
 from trainkit.errors import DataError
 
 
-def test_numbers_arrays_and_tensors_become_tensors_and_text_stays():
+def test_numbers_arrays_and_tensors_become_tensors_and_text_stays() -> None:
     samples = [{"x": np.float32([i, i]), "n": i, "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)]
 
     batch = collate(samples, [0, 1])
@@ -20,11 +20,11 @@ def test_numbers_arrays_and_tensors_become_tensors_and_text_stays():
     assert batch["t"] == ["s0", "s1"]
 
 
-def test_nesting_is_kept():
+def test_nesting_is_kept() -> None:
     assert collate([((1, 2), {"a": 3})], [0])[0][1].tolist() == [2]
 
 
-def test_a_sample_of_another_shape_is_named():
+def test_a_sample_of_another_shape_is_named() -> None:
     samples = [(torch.zeros(2), 0), (torch.zeros(2), 0), (torch.zeros(3), 0)]
 
     with pytest.raises(DataError) as caught:
@@ -35,17 +35,17 @@ def test_a_sample_of_another_shape_is_named():
     )
 
 
-def test_a_sample_of_a_foreign_type_is_named():
+def test_a_sample_of_a_foreign_type_is_named() -> None:
     with pytest.raises(DataError, match=r"^sample 3 cannot be part of a batch: a object cannot become part"):
         collate([(1, 2), (1, object())], [2, 3])
 
 
-def test_a_sample_with_other_keys_is_named():
+def test_a_sample_with_other_keys_is_named() -> None:
     with pytest.raises(DataError, match=r"^sample 1 cannot stand in a batch with sample 0: \{b: int\} beside"):
         collate([{"a": 1}, {"b": 1}], [0, 1])
 
 
-def test_a_shard_is_a_view():
+def test_a_shard_is_a_view() -> None:
     batch = torch.arange(6)
 
     assert narrow(batch, 2, 3).data_ptr() == batch[2:].data_ptr()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from trainkit.config.schema import Loader as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
 
 
-def batches(dataset, rank=0, num_ranks=1, **settings):
+def batches(dataset, rank: int = 0, num_ranks: int = 1, **settings) -> EvalBatches:
     return EvalBatches(
         dataset, batch_size=4, rank=rank, num_ranks=num_ranks, device=CPU, settings=LoaderSettings(**settings)
     )
@@ -18,36 +20,40 @@ PATHS = [(InMemorySquares, {}), (Squares, {}), (Squares, {"cache": True}), (Squa
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
-def test_each_sample_comes_exactly_once_over_all_ranks(dataset, settings):
+def test_each_sample_comes_exactly_once_over_all_ranks(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     seen = [[targets.tolist() for _, targets in batches(dataset(10), rank, 3, **settings)] for rank in range(3)]
 
     assert seen == [[[0, 1, 4, 9]], [[16, 25, 36, 49]], [[64, 81]]]
 
 
-def test_it_can_be_gone_through_twice_and_says_how_long_it_is():
+def test_it_can_be_gone_through_twice_and_says_how_long_it_is() -> None:
     both = batches(Squares(10))
 
     assert len(list(both)) == len(list(both)) == len(both) == num_eval_batches(10, 4) == 3
 
 
-def test_a_rank_without_batches_gets_none():
+def test_a_rank_without_batches_gets_none() -> None:
     assert list(batches(Squares(3), rank=1, num_ranks=2, num_workers=1)) == []
 
 
-def test_random_samples_are_the_same_at_each_evaluation():
+def test_random_samples_are_the_same_at_each_evaluation() -> None:
     evaluation = batches(Noisy(5))
 
     assert [x.tolist() for x, _ in evaluation] == [x.tolist() for x, _ in evaluation]
 
 
-def test_stopping_early_leaves_no_process():
+def test_stopping_early_leaves_no_process() -> None:
     running = iter(batches(Squares(10), num_workers=1))
     next(running)
     running.close()
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS, ids=["memory", "direct", "cached", "workers"])
-def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(dataset, settings):
+def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_own(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     split = dataset(6)
     ranks = [
         EvalBatches(
@@ -61,7 +67,7 @@ def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_ow
     assert seen == [[[0, 1, 4, 9]], [[16, 25]], [[0, 1, 4, 9]]]
 
 
-def test_a_repeated_batch_is_run_and_not_counted():
+def test_a_repeated_batch_is_run_and_not_counted() -> None:
     from trainkit.numerics.precision import Precision
     from trainkit.objectives.regression import Regression
     from trainkit.strategies.base import Placed

@@ -15,7 +15,7 @@ class Read:
 
     classes = ("even", "odd")
 
-    def __init__(self, count):
+    def __init__(self, count) -> None:
         self.targets = [number % 2 for number in range(count)]
 
     def __len__(self):
@@ -30,7 +30,7 @@ class Gathered(Read):
         return indices.float() ** 2, indices % 2
 
 
-def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds():
+def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds() -> None:
     found = [folded({"train": Read(11)}, Cv(folds=3, fold=fold)) for fold in range(3)]
     held = [[int(inputs**0.5) for inputs, _ in parts["val"]] for parts in found]
     assert sorted(index for fold in held for index in fold) == list(range(11))
@@ -39,7 +39,7 @@ def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds():
     assert sorted(map(len, held)) == [3, 4, 4]
 
 
-def test_classes_are_spread_evenly():
+def test_classes_are_spread_evenly() -> None:
     digits = Digits(split="train")
     counts = [
         np.bincount(folded({"train": digits}, Cv(folds=5, fold=fold))["val"].tensors()[1], minlength=10)
@@ -49,7 +49,7 @@ def test_classes_are_spread_evenly():
     assert np.ptp(np.stack(counts).sum(1)) == 1
 
 
-def test_folds_are_the_same_for_every_run_and_others_with_another_seed():
+def test_folds_are_the_same_for_every_run_and_others_with_another_seed() -> None:
     first, again, other = (fold_of_each(50, 5, seed=seed).tolist() for seed in (0, 0, 1))
     assert first == again != other
     assert first[:10] == [3, 2, 3, 2, 4, 0, 2, 2, 0, 3]
@@ -59,7 +59,9 @@ def test_folds_are_the_same_for_every_run_and_others_with_another_seed():
     "dataset",
     [Read(7), Gathered(7), Synthetic(split="train", num_samples=7, num_classes=3), SyntheticTokens(split="train")],
 )
-def test_a_part_gives_the_samples_of_the_whole_however_it_is_read(dataset):
+def test_a_part_gives_the_samples_of_the_whole_however_it_is_read(
+    dataset: Read | Gathered | Synthetic | SyntheticTokens,
+) -> None:
     places = np.array([5, 1, 2])
     part = part_of(dataset, places)
     assert len(part) == 3
@@ -70,7 +72,7 @@ def test_a_part_gives_the_samples_of_the_whole_however_it_is_read(dataset):
         assert hasattr(part, read) == hasattr(dataset, read)
 
 
-def test_a_part_is_gathered_and_held_in_memory_as_the_whole_is():
+def test_a_part_is_gathered_and_held_in_memory_as_the_whole_is() -> None:
     places = np.array([5, 1, 2])
     assert part_of(Gathered(7), places).gather(torch.tensor([2, 0]))[0].tolist() == [4.0, 25.0]
     digits = Digits(split="val")
@@ -78,13 +80,13 @@ def test_a_part_is_gathered_and_held_in_memory_as_the_whole_is():
     assert part_of(Read(7), places).classes == ("even", "odd")
 
 
-def test_classes_are_known_where_the_dataset_tells_them_without_being_read():
+def test_classes_are_known_where_the_dataset_tells_them_without_being_read() -> None:
     assert labels_of(Read(4)).tolist() == [0, 1, 0, 1]
     assert labels_of(Synthetic(split="train", num_samples=4, num_classes=3)).tolist() == [0, 1, 2, 0]
     assert labels_of(SyntheticTokens(split="train")) is None
 
 
-def test_the_validation_split_is_set_aside_and_the_test_split_stays():
+def test_the_validation_split_is_set_aside_and_the_test_split_stays() -> None:
     splits = {"train": Read(6), "val": Read(2), "test": Read(3)}
     parts = folded(splits, Cv(folds=2, fold=1))
     assert {name: len(part) for name, part in parts.items()} == {"train": 3, "val": 3, "test": 3}
@@ -97,7 +99,7 @@ def refused(train, cv):
     return str(caught.value).splitlines()[1].strip()
 
 
-def test_what_has_no_folds_is_refused():
+def test_what_has_no_folds_is_refused() -> None:
     assert refused(Read(4), Cv(folds=5, fold=0)) == "cv.folds=5: more than the 4 samples of train. Use 4 or fewer."
     assert refused(Stream(source=[1, 2], num_samples=2), Cv(folds=2)) == (
         "cv.folds=2: Stream is read from front to back: a fold needs samples by their place. Use a map-style dataset."

@@ -18,7 +18,7 @@ from trainkit.numerics.batch import Ticket
 image = pytest.importorskip("PIL.Image")
 
 
-def test_the_digits_are_split_once_and_by_class():
+def test_the_digits_are_split_once_and_by_class() -> None:
     train, val = Digits(split="train"), Digits(split="val")
 
     assert (len(train), len(val)) == (1437, 360)
@@ -26,7 +26,7 @@ def test_the_digits_are_split_once_and_by_class():
     assert (float(train.tensors()[0].min()), float(train.tensors()[0].max())) == (0, 1)
 
 
-def test_standard_scaling_centres_the_training_digits():
+def test_standard_scaling_centres_the_training_digits() -> None:
     pixels = Digits(split="train", scaling="standard").tensors()[0]
 
     assert abs(float(pixels.mean())) < 1e-5
@@ -34,7 +34,7 @@ def test_standard_scaling_centres_the_training_digits():
 
 
 @pytest.fixture
-def idx(tmp_path, monkeypatch) -> Path:
+def idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Fashion-MNIST with black images, in its real size."""
     for stem, count in (("train", 60_000), ("t10k", 10_000)):
         files = {f"{stem}-images-idx3-ubyte": bytes(16 + count * 784), f"{stem}-labels-idx1-ubyte": bytes(8 + count)}
@@ -44,7 +44,7 @@ def idx(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_fashion_mnist_holds_out_the_last_training_images(idx):
+def test_fashion_mnist_holds_out_the_last_training_images(idx: Path) -> None:
     sizes = {split: len(FashionMnist(path=idx, split=split, val_size=1000)) for split in ("train", "val", "test")}
 
     assert sizes == {"train": 59_000, "val": 1000, "test": 10_000}
@@ -52,7 +52,7 @@ def test_fashion_mnist_holds_out_the_last_training_images(idx):
     assert FashionMnist.splits({}) == ("train", "val", "test")
 
 
-def test_a_damaged_or_absent_idx_file_is_named(idx):
+def test_a_damaged_or_absent_idx_file_is_named(idx: Path) -> None:
     labels = idx / "t10k-labels-idx1-ubyte.gz"
     labels.write_bytes(gzip.compress(b"other"))
     with pytest.raises(
@@ -67,7 +67,9 @@ def test_a_damaged_or_absent_idx_file_is_named(idx):
         FashionMnist(path=idx, split="test")
 
 
-def test_a_download_is_kept_where_asked_and_only_if_right(idx, tmp_path, monkeypatch):
+def test_a_download_is_kept_where_asked_and_only_if_right(
+    idx: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fashion_mnist, "_URL", f"{idx.as_uri()}/")
     target = tmp_path / "new"
 
@@ -79,7 +81,9 @@ def test_a_download_is_kept_where_asked_and_only_if_right(idx, tmp_path, monkeyp
     assert not (target / "train-images-idx3-ubyte.gz").exists()
 
 
-def test_where_fashion_mnist_is_not_the_ways_to_get_it_are_told(tmp_path, monkeypatch):
+def test_where_fashion_mnist_is_not_the_ways_to_get_it_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(fashion_mnist, "_DEBIAN", tmp_path / "none")
 
@@ -90,7 +94,7 @@ def test_where_fashion_mnist_is_not_the_ways_to_get_it_are_told(tmp_path, monkey
 
 
 @pytest.mark.skipif(not fashion_mnist._DEBIAN.is_dir(), reason="needs Debian's dataset-fashion-mnist")
-def test_the_real_fashion_mnist_is_recognised():
+def test_the_real_fashion_mnist_is_recognised() -> None:
     images, labels = FashionMnist(split="test").tensors()
 
     assert images.shape == (10_000, 1, 28, 28)
@@ -98,7 +102,7 @@ def test_the_real_fashion_mnist_is_recognised():
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(tmp_path: Path) -> Path:
     for split, names in (("train", ("bird", "cat")), ("val", ("bird", "cat"))):
         for label, name in enumerate(names):
             (tmp_path / split / name).mkdir(parents=True)
@@ -110,7 +114,7 @@ def folder(tmp_path) -> Path:
     return tmp_path
 
 
-def test_classes_are_the_sorted_folders(folder):
+def test_classes_are_the_sorted_folders(folder: Path) -> None:
     data = ImageFolder(path=folder, split="val", image_size=16, resize=20)
 
     assert data.classes == ("bird", "cat")
@@ -119,7 +123,7 @@ def test_classes_are_the_sorted_folders(folder):
     assert float(data[5][0][0].min()) == pytest.approx((1 - 0.485) / 0.229)
 
 
-def test_a_training_image_is_augmented_by_its_key_alone(folder):
+def test_a_training_image_is_augmented_by_its_key_alone(folder: Path) -> None:
     def epochs(**settings):
         data = ImageFolder(path=folder, split="train", image_size=16, resize=20)
         loader = make_loader(data, shuffle=False, **settings)
@@ -133,13 +137,13 @@ def test_a_training_image_is_augmented_by_its_key_alone(folder):
     assert all(map(torch.equal, epochs(), epochs(num_workers=1)))
 
 
-def test_without_augmentation_a_training_image_stays_the_same(folder):
+def test_without_augmentation_a_training_image_stays_the_same(folder: Path) -> None:
     data = ImageFolder(path=folder, split="train", image_size=16, resize=20, augment=False)
 
     assert torch.equal(data[0][0], data[0][0])
 
 
-def test_a_folder_that_does_not_do_is_refused(folder):
+def test_a_folder_that_does_not_do_is_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"data.image_size=300: larger than data.resize=256, out of which it is cut"):
         ImageFolder(path=folder, split="train", image_size=300)
     (folder / "val" / "dog").mkdir()
@@ -150,7 +154,7 @@ def test_a_folder_that_does_not_do_is_refused(folder):
         ImageFolder(path=folder / "empty", split="train")
 
 
-def test_an_image_that_is_none_is_named(folder):
+def test_an_image_that_is_none_is_named(folder: Path) -> None:
     (folder / "train" / "bird" / "1.png").write_text("text")
     data = ImageFolder(path=folder, split="train")
 

@@ -13,10 +13,10 @@ from trainkit.numerics.batch import Ticket
 class Lines:
     """Gives (epoch * 100 + i, 0); counts what is read."""
 
-    def __init__(self, count=10):
+    def __init__(self, count: int = 10) -> None:
         self.count, self.epoch, self.reads = count, 0, 0
 
-    def set_epoch(self, epoch):
+    def set_epoch(self, epoch) -> None:
         self.epoch = epoch
 
     def __iter__(self):
@@ -28,7 +28,7 @@ class Lines:
 class SavedLines(Lines):
     """The same with a place it can return to."""
 
-    def __init__(self, count=10):
+    def __init__(self, count: int = 10) -> None:
         super().__init__(count)
         self.at = 0
 
@@ -42,15 +42,15 @@ class SavedLines(Lines):
     def state_dict(self):
         return {"at": self.at}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state) -> None:
         self.at = state["at"]
 
 
-def numbers(loader, step, shards=(0, 1)):
+def numbers(loader, step, shards: tuple[int, int] = (0, 1)):
     return [batch[0].tolist() for batch in loader.fetch(Ticket(step, shards))]
 
 
-def test_each_shard_is_read_by_position():
+def test_each_shard_is_read_by_position() -> None:
     loader = make_loader(Stream(source=Lines(), num_samples=10))
 
     assert numbers(loader, 0) == [[0, 1], [2, 3]]
@@ -59,14 +59,14 @@ def test_each_shard_is_read_by_position():
     assert numbers(loader, 3, (1, 0)) == [[102, 103], [100, 101]]
 
 
-def test_going_back_starts_the_epoch_again():
+def test_going_back_starts_the_epoch_again() -> None:
     loader = make_loader(Stream(source=Lines(), num_samples=10))
     numbers(loader, 1)
 
     assert numbers(loader, 0) == [[0, 1], [2, 3]]
 
 
-def test_a_source_with_a_state_resumes_without_reading_again():
+def test_a_source_with_a_state_resumes_without_reading_again() -> None:
     first = make_loader(Stream(source=SavedLines(), num_samples=10))
     numbers(first, 0)
     source = SavedLines()
@@ -79,7 +79,7 @@ def test_a_source_with_a_state_resumes_without_reading_again():
     assert source.reads == 4
 
 
-def test_a_source_without_a_state_resumes_by_skipping_and_says_so():
+def test_a_source_without_a_state_resumes_by_skipping_and_says_so() -> None:
     first = make_loader(Stream(source=Lines(), num_samples=10))
     numbers(first, 0)
     source = Lines()
@@ -92,19 +92,19 @@ def test_a_source_without_a_state_resumes_by_skipping_and_says_so():
     assert source.reads == 8
 
 
-def test_a_source_that_ends_early_is_named():
+def test_a_source_that_ends_early_is_named() -> None:
     loader = make_loader(Stream(source=Lines(3), num_samples=10))
 
     with pytest.raises(DataError, match=r"^Lines ended after 3 samples, but num_samples=10\.$"):
         numbers(loader, 0)
 
 
-def test_worker_processes_are_refused():
+def test_worker_processes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"loader.num_workers=2: an iterable dataset is read by the training process"):
         make_loader(Stream(source=Lines(), num_samples=10), num_workers=2)
 
 
-def test_validation_has_its_own_source_and_is_shared_by_ranks():
+def test_validation_has_its_own_source_and_is_shared_by_ranks() -> None:
     stream = Stream(source=Lines(), num_samples=10, val_source=Lines(5), val_num_samples=5, split="val")
     shared = [
         [

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -20,7 +22,9 @@ PATHS = [
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_every_path_gives_the_samples_of_the_order(dataset, settings):
+def test_every_path_gives_the_samples_of_the_order(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     order = SampleOrder(num_samples=9, seed=7)
     expected = [order.indices(e, k * 4, min(k * 4 + 4, 9)).tolist() for e in range(3) for k in range(3)]
 
@@ -28,7 +32,9 @@ def test_every_path_gives_the_samples_of_the_order(dataset, settings):
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_each_shard_is_its_own_batch_of_inputs_and_targets(dataset, settings):
+def test_each_shard_is_its_own_batch_of_inputs_and_targets(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     loader = make_loader(dataset(9), shuffle=False, **settings)
 
     first, second = loader.fetch(Ticket(1, (0, 1)))
@@ -41,7 +47,9 @@ def test_each_shard_is_its_own_batch_of_inputs_and_targets(dataset, settings):
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_ranks_share_an_epoch_without_overlap(dataset, settings):
+def test_ranks_share_an_epoch_without_overlap(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     own = [
         all_batches(make_loader(dataset(9), rank=rank, num_ranks=2, **settings), range(3), (rank,)) for rank in (0, 1)
     ]
@@ -50,14 +58,18 @@ def test_ranks_share_an_epoch_without_overlap(dataset, settings):
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_starting_at_a_later_step_gives_what_would_have_come_there(dataset, settings):
+def test_starting_at_a_later_step_gives_what_would_have_come_there(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     whole = all_batches(make_loader(dataset(9), **settings), range(9))
 
     assert all_batches(make_loader(dataset(9), **settings), range(4, 9)) == whole[4:]
 
 
 @pytest.mark.parametrize(("dataset", "settings"), PATHS)
-def test_a_retried_ticket_gives_the_same_batch(dataset, settings):
+def test_a_retried_ticket_gives_the_same_batch(
+    dataset: type[InMemorySquares | Squares], settings: dict[str, Any]
+) -> None:
     loader = make_loader(dataset(9), **settings)
 
     first = loader.fetch(Ticket(0, (0, 1)))
@@ -70,7 +82,7 @@ def test_a_retried_ticket_gives_the_same_batch(dataset, settings):
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
-def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings):
+def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings: dict[str, int]) -> None:
     loader = make_loader(Squares(9), shuffle=False, **settings)
 
     found = [
@@ -82,7 +94,7 @@ def test_shards_out_of_plan_and_steps_out_of_turn_are_read_all_the_same(settings
     assert found == [[[0, 1], [4, 9]], [[36, 49]], [[16, 25], [36, 49]], [[4, 9], [0, 1]]]
 
 
-def test_shards_in_any_order_are_gathered_in_that_order():
+def test_shards_in_any_order_are_gathered_in_that_order() -> None:
     loader = make_loader(InMemorySquares(9), shuffle=False, micro_size=1)
 
     found = [batch[1].tolist() for batch in loader.fetch(Ticket(1, (3, 0, 1)))]
@@ -90,7 +102,7 @@ def test_shards_in_any_order_are_gathered_in_that_order():
     assert found == [[49], [16], [25]]
 
 
-def test_a_ticket_without_shards_reads_nothing():
+def test_a_ticket_without_shards_reads_nothing() -> None:
     dataset = Squares(9)
 
     assert make_loader(dataset).fetch(Ticket(2, ())) == []
@@ -98,7 +110,7 @@ def test_a_ticket_without_shards_reads_nothing():
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
-def test_augmentation_depends_on_seed_epoch_and_sample_only(settings):
+def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, int]) -> None:
     whole = {}
     for start in (0, 4):
         loader = make_loader(Noisy(9), **settings)
@@ -114,7 +126,7 @@ def test_augmentation_depends_on_seed_epoch_and_sample_only(settings):
     assert whole[0, 3] != whole[1, 3]
 
 
-def test_random_samples_cannot_be_cached():
+def test_random_samples_cannot_be_cached() -> None:
     with pytest.raises(ConfigError) as caught:
         make_loader(Noisy(9), cache=True)
 
@@ -125,12 +137,12 @@ def test_random_samples_cannot_be_cached():
     )
 
 
-def test_pinning_without_cuda_is_refused():
+def test_pinning_without_cuda_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"loader.pin_memory=true: pinned memory serves copies to a CUDA device"):
         make_loader(Squares(9), pin_memory=True)
 
 
-def test_an_empty_dataset_is_named():
+def test_an_empty_dataset_is_named() -> None:
     plan = BatchPlan(num_samples=1, global_size=1, micro_size=1)
     with pytest.raises(DataError, match=r"^Squares is empty: it has no samples to train on\.$"):
         Loader(
@@ -152,7 +164,7 @@ class Broken(Squares):
 
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 1}], ids=["direct", "workers"])
-def test_a_sample_that_cannot_be_read_is_named(settings):
+def test_a_sample_that_cannot_be_read_is_named(settings: dict[str, int]) -> None:
     loader = make_loader(Broken(9), shuffle=False, **settings)
     loader.fetch(Ticket(0, (0, 1)))
 
@@ -161,7 +173,7 @@ def test_a_sample_that_cannot_be_read_is_named(settings):
     loader.close()
 
 
-def test_waiting_is_counted():
+def test_waiting_is_counted() -> None:
     loader = make_loader(Squares(9))
     loader.fetch(Ticket(0, (0, 1)))
 

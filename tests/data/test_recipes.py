@@ -11,7 +11,7 @@ ELSEWHERE = {"resnet50_imagenet": ["data=synthetic", "data.shape=[3,32,32]", "da
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_composes_and_opens_with_its_command(recipe):
+def test_a_recipe_composes_and_opens_with_its_command(recipe) -> None:
     folder = Path(__file__).parents[2] / "recipes" / recipe
 
     cfg = trainkit.compose([f"recipe={recipe}", *ELSEWHERE.get(recipe, [])]).cfg
@@ -22,14 +22,14 @@ def test_a_recipe_composes_and_opens_with_its_command(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_with_dropout_or_batch_statistics_pins_its_shard(recipe):
+def test_a_recipe_with_dropout_or_batch_statistics_pins_its_shard(recipe) -> None:
     cfg = trainkit.compose([f"recipe={recipe}", *ELSEWHERE.get(recipe, [])]).cfg
     couples = cfg.model["_target_"].endswith(("ConvNet", "ResNet")) or cfg.model.get("dropout", 0) > 0
 
     assert cfg.batch.micro_size is not None or not couples
 
 
-def test_goyals_milestones_are_epochs_30_60_and_80():
+def test_goyals_milestones_are_epochs_30_60_and_80() -> None:
     cfg = trainkit.compose(["recipe=resnet50_imagenet", *ELSEWHERE["resnet50_imagenet"]]).cfg
 
     after_warmup = cfg.epochs - cfg.warmup.epochs

@@ -10,12 +10,12 @@ HERE = "tests.data.test_splits"
 
 
 class Plain:
-    def __len__(self):
+    def __len__(self) -> int:
         return 3
 
 
 class Split(Plain):
-    def __init__(self, split):
+    def __init__(self, split) -> None:
         self.split = split
 
 
@@ -37,31 +37,31 @@ class Endless:
     ("name", "expected"),
     [("Plain", ("train",)), ("Split", ("train", "val")), ("Three", ("train", "val", "test"))],
 )
-def test_a_class_says_by_its_signature_or_by_name_which_splits_it_has(name, expected):
+def test_a_class_says_by_its_signature_or_by_name_which_splits_it_has(name: str, expected: tuple[str, ...]) -> None:
     assert splits_of({"_target_": f"{HERE}.{name}"}) == expected
 
 
-def test_each_split_is_built_once():
+def test_each_split_is_built_once() -> None:
     parts = build_splits({"_target_": f"{HERE}.Three"})
 
     assert {name: part.split for name, part in parts.items()} == {"train": "train", "val": "val", "test": "test"}
 
 
-def test_an_empty_split_is_named():
+def test_an_empty_split_is_named() -> None:
     with pytest.raises(
         DataError, match=r"^the val split of tests.data.test_splits.Empty is empty: it has no samples\.$"
     ):
         build_splits({"_target_": f"{HERE}.Empty"})
 
 
-def test_an_iterable_dataset_is_shown_the_way():
+def test_an_iterable_dataset_is_shown_the_way() -> None:
     with pytest.raises(
         DataError, match=r"^Endless has no length, .* read through trainkit.data.reading.iterable.Stream"
     ):
         build_splits({"_target_": f"{HERE}.Endless"})
 
 
-def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypatch):
+def test_jobs_share_the_tensors_of_a_dataset_that_is_kept_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splits, "_KEPT", {})
     digits = {"_target_": "trainkit.data.sets.digits.Digits", "scaling": "unit"}
     assert keep_splits(digits)

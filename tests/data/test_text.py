@@ -14,13 +14,13 @@ from trainkit.errors import DataError
 
 
 @pytest.fixture
-def text(tmp_path) -> Path:
+def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("abcdefghij" * 5, encoding="utf-8")
     return path
 
 
-def test_a_text_is_numbered_by_its_sorted_characters(text):
+def test_a_text_is_numbered_by_its_sorted_characters(text: Path) -> None:
     data = TextFile(path=text, split="train", context=4)
 
     assert data.characters == "abcdefghij"
@@ -28,14 +28,14 @@ def test_a_text_is_numbered_by_its_sorted_characters(text):
     assert data.decode(data.encode("fade!")) == "fade"
 
 
-def test_windows_of_stride_one_start_at_every_character(text):
+def test_windows_of_stride_one_start_at_every_character(text: Path) -> None:
     data = TextFile(path=text, split="train", context=4, stride=1)
 
     assert len(data) == 45 - 4
     assert data.decode(data[40][1].tolist()) == "bcde"
 
 
-def test_validation_predicts_every_character_of_its_part_once(text):
+def test_validation_predicts_every_character_of_its_part_once(text: Path) -> None:
     data = TextFile(path=text, split="val", context=3)
 
     assert [targets.tolist() for _, targets in (data[index] for index in range(len(data)))] == [
@@ -45,7 +45,7 @@ def test_validation_predicts_every_character_of_its_part_once(text):
 
 
 @pytest.mark.parametrize(("length", "context", "expected"), [(7, 3, 2), (8, 3, 3), (2, 3, 1), (1, 3, 0)])
-def test_a_cover_has_as_many_windows_as_its_targets_need(length, context, expected):
+def test_a_cover_has_as_many_windows_as_its_targets_need(length: int, context: int, expected: int) -> None:
     windows = tile(np.arange(length, dtype=np.uint8), context=context)
 
     assert len(windows) == expected
@@ -53,7 +53,7 @@ def test_a_cover_has_as_many_windows_as_its_targets_need(length, context, expect
 
 
 @pytest.mark.parametrize("padded", [True, False])
-def test_gathering_gives_what_reading_one_by_one_gives(padded):
+def test_gathering_gives_what_reading_one_by_one_gives(padded: bool) -> None:
     windows = Windows(tokens=np.arange(20, dtype=np.uint16), context=3, stride=3, padded=padded)
     order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
 
@@ -64,7 +64,7 @@ def test_gathering_gives_what_reading_one_by_one_gives(padded):
         assert torch.equal(targets[row], windows[index][1])
 
 
-def test_nothing_is_fetched_unless_asked(monkeypatch, tmp_path):
+def test_nothing_is_fetched_unless_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(
         DataError, match=r"^data.path is not set\. Give a text file, or data.download=true to fetch https"
@@ -72,7 +72,9 @@ def test_nothing_is_fetched_unless_asked(monkeypatch, tmp_path):
         TextFile(split="train")
 
 
-def test_a_download_is_kept_only_if_it_is_the_expected_file(monkeypatch, tmp_path, text):
+def test_a_download_is_kept_only_if_it_is_the_expected_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: Path
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     right = hashlib.sha256(text.read_bytes()).hexdigest()
 
@@ -86,7 +88,7 @@ def test_a_download_is_kept_only_if_it_is_the_expected_file(monkeypatch, tmp_pat
     assert len(TextFile(split="train", context=4, sha256=right)) == len(data)
 
 
-def test_an_address_that_does_not_answer_is_named(monkeypatch, tmp_path):
+def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(DataError, match=r"^cannot download file:///nowhere: .*Fetch it by hand and give its place as"):
         TextFile(split="train", download=True, url="file:///nowhere")
@@ -100,12 +102,14 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch, tmp_path):
         ({"context": 60}, r"^the train part has 45 tokens, fewer than a sample needs \(data.context=60 and one more\)"),
     ],
 )
-def test_a_text_that_does_not_do_is_refused(text, settings, message):
+def test_a_text_that_does_not_do_is_refused(
+    text: Path, settings: dict[str, Path] | dict[str, int], message: str
+) -> None:
     with pytest.raises(DataError, match=message):
         TextFile(**{"path": text, "split": "train", **settings})
 
 
-def test_the_library_of_the_interpreter_is_a_text_of_bytes():
+def test_the_library_of_the_interpreter_is_a_text_of_bytes() -> None:
     train = PythonSource(split="train", context=32, max_bytes=50_000)
     val = PythonSource(split="val", context=32, max_bytes=50_000)
 
@@ -115,7 +119,7 @@ def test_the_library_of_the_interpreter_is_a_text_of_bytes():
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_are_read_from_a_memory_map(tmp_path, dtype):
+def test_tokens_are_read_from_a_memory_map(tmp_path: Path, dtype: str) -> None:
     np.arange(20).astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "train.bin")
     np.arange(8).astype(dtype).tofile(tmp_path / "val.bin")
 
@@ -127,7 +131,7 @@ def test_tokens_are_read_from_a_memory_map(tmp_path, dtype):
     assert val[1][1].tolist() == [5, 6, 7, -100]
 
 
-def test_a_damaged_or_short_token_file_is_named(tmp_path):
+def test_a_damaged_or_short_token_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.bin").write_bytes(b"abc")
     with pytest.raises(DataError, match=r"train.bin: its 3 bytes are no whole number of uint16 tokens\.$"):
         TokenMemmap(path=tmp_path, split="train")
@@ -136,7 +140,7 @@ def test_a_damaged_or_short_token_file_is_named(tmp_path):
         TokenMemmap(path=tmp_path, split="train")
 
 
-def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "train.bin")
     data = TokenMemmap(path=tmp_path, split="train", context=4, vocab_size=10)
 

@@ -52,7 +52,9 @@ def tasks(folder: Path) -> dict[str, int]:
         ("chief:0", "sync", TOGETHER),
     ],
 )
-def test_a_task_killed_at_a_random_moment_costs_no_more_than_promised(tmp_path, task, mode, outcome):
+def test_a_task_killed_at_a_random_moment_costs_no_more_than_promised(
+    tmp_path: Path, task: str, mode: str, outcome: str
+) -> None:
     folder = tmp_path / "run"
     command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
     process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)

@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,7 +25,7 @@ from trainkit.run.backends.driver import run_on
 from trainkit.run.folder.run_folder import RunFolder
 
 
-def started_rank(job, number, attempt):
+def started_rank(job, number, attempt) -> subprocess.Popen:
     place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
     command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.cargo, place, attempt))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -41,7 +43,7 @@ class Simple(ProcessBackend):
     def connect(self, *, num_ranks, uses_gpus):
         yield self
 
-    def run(self, job):
+    def run(self, job) -> None:
         if self.broken:
             raise RuntimeError("no room for 2 workers\n\tat org.apache")
         for _ in range(job.max_restarts + 1):
@@ -59,26 +61,30 @@ class Simple(ProcessBackend):
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path):
     made = RunFolder(tmp_path / "run")
     made.path.mkdir()
     return made
 
 
-def train(folder, *, num_ranks=2, engine=None, **supervisor):
+def train(folder, *, num_ranks: int = 2, engine=None, **supervisor):
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
     return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder)
 
 
-def test_the_ranks_run_to_the_end_and_rank_0_is_heard(folder, fake, capsys):
+def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
+    folder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     fake("steps=3")
     assert train(folder) == {"status": "finished", "attempt": 0, "restarts": []}
     assert [line[:11] for line in capsys.readouterr().out.splitlines()] == ["rank 0 says"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
-def test_a_killed_rank_is_named_and_all_start_again(folder, fake, capsys):
+def test_a_killed_rank_is_named_and_all_start_again(
+    folder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     result = train(folder)
     assert (result["status"], result["attempt"]) == ("finished", 1)
@@ -87,7 +93,7 @@ def test_a_killed_rank_is_named_and_all_start_again(folder, fake, capsys):
     assert f"{told}again." in plain(capsys.readouterr().out)
 
 
-def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake):
+def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     with pytest.raises(CrashLoopError) as caught:
         train(folder, max_restarts=5)
@@ -96,7 +102,7 @@ def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake)
     assert len(folder.read_result()["restarts"]) == 1
 
 
-def test_an_engine_that_gives_up_says_who_failed(folder, fake):
+def test_an_engine_that_gives_up_says_who_failed(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=exit")
     with pytest.raises(CrashLoopError) as caught:
         train(folder)
@@ -106,25 +112,27 @@ def test_an_engine_that_gives_up_says_who_failed(folder, fake):
     assert_no_process_is_left(folder)
 
 
-def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(folder, fake):
+def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(folder, fake: Callable[..., None]) -> None:
     fake("steps=6", raising="1:DataError:/gone")
     with pytest.raises(DataError, match=r"^/gone$"):
         train(folder, max_restarts=5)
 
 
-def test_a_hanging_rank_is_ended(folder, fake):
+def test_a_hanging_rank_is_ended(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=hang")
     with pytest.raises(TrainingError) as caught:
         train(folder, max_restarts=0, hang_timeout_s=0.5)
     assert "has made no progress for" in str(caught.value)
 
 
-def test_what_the_engine_says_is_told_without_its_frames(folder, fake):
+def test_what_the_engine_says_is_told_without_its_frames(folder, fake: Callable[..., None]) -> None:
     with pytest.raises(TrainingError, match=r"^Simple ended the run: no room for 2 workers$"):
         train(folder, engine=Simple(broken=True))
 
 
-def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
+def test_a_request_to_stop_reaches_the_ranks(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake("steps=1000 pause=0.01")
     requested = []
 
@@ -137,7 +145,7 @@ def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
 
     monkeypatch.setattr("trainkit.run.backends.driver.StopFlag", Flag)
 
-    def ask():
+    def ask() -> None:
         wait_for(lambda: len(list(folder.live.glob("pids_*"))) == 2)
         time.sleep(0.1)
         requested[0].requested = "preempted"
@@ -148,7 +156,7 @@ def test_a_request_to_stop_reaches_the_ranks(folder, fake, monkeypatch):
     asking.join()
 
 
-def test_an_engine_that_is_not_installed_says_how_to_install_it():
+def test_an_engine_that_is_not_installed_says_how_to_install_it() -> None:
     class Absent(Simple):
         packages = ("trainkit", "no_such_package")
 
@@ -159,7 +167,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it():
     )
 
 
-def test_an_engine_is_started_once_not_by_each_process_of_a_launcher():
+def test_an_engine_is_started_once_not_by_each_process_of_a_launcher() -> None:
     hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
     with pytest.raises(ConfigError) as caught:
         Simple().launch(hand)

@@ -22,7 +22,7 @@ RUN = (
 ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
 
 
-def train(folder, *more):
+def train(folder, *more) -> subprocess.Popen:
     command = [sys.executable, "-m", "trainkit", *RUN, f"hydra.run.dir={folder}", "quiet=true", *more]
     return subprocess.Popen(command)
 
@@ -42,7 +42,7 @@ def ray_cluster():
             process.stdout.close()
 
 
-def tell(cluster, word):
+def tell(cluster, word) -> None:
     print(word, file=cluster.stdin, flush=True)
     assert cluster.stdout.readline() == "done\n"
 
@@ -58,7 +58,7 @@ def sizes():
     return [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
 
 
-def wait_until(reached, process):
+def wait_until(reached, process) -> None:
     deadline = time.monotonic() + 200
     while not reached():
         assert process.poll() is None
@@ -66,7 +66,7 @@ def wait_until(reached, process):
         time.sleep(0.1)
 
 
-def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd, monkeypatch):
+def test_a_node_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("ray", "pyarrow")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     assert train("alone").wait() == 0

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ def result(folder):
     return json.loads((Path(folder) / "result.json").read_text())
 
 
-def below(cwd):
+def below(cwd: Path):
     """Processes that work in a folder, this one apart."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -39,7 +40,7 @@ def below(cwd):
     return found
 
 
-def none_is_left(cwd, within_s=10):
+def none_is_left(cwd: Path, within_s: float = 10) -> None:
     deadline = time.monotonic() + within_s
     while below(cwd) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -47,7 +48,7 @@ def none_is_left(cwd, within_s=10):
 
 
 @pytest.mark.parametrize("launcher", PACKAGES)
-def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher, cwd):
+def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher: str, cwd: Path) -> None:
     needs(PACKAGES[launcher])
     grid = ("strategy=one_device,mirrored", "strategy.replicas=2", "seed=1,2,3", "hydra.sweep.dir=sweep")
     done = trainkit("-m", *JOB, *grid, f"hydra/launcher={launcher}", "hydra.launcher.jobs_at_once=2")
@@ -58,7 +59,7 @@ def test_jobs_of_one_process_and_of_several_end_in_a_folder_each(launcher, cwd):
 
 
 @pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_jobs_end_with_a_sweep_that_is_killed(launcher, cwd):
+def test_jobs_end_with_a_sweep_that_is_killed(launcher: str, cwd: Path) -> None:
     needs(PACKAGES[launcher])
     command = latest("-m", *JOB, "epochs=100000", "hydra.sweep.dir=sweep", f"hydra/launcher={launcher}")
     sweep = subprocess.Popen([sys.executable, "-m", "trainkit", *command], stdout=subprocess.DEVNULL)
@@ -71,7 +72,7 @@ def test_jobs_end_with_a_sweep_that_is_killed(launcher, cwd):
 
 
 @pytest.fixture
-def one_node(monkeypatch):
+def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     needs("submitit")
     with slurm() as environ:
         for name, value in environ.items():
@@ -79,14 +80,14 @@ def one_node(monkeypatch):
         yield
 
 
-def test_a_run_on_slurm_is_a_job_of_an_array(cwd, one_node):
+def test_a_run_on_slurm_is_a_job_of_an_array(cwd: Path, one_node) -> None:
     done = trainkit(*JOB, "cluster=slurm", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result("sweep/0")["status"] == "finished"
     assert [path.name for path in Path("sweep/.jobs/submitit").glob("*_0_result.pkl")]
 
 
-def test_a_job_that_is_preempted_saves_and_goes_on(cwd, one_node):
+def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node) -> None:
     options = ("cluster=slurm", "hydra.sweep.dir=sweep", "epochs=40", "checkpoint.background=false")
     environ = {"TRAINKIT_FAIL": f"phase=data,while={cwd / 'slow'},action=slow"}
     Path("slow").touch()  # until it has been preempted

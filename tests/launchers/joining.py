@@ -5,6 +5,7 @@ import io
 import os
 import socket
 from dataclasses import replace
+from typing import NoReturn
 from unittest import mock
 
 from tests.support.pool import Place
@@ -48,7 +49,7 @@ def train_with_a_bad_plan(place: Place, folder: str, port: int):
     from trainkit.errors import DataError
     from trainkit.run.rendezvous import join as joining
 
-    def plan(*_, **__):
+    def plan(*_, **__) -> NoReturn:
         raise DataError("/data/x is absent.")
 
     with mock.patch.object(joining, "make_plan", plan) if place.rank == 1 else contextlib.nullcontext():

@@ -38,7 +38,7 @@ def agent(host, leads, first):
         )  # fmt: skip
 
 
-def lose(process):
+def lose(process) -> None:
     """End a process and all below it at once, without a word."""
     for pid in [*below(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
@@ -51,7 +51,7 @@ def below(pid):
     return [found for child in children for found in (child, *below(child))]
 
 
-def wait_for_step(step, process, within_s=120):
+def wait_for_step(step, process, within_s: float = 120):
     """Wait until a checkpoint of that step or a later one exists; returns the step."""
     deadline = time.monotonic() + within_s
     while (reached := newest()) < step:
@@ -65,7 +65,7 @@ def newest():
     return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
 
 
-def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd):
+def test_a_host_is_lost_and_another_comes_and_no_bit_is_another(cwd: Path) -> None:
     alone = [sys.executable, "-m", "trainkit", *RUN, "strategy=one_device", "hydra.run.dir=alone", "quiet=true"]
     subprocess.run(alone, env=environ(), check=True)
     with two_hosts() as (first, second), contextlib.ExitStack() as stack:

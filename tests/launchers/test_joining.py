@@ -1,10 +1,12 @@
 """Processes that something else started: they find each other, agree, share one folder and end together."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from tests.launchers.joining import free_port
+from tests.support.pool import Pool
 from tests.support.verdicts import plain
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
@@ -14,10 +16,10 @@ STARTED_AGAIN = {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1
 
 
 @pytest.fixture
-def start(pool, tmp_path):
+def start(pool: Pool, tmp_path: Path):
     """Start a launch; per rank what came back, what was raised and what was said."""
 
-    def go(*overrides, num_ranks=2, function="train", environ=None):
+    def go(*overrides, num_ranks: int = 2, function: str = "train", environ=None):
         args = (str(tmp_path), free_port(), *overrides)
         if environ is not None:
             function, args = "train_as", (args[0], args[1], environ, overrides)
@@ -26,11 +28,11 @@ def start(pool, tmp_path):
     return go
 
 
-def folders(tmp_path):
+def folders(tmp_path: Path):
     return sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("resolved.yaml"))
 
 
-def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path):
+def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path: Path) -> None:
     (result, _, said), (other, _, quiet) = start()
     assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, meeting at 127.0.0.1:" + said[-42:]
     assert (quiet, other["status"], other["folder"]) == ("", "finished", str(tmp_path / "run"))
@@ -40,13 +42,13 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path)
     assert result["weights_sha256"] == alone["weights_sha256"]
 
 
-def test_one_launch_may_train_again_and_again(start, tmp_path):
+def test_one_launch_may_train_again_and_again(start, tmp_path: Path) -> None:
     for rank in start(function="train_twice"):
         assert [error for _, error, _ in rank] == [None, None]
     assert folders(tmp_path) == ["run_1", "run_2"]
 
 
-def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, tmp_path):
+def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, tmp_path: Path) -> None:
     told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
     lines = [
         "2 problems in the config",
@@ -58,14 +60,14 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, tmp_path):
+def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, tmp_path: Path) -> None:
     _, error, said = start("supervisor.join_timeout_s=0.4", function="train_alone", num_ranks=1)[0]
     assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) in vain for worker:1.")
     assert said.splitlines()[1] == "waiting for worker:1"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_concern_nobody_are_refused(start, cwd):
+def test_settings_that_concern_nobody_are_refused(start, cwd: Path) -> None:
     told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
     rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to watch over them. (command line)"
     assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
@@ -79,14 +81,14 @@ def test_settings_that_concern_nobody_are_refused(start, cwd):
     assert list(cwd.iterdir()) == []
 
 
-def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(start, tmp_path):
+def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(start, tmp_path: Path) -> None:
     told = start(function="train_with_a_bad_plan")
     assert told[0][1] == ("DataError", 3, "worker:1: /data/x is absent.")
     assert told[1][1] == ("PeerError", 3, "rank 1 ends with rank 1: /data/x is absent.")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path):
+def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path: Path) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
     told = start(environ=fail)
     headline = "rank 1 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
@@ -98,7 +100,9 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path):
 
 
 @pytest.mark.parametrize("again", [2, 3])
-def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_processes(start, tmp_path, again):
+def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_processes(
+    start, tmp_path: Path, again: int
+) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=7,phase=reduce,action=raise"}
     fixed = ("checkpoint.every_steps=4", "batch.micro_size=null")
     whole = start(*fixed, "hydra.run.dir=whole")[0][0]
@@ -117,14 +121,14 @@ def hosts(*more, ports=None, environ=None, start):
     return start(own, environ, function="train_unlike")
 
 
-def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start, tmp_path):
+def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start, tmp_path: Path) -> None:
     told = hosts(ports=(free_port(), free_port()), start=start)
     alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
     assert told[0][0]["weights_sha256"] == alone["weights_sha256"]
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
 
 
-def test_a_rank_that_fails_on_another_host_is_named(start):
+def test_a_rank_that_fails_on_another_host_is_named(start) -> None:
     fail = {"TRAINKIT_FAIL": "rank=3,step=3,phase=backward,action=raise"}
     told = hosts(ports=(free_port(), free_port()), environ=fail, start=start)
     headline = "rank 3 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
@@ -132,14 +136,14 @@ def test_a_rank_that_fails_on_another_host_is_named(start):
     assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
 
 
-def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path):
+def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path: Path) -> None:
     for _ in range(2):
         start(environ=STARTED_AGAIN)
     assert folders(tmp_path) == ["run", "run-2"]
     assert list(tmp_path.rglob(".launches/*")) == []
 
 
-def test_a_second_group_cannot_write_into_the_folder_of_the_first(start, tmp_path):
+def test_a_second_group_cannot_write_into_the_folder_of_the_first(start, tmp_path: Path) -> None:
     start("stop_at_step=4", num_ranks=1)
     with RunFolder(tmp_path / "run").lock():
         told = start("resume=auto", function="train_impatiently")

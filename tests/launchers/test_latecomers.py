@@ -68,7 +68,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path):
+def cluster(tmp_path: Path):
     found = Cluster(tmp_path)
     yield found
     for process in found.processes.values():
@@ -78,7 +78,7 @@ def cluster(tmp_path):
 
 
 @pytest.mark.long
-def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster):
+def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster) -> None:
     cluster.start("chief:0")
     cluster.start("ps:0")
     cluster.wait(lambda: cluster.made_by("chief") > 20)
@@ -104,7 +104,7 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
 
 
 @pytest.mark.long
-def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster):
+def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster) -> None:
     cluster.start("chief:0", "stop_at_step=300")
     cluster.start("ps:0", "stop_at_step=300")
     cluster.start("worker:0", "stop_at_step=300", "optimizer.lr=0.5")

@@ -33,7 +33,7 @@ def environ(**more):
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
 
 
-def start(*command, **variables):
+def start(*command, **variables) -> subprocess.Popen:
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environ(**variables), stdout=pipe, stderr=pipe, text=True)
 
@@ -56,7 +56,7 @@ def sha256(folder):
 
 
 @pytest.fixture(scope="module")
-def mirrored(tmp_path_factory):
+def mirrored(tmp_path_factory: pytest.TempPathFactory):
     """The bits of mirrored on one host."""
     folder = tmp_path_factory.mktemp("mirrored")
     command = (sys.executable, "-m", "trainkit", *FIXED, "strategy=mirrored", "strategy.replicas=2", "quiet=true")
@@ -65,10 +65,10 @@ def mirrored(tmp_path_factory):
 
 
 @pytest.fixture
-def one_run(cwd, mirrored):
+def one_run(cwd: Path, mirrored):
     """Hold what is in the current folder to the promise."""
 
-    def check():
+    def check() -> None:
         assert [path.parent.name for path in cwd.rglob("resolved.yaml")] == ["run"]
         assert len(list(cwd.rglob(".hydra"))) == 1
         assert sha256("run") == mirrored
@@ -76,14 +76,14 @@ def one_run(cwd, mirrored):
     return check
 
 
-def test_torchrun(one_run):
+def test_torchrun(one_run) -> None:
     (told,) = ended(start(*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *TRAINKIT))
     assert detected(told) == "launch by torchrun: rank 0 of 2 on one host"
     one_run()
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_torchrun_starts_again_what_was_killed(one_run, lost):
+def test_torchrun_starts_again_what_was_killed(one_run, lost: int) -> None:
     planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
     command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1", *TRAINKIT)
     (told,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
@@ -93,7 +93,7 @@ def test_torchrun_starts_again_what_was_killed(one_run, lost):
     assert notes == [f"started again by the launcher: continues {Path('run').absolute()}"]
 
 
-def test_mpirun(one_run):
+def test_mpirun(one_run) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *PYTHON)
@@ -102,7 +102,7 @@ def test_mpirun(one_run):
     one_run()
 
 
-def test_mpiexec_of_mpich(one_run):
+def test_mpiexec_of_mpich(one_run) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")
     (told,) = ended(start("mpiexec.mpich", "-n", "2", *PYTHON, MASTER_PORT=str(free_port())))
@@ -110,25 +110,25 @@ def test_mpiexec_of_mpich(one_run):
     one_run()
 
 
-def test_containers_told_by_pet_variables(one_run):
+def test_containers_told_by_pet_variables(one_run) -> None:
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
     assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
     one_run()
 
 
-def test_srun(one_run):
+def test_srun(one_run) -> None:
     with slurm() as variables:
         (told,) = ended(start("srun", "--ntasks=2", *PYTHON, **variables))
     assert detected(told) == "launch by SLURM: rank 0 of 2 on one host"
     one_run()
 
 
-def tf_config(workers, index):
+def tf_config(workers, index) -> str:
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-def test_tf_config(one_run):
+def test_tf_config(one_run) -> None:
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     told = ended(*(start(*PYTHON, TF_CONFIG=tf_config(workers, index)) for index in range(2)))
     assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
@@ -136,14 +136,14 @@ def test_tf_config(one_run):
     one_run()
 
 
-def test_a_cluster_spelt_out(one_run):
+def test_a_cluster_spelt_out(one_run) -> None:
     spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{free_port()}','127.0.0.1:{free_port()}']")
     told = ended(*(start(*PYTHON, *spec, f"cluster.task=worker:{index}") for index in range(2)))
     assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on one host"
     one_run()
 
 
-def test_two_hosts(one_run):
+def test_two_hosts(one_run) -> None:
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
         processes = [
@@ -154,7 +154,7 @@ def test_two_hosts(one_run):
     one_run()
 
 
-def test_torchrun_on_two_hosts(one_run):
+def test_torchrun_on_two_hosts(one_run) -> None:
     with two_hosts() as hosts:
         where = ("--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts[0].address}", "--master-port=29400")
         processes = [
@@ -165,7 +165,7 @@ def test_torchrun_on_two_hosts(one_run):
     one_run()
 
 
-def test_a_signal_to_one_process_saves_and_stops_them_all(cwd):
+def test_a_signal_to_one_process_saves_and_stops_them_all(cwd: Path) -> None:
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     long = latest(*PYTHON, "steps=100000", "checkpoint.every_steps=20")
     processes = [start(*long, RANK=str(rank), **hand) for rank in range(2)]
@@ -179,7 +179,7 @@ def test_a_signal_to_one_process_saves_and_stops_them_all(cwd):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd, lost):
+def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd: Path, lost: int) -> None:
     hand = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     planted = {"TRAINKIT_FAIL": f"rank={lost},step=5,phase=reduce,action=kill"}
     processes = [start(*PYTHON, RANK=str(rank), **hand, **planted) for rank in range(2)]
@@ -189,7 +189,7 @@ def test_a_process_that_is_killed_is_missed_and_named_by_the_other(cwd, lost):
     assert said in plain(told[1 - lost]).splitlines()
 
 
-def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd):
+def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None:
     long = latest(
         *PYTHON, "steps=100000", "checkpoint.every_steps=20", "eval.every_epochs=null", "strategy.timeout_s=4"
     )
@@ -208,7 +208,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd):
         ), text
 
 
-def wait_until(condition, within_s=60):
+def wait_until(condition, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

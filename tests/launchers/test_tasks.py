@@ -17,25 +17,25 @@ def problems(strategy, launch, **facts):
 
 
 @pytest.mark.parametrize("kind", [Mirrored, MultiWorkerMirrored])
-def test_the_processes_of_a_launch_are_the_workers(kind):
+def test_the_processes_of_a_launch_are_the_workers(kind: type[Mirrored | MultiWorkerMirrored]) -> None:
     facts = PlanContext(launch=launch_of(3, rank=2, local_rank=2))
     assert problems(kind(), facts.launch) == []
     assert kind().num_replicas(facts) == 3
     assert kind().tasks(facts)[2] == Task(role="worker", index=2, rank=2, device="cpu")
 
 
-def test_a_rank_takes_the_gpu_of_its_place_on_the_host():
+def test_a_rank_takes_the_gpu_of_its_place_on_the_host() -> None:
     facts = PlanContext(launch=launch_of(4, rank=3, local_rank=1, num_local=2, num_hosts=2), num_gpus=2)
     assert MultiWorkerMirrored().tasks(facts)[3].device == "cuda:1"
     assert MultiWorkerMirrored(devices=("/gpu:1", 0)).tasks(facts)[3].device == "cuda:0"
 
 
-def test_without_a_launch_it_takes_the_devices_of_this_host():
+def test_without_a_launch_it_takes_the_devices_of_this_host() -> None:
     facts = PlanContext(num_gpus=2)
     assert MultiWorkerMirrored().tasks(facts) == Mirrored().tasks(facts)
 
 
-def test_a_process_that_stands_for_a_host_has_a_rank_a_device():
+def test_a_process_that_stands_for_a_host_has_a_rank_a_device() -> None:
     launch = launch_of(2, rank=1, num_local=1, num_hosts=2, takes_devices=True)
     facts = PlanContext(launch=launch, num_gpus=2)
     assert MultiWorkerMirrored().num_replicas(facts) == 4
@@ -46,7 +46,7 @@ def test_a_process_that_stands_for_a_host_has_a_rank_a_device():
     assert MultiWorkerMirrored(replicas=1).num_replicas(facts) == 2
 
 
-def test_a_launch_of_several_processes_is_nothing_for_one_device():
+def test_a_launch_of_several_processes_is_nothing_for_one_device() -> None:
     (told,) = problems(OneDevice(), launch_of(2))
     assert told == (
         "strategy=one_device: torchrun started 2 processes, and it has work for one. "
@@ -55,7 +55,7 @@ def test_a_launch_of_several_processes_is_nothing_for_one_device():
     assert problems(OneDevice(), launch_of(1)) == []
 
 
-def test_mirrored_is_of_one_host():
+def test_mirrored_is_of_one_host() -> None:
     (told,) = problems(Mirrored(), launch_of(2, num_local=1, num_hosts=2))
     assert told == (
         "strategy=mirrored: is of one host, and torchrun started 2. "
@@ -63,7 +63,7 @@ def test_mirrored_is_of_one_host():
     )
 
 
-def test_what_a_launch_cannot_give_is_told_at_once():
+def test_what_a_launch_cannot_give_is_told_at_once() -> None:
     roles = (Task(role="chief", index=0, rank=0), Task(role="ps", index=0, rank=1))
     launch = launch_of(2, tasks=roles, kind="TF_CONFIG")
     role, replicas, devices = problems(MultiWorkerMirrored(replicas=3, devices=("cpu", "cpu", "cpu")), launch)
@@ -73,7 +73,7 @@ def test_what_a_launch_cannot_give_is_told_at_once():
     assert devices == f"strategy.devices=['cpu', 'cpu', 'cpu']: {started}. Name as many devices, or leave it out."
 
 
-def test_more_processes_than_gpus_or_lanes_are_a_problem():
+def test_more_processes_than_gpus_or_lanes_are_a_problem() -> None:
     assert problems(Mirrored(), launch_of(3), num_gpus=2) == [
         "strategy.replicas=3: more replicas on this host than its 2 GPUs. Start fewer."
     ]
@@ -85,12 +85,12 @@ def test_more_processes_than_gpus_or_lanes_are_a_problem():
 SPEC = ("cluster=spec", "cluster.worker=[a:1,b:1]", "cluster.task=worker:0", "strategy=multi_worker_mirrored")
 
 
-def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one():
+def test_settings_of_several_ranks_have_an_effect_where_each_host_has_one() -> None:
     run = ["recipe=null", *SPEC, "strategy.replicas=1", "numerics.check_replicas_every=5"]
     assert check(compose(run)) == ()
 
 
-def test_the_plan_is_that_of_the_whole_launch(capsys):
+def test_the_plan_is_that_of_the_whole_launch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "recipe=null", *SPEC]) == 0
     out = capsys.readouterr().out
     assert "2 on cpu" in out

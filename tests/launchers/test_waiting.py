@@ -1,4 +1,5 @@
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -14,22 +15,22 @@ from trainkit.run.rendezvous.wait import WaitReporter
 class Clock:
     """Time that passes when somebody sleeps."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.now = 0.0
 
     def __call__(self):
         return self.now
 
-    def sleep(self, seconds):
+    def sleep(self, seconds) -> None:
         self.now += seconds
 
 
-def wait_for_ever(patience):
+def wait_for_ever(patience) -> None:
     while True:
         patience.wait(0.5)
 
 
-def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
+def test_who_is_missing_is_told_now_and_then_and_the_wait_ends() -> None:
     said, clock = [], Clock()
     who = "worker:1 (10.0.0.2:2222)"
     patience = WaitReporter(lambda: who, timeout_s=60.0, say=said.append, clock=clock, sleep=clock.sleep)
@@ -44,7 +45,7 @@ def test_who_is_missing_is_told_now_and_then_and_the_wait_ends():
     assert str(caught.value) == f"waited 60 s (supervisor.join_timeout_s) in vain for {who}."
 
 
-def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
+def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ConfigError) as caught:
         FencingToken.verify(folder, "token", patience_s=0.0)
@@ -55,7 +56,7 @@ def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path):
     )
 
 
-def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path):
+def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     first = FencingToken.acquire(folder)
     assert FencingToken.verify(folder, first.token) == first
@@ -65,7 +66,7 @@ def test_a_group_that_comes_back_late_finds_the_folder_taken(tmp_path):
         first.check()
 
 
-def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path):
+def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path: Path) -> None:
     import torch
 
     from trainkit.trainer.checkpoint import list_complete, save
@@ -79,17 +80,17 @@ def test_no_checkpoint_gets_its_name_where_the_folder_is_another_groups(tmp_path
     assert [checkpoint.step for checkpoint in list_complete(folder.checkpoints)] == [1]
 
 
-def test_on_one_host_gloo_stays_on_the_loopback_interface():
+def test_on_one_host_gloo_stays_on_the_loopback_interface() -> None:
     assert socket_environ(launch_of(2, store=("localhost", 29400))) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 
-def test_the_interface_of_an_address_is_found():
+def test_the_interface_of_an_address_is_found() -> None:
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("198.51.100.7") is None
     assert own_address("127.0.0.1") == "127.0.0.1"
 
 
-def test_an_address_that_is_taken_is_named():
+def test_an_address_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
@@ -99,7 +100,7 @@ def test_an_address_that_is_taken_is_named():
     )
 
 
-def test_a_sweep_in_a_launch_is_refused(monkeypatch, capsys):
+def test_a_sweep_in_a_launch_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from trainkit.cli import main
 
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}.items():

@@ -18,7 +18,7 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_an_mlp_flattens_images_and_names_its_layers_in_order():
+def test_an_mlp_flattens_images_and_names_its_layers_in_order() -> None:
     model = Mlp(in_features=64, hidden=[16, 8], out_features=10, dropout=0.5, batch_norm=True)
 
     assert model(torch.zeros(3, 1, 8, 8)).shape == (3, 10)
@@ -30,12 +30,12 @@ def test_an_mlp_flattens_images_and_names_its_layers_in_order():
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
-def test_resnets_have_as_many_parameters_as_published(depth, parameters):
+def test_resnets_have_as_many_parameters_as_published(depth: int, parameters: int) -> None:
     with torch.device("meta"):
         assert count(ResNet(depth=depth)) == parameters
 
 
-def test_a_resnet_starts_as_its_shortcuts():
+def test_a_resnet_starts_as_its_shortcuts() -> None:
     model = ResNet(depth=18, num_classes=5)
 
     assert all(not block.last_norm.weight.any() for block in model.blocks)
@@ -43,14 +43,14 @@ def test_a_resnet_starts_as_its_shortcuts():
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
-def test_a_convnet_takes_colour_images_and_learns_from_them():
+def test_a_convnet_takes_colour_images_and_learns_from_them() -> None:
     model = ConvNet(in_channels=3, image_size=32, widths=[4, 8], num_classes=5, dropout=0.1)
     model(torch.randn(2, 3, 32, 32)).sum().backward()
 
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_gpt_sees_only_what_came_before():
+def test_a_gpt_sees_only_what_came_before() -> None:
     model = Gpt(**TINY)
     tokens = torch.arange(8).unsqueeze(0)
     changed = tokens.clone()
@@ -62,20 +62,20 @@ def test_a_gpt_sees_only_what_came_before():
     assert not torch.equal(before[0, 5], after[0, 5])
 
 
-def test_a_gpt_ties_its_embedding_to_its_output():
+def test_a_gpt_ties_its_embedding_to_its_output() -> None:
     model = Gpt(**TINY)
 
     assert model.head.output.weight is model.embed.tokens.weight
     assert float(model.blocks[0].mlp.project.weight.detach().std()) == pytest.approx(0.01, rel=0.3)
 
 
-def test_a_gpt_is_cut_at_its_blocks():
+def test_a_gpt_is_cut_at_its_blocks() -> None:
     names = [name for name, _ in blocks_of(Gpt(**TINY))]
 
     assert names == ["", "embed", "blocks.0", "blocks.1", "head"]
 
 
-def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch):
+def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     attend = nn.functional.scaled_dot_product_attention
 
@@ -90,7 +90,7 @@ def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch):
     assert seen == [torch.float32, torch.float32]
 
 
-def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_seed():
+def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_seed() -> None:
     model = Gpt(**TINY, dropout=0.5)
     start = torch.tensor([[1, 2, 3]])
 
@@ -115,7 +115,7 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
         ),
     ],
 )
-def test_a_bad_size_is_told(build, message):
+def test_a_bad_size_is_told(build, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
 

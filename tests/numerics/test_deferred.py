@@ -61,7 +61,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_tensor_made_alone_has_the_bits_of_the_model_built_whole(name):
+def test_each_tensor_made_alone_has_the_bits_of_the_model_built_whole(name: str) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         whole, after = MODELS[name](), torch.default_generator.get_state()
@@ -77,7 +77,7 @@ def test_each_tensor_made_alone_has_the_bits_of_the_model_built_whole(name):
         assert (found[key].dtype, found[key].stride()) == (tensor.dtype, tensor.stride()), key
 
 
-def test_what_a_module_keeps_besides_has_its_numbers():
+def test_what_a_module_keeps_besides_has_its_numbers() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         whole = Odd()
@@ -88,8 +88,8 @@ def test_what_a_module_keeps_besides_has_its_numbers():
     assert model.tied.weight is model.halved.weight
 
 
-def test_building_and_making_take_the_memory_of_one_tensor_at_a_time():
-    def build():
+def test_building_and_making_take_the_memory_of_one_tensor_at_a_time() -> None:
+    def build() -> nn.Sequential:
         return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
 
     list(lazy_init_values(build_deferred(lambda: nn.Linear(8, 8))).values())  # what torch imports for it
@@ -108,12 +108,12 @@ def peak() -> int:
     return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024
 
 
-def test_other_memory_below_a_tensor_is_not_mistaken():
+def test_other_memory_below_a_tensor_is_not_mistaken() -> None:
     with pytest.raises(CannotDeferError, match="resize_"):
         build_deferred(lambda: nn.ParameterList([nn.Parameter(torch.empty(2).resize_(3))]))
 
 
-def test_a_tensor_of_a_deferred_model_says_meta_once_it_is_built():
+def test_a_tensor_of_a_deferred_model_says_meta_once_it_is_built() -> None:
     model = build_deferred(lambda: nn.Linear(2, 2))
     assert model.weight.is_meta
     assert model.weight.device.type == "meta"

@@ -14,7 +14,7 @@ LABELS = torch.tensor([0, 1, 2, 2])
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5]])
-def test_sum_over_weight_is_the_mean_of_torch(smoothing, weights):
+def test_sum_over_weight_is_the_mean_of_torch(smoothing: float, weights: list[float] | None) -> None:
     loss = Classification(label_smoothing=smoothing, class_weights=weights).score(SCORES, LABELS)
     as_tensor = None if weights is None else torch.tensor(weights)
 
@@ -23,13 +23,13 @@ def test_sum_over_weight_is_the_mean_of_torch(smoothing, weights):
     torch.testing.assert_close(loss.loss_sum / loss.weight, expected)
 
 
-def test_samples_weigh_one_unless_classes_differ():
+def test_samples_weigh_one_unless_classes_differ() -> None:
     assert Classification().weight_per_sample(None) == 1
     assert Classification(class_weights=[1, 2, 3]).weight_per_sample(None) is None
     assert Classification(class_weights=[1, 2, 3]).planned_weight_per_sample(None) == 1
 
 
-def test_accuracy_and_top_k():
+def test_accuracy_and_top_k() -> None:
     objective = Classification(top_k=[2])
     metrics = objective.metrics()
     for part in (slice(0, 3), slice(3, 4)):
@@ -40,7 +40,7 @@ def test_accuracy_and_top_k():
     assert {name: metric.compute(Alone()) for name, metric in metrics.items()} == {"accuracy": 0.5, "top2": 0.75}
 
 
-def test_the_loss_runs_the_model_on_pairs_and_dicts():
+def test_the_loss_runs_the_model_on_pairs_and_dicts() -> None:
     model = torch.nn.Identity()
 
     pair = Classification().loss(model, (SCORES, LABELS))
@@ -49,17 +49,17 @@ def test_the_loss_runs_the_model_on_pairs_and_dicts():
     assert torch.equal(pair.loss_sum, named.loss_sum)
 
 
-def test_a_batch_without_targets_is_refused():
+def test_a_batch_without_targets_is_refused() -> None:
     with pytest.raises(DataError, match=r"^the dataset gives a dict of image, label; this objective needs \(input, "):
         Classification().loss(torch.nn.Identity(), {"image": SCORES, "label": LABELS})
 
 
-def test_narrow_scores_are_widened_and_wide_ones_kept():
+def test_narrow_scores_are_widened_and_wide_ones_kept() -> None:
     assert Classification().score(SCORES.bfloat16(), LABELS).loss_sum.dtype == torch.float32
     assert Classification().score(SCORES.double(), LABELS).loss_sum.dtype == torch.float64
 
 
-def test_every_bad_value_is_told_at_once():
+def test_every_bad_value_is_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Classification(class_weights=[], top_k=[1])
 

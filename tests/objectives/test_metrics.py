@@ -39,13 +39,13 @@ def prototypes():
 
 @pytest.mark.parametrize("prototype", prototypes())
 @pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
-def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(prototype, parts):
+def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(prototype, parts) -> None:
     expected = evaluate(prototype, [slice(0, 50)])(Alone())
 
     assert on_ranks(2, evaluate(prototype, parts)) == [pytest.approx(expected, abs=1e-7)] * 2
 
 
-def test_an_evaluation_starts_empty():
+def test_an_evaluation_starts_empty() -> None:
     prototype = torchmetrics.F1Score(task="multiclass", num_classes=4)
     first = evaluate(prototype, PARTS[:1])(Alone())
 
@@ -53,13 +53,13 @@ def test_an_evaluation_starts_empty():
     assert not prototype.update_called
 
 
-def test_a_metric_with_many_numbers_is_refused():
+def test_a_metric_with_many_numbers_is_refused() -> None:
     prototype = torchmetrics.F1Score(task="multiclass", num_classes=4, average="none")
     with pytest.raises(ConfigError, match=r"objective.extra_metrics: MulticlassF1Score gives more than one number"):
         evaluate(prototype, [slice(0, 50)])(Alone())
 
 
-def test_accuracy_is_exact_over_unequal_ranks():
+def test_accuracy_is_exact_over_unequal_ranks() -> None:
     def work(collective):
         metric = TopK(1)
         part = PARTS[collective.rank]
@@ -69,7 +69,7 @@ def test_accuracy_is_exact_over_unequal_ranks():
     assert on_ranks(2, work) == [int((SCORES.argmax(1) == LABELS).sum()) / 50] * 2
 
 
-def test_ragged_tensors_are_gathered_whole():
+def test_ragged_tensors_are_gathered_whole() -> None:
     tensors = [torch.arange(6).reshape(3, 2), torch.empty(0), torch.arange(2).reshape(1, 2)]
 
     found = on_ranks(3, lambda collective: [t.tolist() for t in gather_ragged(tensors[collective.rank], collective)])

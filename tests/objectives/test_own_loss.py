@@ -13,13 +13,13 @@ SCORES = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([[0, 1, 2, -100], [3, 4, -100, -100]])
 
 
-def causal(scores, labels):
+def causal(scores, labels) -> SimpleNamespace:
     """As a Hugging Face causal model: predicts each next label, mean over those that are not ignored."""
     loss = functional.cross_entropy(scores[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     return SimpleNamespace(loss=loss, logits=scores)
 
 
-def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets():
+def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets() -> None:
     loss = ModelComputesLoss(shifted=True).loss(causal, {"scores": SCORES, "labels": LABELS})
 
     expected = functional.cross_entropy(SCORES[:, :-1].flatten(0, 1), LABELS[:, 1:].flatten(), reduction="sum")
@@ -28,7 +28,7 @@ def test_the_mean_of_a_causal_model_counts_as_mean_times_its_targets():
     assert loss.weight == 3
 
 
-def test_unequal_shards_sum_to_the_whole():
+def test_unequal_shards_sum_to_the_whole() -> None:
     objective = ModelComputesLoss(shifted=True)
     whole = objective.loss(causal, {"scores": SCORES, "labels": LABELS})
     parts = [objective.loss(causal, {"scores": SCORES[i : i + 1], "labels": LABELS[i : i + 1]}) for i in (0, 1)]
@@ -37,7 +37,7 @@ def test_unequal_shards_sum_to_the_whole():
     assert sum(part.weight for part in parts) == whole.weight
 
 
-def test_a_tuple_is_passed_in_order_and_the_loss_may_be_the_output():
+def test_a_tuple_is_passed_in_order_and_the_loss_may_be_the_output() -> None:
     loss = ModelComputesLoss().loss(
         lambda x, y: (x - y).square().mean(), (torch.tensor([1.0, 3.0]), torch.tensor([0, 0]))
     )
@@ -45,11 +45,11 @@ def test_a_tuple_is_passed_in_order_and_the_loss_may_be_the_output():
     assert (float(loss.loss_sum), int(loss.weight)) == (10, 2)
 
 
-def test_a_model_without_a_loss_is_named():
+def test_a_model_without_a_loss_is_named() -> None:
     with pytest.raises(TrainingError, match=r"^the model reports no loss: objective=own_loss needs"):
         ModelComputesLoss().loss(lambda **_: {"logits": SCORES}, {"labels": LABELS})
 
 
-def test_a_batch_without_the_labels_is_named():
+def test_a_batch_without_the_labels_is_named() -> None:
     with pytest.raises(DataError, match=r"^a batch holds target, and no labels\. Name its targets by objective.labels"):
         ModelComputesLoss().loss(lambda **_: {"loss": torch.tensor(1.0)}, {"target": LABELS})

@@ -15,18 +15,18 @@ FOUND, WANTED = torch.tensor([[1.0, 2.0], [3.0, 7.0]]), torch.tensor([[1.5, 2.0]
     ("error", "torch_says"),
     [("mse", functional.mse_loss), ("l1", functional.l1_loss), ("huber", functional.huber_loss)],
 )
-def test_sum_over_weight_is_the_mean_of_torch(error, torch_says):
+def test_sum_over_weight_is_the_mean_of_torch(error: str, torch_says) -> None:
     loss = Regression(error=error).score(FOUND, WANTED)
 
     torch.testing.assert_close(loss.loss_sum / loss.weight, torch_says(FOUND, WANTED))
 
 
-def test_a_sample_weighs_its_numbers():
+def test_a_sample_weighs_its_numbers() -> None:
     assert Regression().weight_per_sample((FOUND[0], WANTED[0])) == 2
     assert Regression().weight_per_sample((FOUND[0], 0.5)) == 1
 
 
-def test_mean_absolute_error_is_reported():
+def test_mean_absolute_error_is_reported() -> None:
     objective = Regression()
     metric = objective.metrics()["mae"]
     metric.update(objective.score(FOUND, WANTED), None)
@@ -34,11 +34,11 @@ def test_mean_absolute_error_is_reported():
     assert metric.compute(Alone()) == 1.125
 
 
-def test_shapes_that_would_broadcast_are_refused():
+def test_shapes_that_would_broadcast_are_refused() -> None:
     with pytest.raises(DataError, match=r"^the model predicts \(2, 2\) for targets of \(2,\): the shapes must agree"):
         Regression().score(FOUND, WANTED[:, 0])
 
 
-def test_a_delta_that_nothing_reads_is_refused():
+def test_a_delta_that_nothing_reads_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"objective.delta=2.0: has no effect with objective.error=mse"):
         Regression(delta=2.0)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ def read(folder):
     return accumulator
 
 
-def test_tensorboard_reads_the_scalars_with_their_steps_and_times(tmp_path):
+def test_tensorboard_reads_the_scalars_with_their_steps_and_times(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.scalars({"train/loss": 0.5, "lr": 0.25}, step=10, wall_time=1000.5)
     events.scalars({"train/loss": -1.5}, step=3_000_000, wall_time=1001.5)
@@ -32,7 +33,7 @@ def test_tensorboard_reads_the_scalars_with_their_steps_and_times(tmp_path):
     assert [e.value for e in read(tmp_path).Scalars("lr")] == [0.25]
 
 
-def test_tensorboard_reads_how_often_each_number_was_seen(tmp_path):
+def test_tensorboard_reads_how_often_each_number_was_seen(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.histogram("staleness", {0: 1, 1: 8, 3: 2}, step=11, wall_time=1000.5)
     events.close()
@@ -43,7 +44,7 @@ def test_tensorboard_reads_how_often_each_number_was_seen(tmp_path):
     assert list(counts.bucket_limit) == [0.5, 1.5, 2.5, 3.5]
 
 
-def test_nothing_is_written_between_two_flushes(tmp_path):
+def test_nothing_is_written_between_two_flushes(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     (file,) = tmp_path.iterdir()
     size = file.stat().st_size
@@ -55,7 +56,7 @@ def test_nothing_is_written_between_two_flushes(tmp_path):
     events.close()
 
 
-def test_a_resumed_run_voids_the_points_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_voids_the_points_after_its_checkpoint(tmp_path: Path) -> None:
     first = EventFile(tmp_path)
     for step in (10, 20, 30):
         first.scalars({"loss": float(step)}, step=step, wall_time=float(step))
@@ -66,7 +67,7 @@ def test_a_resumed_run_voids_the_points_after_its_checkpoint(tmp_path):
     assert [(e.step, e.value) for e in read(tmp_path).Scalars("loss")] == [(10, 10.0), (20, 20.0), (30, -30.0)]
 
 
-def test_tensorboard_reads_the_picture(tmp_path):
+def test_tensorboard_reads_the_picture(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     pixels = grid(np.arange(2 * 4 * 4, dtype=np.float32).reshape(2, 1, 4, 4))
     events.image("batch", png_bytes(pixels), height=4, width=9, step=0, wall_time=5.0)
@@ -76,7 +77,7 @@ def test_tensorboard_reads_the_picture(tmp_path):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_png_holds_exactly_the_pixels(tmp_path, channels):
+def test_a_png_holds_exactly_the_pixels(tmp_path: Path, channels: int) -> None:
     image = pytest.importorskip("PIL.Image")
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, channels), dtype=np.uint8)
     (tmp_path / "a.png").write_bytes(png_bytes(pixels))
@@ -84,7 +85,7 @@ def test_a_png_holds_exactly_the_pixels(tmp_path, channels):
         assert np.array_equal(np.asarray(opened).reshape(5, 7, channels), pixels)
 
 
-def test_a_grid_uses_the_full_range_and_keeps_images_apart():
+def test_a_grid_uses_the_full_range_and_keeps_images_apart() -> None:
     images = np.stack([np.full((1, 2, 2), value, np.float32) for value in (-1.0, 0.0, 1.0)])
     assert grid(images, num_columns=2)[:, :, 0].tolist() == [
         [0, 0, 0, 128, 128],
@@ -95,5 +96,5 @@ def test_a_grid_uses_the_full_range_and_keeps_images_apart():
     ]
 
 
-def test_images_without_contrast_are_no_division_by_zero():
+def test_images_without_contrast_are_no_division_by_zero() -> None:
     assert grid(np.ones((1, 1, 1, 1), np.float32)).tolist() == [[[0]]]

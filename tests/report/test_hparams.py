@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
@@ -17,7 +19,7 @@ def read(folder):
     ]
 
 
-def test_tensorboard_reads_the_settings_of_a_job(tmp_path):
+def test_tensorboard_reads_the_settings_of_a_job(tmp_path: Path) -> None:
     settings = {"optimizer.lr": "0.1", "model": "mlp", "batch.drop_last": "true"}
     write_hparams(tmp_path, settings=settings, name="3", finished=True)
     start, end = read(tmp_path)
@@ -27,7 +29,7 @@ def test_tensorboard_reads_the_settings_of_a_job(tmp_path):
     assert (start.session_start_info.group_name, end.session_end_info.status) == ("3", 1)
 
 
-def test_what_was_written_before_is_replaced(tmp_path):
+def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
     write_hparams(tmp_path, settings={"seed": "1"}, name="0", finished=False)
     write_hparams(tmp_path, settings={"seed": "1"}, name="0", finished=True)
     assert read(tmp_path)[1].session_end_info.status == 1

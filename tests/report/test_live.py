@@ -18,17 +18,17 @@ READING = Reading(
 )
 
 
-def words(width):
+def words(width) -> str:
     return "  ".join(text for text, _ in terminal_parts(READING, step=1250, width=width))
 
 
-def test_a_plain_line_says_all():
+def test_a_plain_line_says_all() -> None:
     assert plain_text(READING) == (
         "step 1,240/5,800   21 %  loss 0.1235  val/accuracy 0.9722  412 k samples/s  data wait 3 %  0:12 left"
     )
 
 
-def test_a_plain_line_leaves_out_what_is_unknown():
+def test_a_plain_line_leaves_out_what_is_unknown() -> None:
     assert plain_text(Reading(step=1, num_steps=10)) == "step 1/10   10 %"
 
 
@@ -42,11 +42,11 @@ def test_a_plain_line_leaves_out_what_is_unknown():
         (10, "1,250/5,800"),
     ],
 )
-def test_a_narrow_terminal_drops_what_matters_least(width, text):
+def test_a_narrow_terminal_drops_what_matters_least(width: int, text: str) -> None:
     assert words(width) == text
 
 
-def test_plain_lines_come_every_few_seconds_and_the_last_always():
+def test_plain_lines_come_every_few_seconds_and_the_last_always() -> None:
     now, stream = [0.0], io.StringIO()
     line = PlainLine(every_s=5.0, stream=stream, clock=lambda: now[0])
     for step in range(1, 8):
@@ -61,7 +61,7 @@ def test_plain_lines_come_every_few_seconds_and_the_last_always():
     ]
 
 
-def test_the_last_line_is_printed_though_none_was_due():
+def test_the_last_line_is_printed_though_none_was_due() -> None:
     stream = io.StringIO()
     line = PlainLine(every_s=5.0, stream=stream, clock=lambda: 0.0)
     line.update(Reading(step=1, num_steps=2))
@@ -70,7 +70,7 @@ def test_the_last_line_is_printed_though_none_was_due():
     assert stream.getvalue().splitlines() == ["step 1/2   50 %", "step 2/2  100 %"]
 
 
-def test_the_pace_is_that_of_the_last_minute():
+def test_the_pace_is_that_of_the_last_minute() -> None:
     now = [0.0]
     pace = Pace(window_s=60.0, clock=lambda: now[0])
     pace.remaining_s(0, 10_000)
@@ -82,11 +82,11 @@ def test_the_pace_is_that_of_the_last_minute():
     assert left == pytest.approx((10_000 - 1001) / 10)
 
 
-def test_a_finished_run_has_nothing_left():
+def test_a_finished_run_has_nothing_left() -> None:
     assert Pace(clock=lambda: 0.0).remaining_s(7, 7) == 0.0
 
 
-def test_the_bar_shows_the_step_of_this_moment():
+def test_the_bar_shows_the_step_of_this_moment() -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=True, color_system=None)
     line = TerminalLine(console=console, step_now=lambda: 1250)
     line.update(READING)
@@ -94,5 +94,5 @@ def test_the_bar_shows_the_step_of_this_moment():
     assert "1,250/5,800  loss 0.1235  val/accuracy 0.9722" in console.file.getvalue()
 
 
-def test_a_pipe_gets_plain_lines():
+def test_a_pipe_gets_plain_lines() -> None:
     assert isinstance(live_line(every_s=5.0, step_now=lambda: 0), PlainLine)

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.report.sweep_plot import Axis, draw_sweep
 
 
-def job(value, status="finished", **settings):
+def job(value, status: str = "finished", **settings):
     return {"label": "a job", "value": value, "status": status, "settings": settings}
 
 
@@ -19,11 +21,11 @@ def job(value, status="finished", **settings):
         (["1", "nan"], "names"),
     ],
 )
-def test_an_axis_is_what_its_values_are(values, kind):
+def test_an_axis_is_what_its_values_are(values: list[str], kind: str) -> None:
     assert Axis.of("key", values).kind == kind
 
 
-def test_few_values_are_all_written_and_many_at_even_places():
+def test_few_values_are_all_written_and_many_at_even_places() -> None:
     few, many = ["1", "2", "8"], [str(number) for number in range(101)]
     assert Axis.of("key", few).ticks(few) == [(0.0, "1"), (1 / 7, "2"), (1.0, "8")]
     assert [text for _, text in Axis.of("key", many).ticks(many)] == ["0", "25", "50", "75", "100"]
@@ -39,6 +41,6 @@ def test_few_values_are_all_written_and_many_at_even_places():
         [job(0.1, **{f"key{place}": str(number) for place in range(12)}) for number in range(3)],
     ],
 )
-def test_odd_sweeps_are_drawn_too(tmp_path, jobs):
+def test_odd_sweeps_are_drawn_too(tmp_path: Path, jobs) -> None:
     draw_sweep(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs)
     assert (tmp_path / "leaderboard.png").read_bytes().startswith(b"\x89PNG")

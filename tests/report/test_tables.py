@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from trainkit.report.tables import (
@@ -28,13 +29,13 @@ RESULT = {
 }
 
 
-def shown(renderable, width=60, soft_wrap=False):
+def shown(renderable, width: int = 60, soft_wrap: bool = False):
     console = Console(file=io.StringIO(), width=width, record=True)
     console.print(renderable, soft_wrap=soft_wrap)
     return [line.rstrip() for line in console.export_text().strip("\n ").split("\n")]
 
 
-def test_the_summary_lists_labels_values_and_notes():
+def test_the_summary_lists_labels_values_and_notes() -> None:
     assert summary_lines("digits", ROWS, notes=["The model draws random numbers."]) == [
         "digits",
         "  replicas       2",
@@ -44,7 +45,7 @@ def test_the_summary_lists_labels_values_and_notes():
     ]
 
 
-def test_the_summary_on_a_terminal_says_the_same():
+def test_the_summary_on_a_terminal_says_the_same() -> None:
     assert shown(summary_table("digits", ROWS, notes=["Markup such as [b] is text."])) == [
         "digits",
         "  replicas       2",
@@ -54,7 +55,7 @@ def test_the_summary_on_a_terminal_says_the_same():
     ]
 
 
-def test_a_long_value_folds_inside_its_column():
+def test_a_long_value_folds_inside_its_column() -> None:
     assert shown(summary_table("t", {"shadowed": "a b c d e f g h i j"}), width=24) == [
         "t",
         "  shadowed  a b c d e f",
@@ -62,7 +63,7 @@ def test_a_long_value_folds_inside_its_column():
     ]
 
 
-def test_the_end_tells_result_folder_tensorboard_and_resume(tmp_path, monkeypatch):
+def test_the_end_tells_result_folder_tensorboard_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = Path("outputs/digits run")
     (folder / "tensorboard").mkdir(parents=True)
@@ -78,27 +79,27 @@ def test_the_end_tells_result_folder_tensorboard_and_resume(tmp_path, monkeypatc
     assert shown(closing_text(RESULT, folder), width=30, soft_wrap=True) == expected
 
 
-def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path):
+def test_the_time_of_the_last_attempt_is_not_set_beside_that_of_all(tmp_path: Path) -> None:
     result = {"status": "finished", "steps": 9, "seconds": 9.6, "seconds_total": 8.0}
     assert closing_lines(result, tmp_path)[0] == "finished after 9 steps, 9.6 s of training"
 
 
-def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path):
+def test_a_failed_run_says_why_and_names_no_tensorboard_that_is_not_there(tmp_path: Path) -> None:
     assert closing_lines({"status": "failed", "reason": "NaN at step 3", "steps": 3}, tmp_path) == [
         "failed after 3 steps: NaN at step 3",
         f"  folder  {tmp_path}",
     ]
 
 
-def test_piped_output_is_plain_text(capsys, tmp_path):
+def test_piped_output_is_plain_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     print_summary("digits", {"replicas": 1})
     print_closing({"status": "stopped"}, tmp_path)
     assert capsys.readouterr().out == f"digits\n  replicas  1\nstopped\n  folder  {tmp_path}\n"
 
 
-def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch):
+def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
-        def isatty(self):
+        def isatty(self) -> bool:
             return True
 
     monkeypatch.setenv("TERM", "xterm-256color")
@@ -108,7 +109,7 @@ def test_a_terminal_that_cannot_move_its_cursor_counts_as_a_pipe(monkeypatch):
     assert not is_terminal(io.StringIO())
 
 
-def test_the_closing_lines_count_what_was_started_again(tmp_path):
+def test_the_closing_lines_count_what_was_started_again(tmp_path: Path) -> None:
     restarts = [{"kind": kind} for kind in ("all", "all", "lost", "alone")]
     lines = closing_lines({"status": "finished", "restarts": restarts}, tmp_path)
     assert lines[1] == (

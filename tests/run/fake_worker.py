@@ -20,13 +20,13 @@ from trainkit.trainer.manifest import Checkpoint, folder_name, list_complete, ma
 SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 
 
-def save(folder, step):
+def save(folder, step) -> None:
     final = folder.checkpoints / folder_name(step)
     final.mkdir(parents=True, exist_ok=True)
     (final / "manifest.json").write_bytes(manifest_bytes(Checkpoint(folder=final, step=step, files={})))
 
 
-def raise_planted(rank):
+def raise_planted(rank) -> None:
     planted_rank, _, rest = os.environ.get("FAKE_RAISE", "-1::").partition(":")
     kind, _, message = rest.partition(":")
     if int(planted_rank) == rank:
@@ -35,7 +35,7 @@ def raise_planted(rank):
         raise getattr(errors, kind, None)(message) if hasattr(errors, kind) else RuntimeError(message)
 
 
-def wait_for_the_others(folder, identity, step, stop):
+def wait_for_the_others(folder, identity, step, stop) -> None:
     """As a sum over ranks does: nobody goes on to the next step alone."""
     num_training = 1 if os.environ.get("FAKE_ROLES") else identity.num_ranks
     paths = [folder.heartbeat_of(rank) for rank in range(num_training)]
@@ -46,7 +46,7 @@ def wait_for_the_others(folder, identity, step, stop):
         time.sleep(0.002)
 
 
-def assist(folder, identity, heart):
+def assist(folder, identity, heart) -> None:
     """Until the training is over, and for ever where FAKE says that this role stays."""
     role, step = identity.task.role, 0
     while SETTINGS.get("stays") == role or not (folder.live / "over").exists():

@@ -17,7 +17,7 @@ class NoStore:
 
     address = None
 
-    def open(self):
+    def open(self) -> None:
         pass
 
 
@@ -41,7 +41,7 @@ def run_roles(folder, roles, **settings):
         del os.environ["FAKE_ROLES"]
 
 
-def run_tasks(folder, tasks, *, hang_timeout_s="auto", **settings):
+def run_tasks(folder, tasks, *, hang_timeout_s: str = "auto", **settings):
     folder.path.mkdir(exist_ok=True)
     limits = TimeLimits(hang_timeout_s=hang_timeout_s)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
@@ -59,7 +59,7 @@ def launch(folder, num_ranks):
     return process
 
 
-def wait_for(condition, timeout_s=15):
+def wait_for(condition, timeout_s: float = 15) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -83,7 +83,7 @@ def _state(pid):
         return "gone"
 
 
-def assert_no_process_is_left(folder, within_s=2.0):
+def assert_no_process_is_left(folder, within_s: float = 2.0) -> None:
     pids = pids_of(folder)
     assert pids
     deadline = time.monotonic() + within_s

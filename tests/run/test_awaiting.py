@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -19,7 +20,7 @@ from trainkit.run.supervisor.await_evaluator import await_evaluator, bring_up_to
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path):
     found = RunFolder(tmp_path / "run")
     found.live.mkdir(parents=True)
     return found
@@ -28,28 +29,28 @@ def folder(tmp_path):
 class Clock:
     """Seconds that pass while the run waits; at some of them something happens."""
 
-    def __init__(self, **happens):
+    def __init__(self, **happens) -> None:
         self.now, self.happens = 0.0, happens
 
     def __call__(self):
         return self.now
 
-    def sleep(self, seconds):
+    def sleep(self, seconds) -> None:
         self.now += 1 + 0 * seconds
         self.happens.get(f"at_{self.now:g}", lambda: None)()
 
 
-def awaited(folder, clock, *, limit_s=1000.0, requested=lambda: None):
+def awaited(folder, clock, *, limit_s: float = 1000.0, requested=lambda: None):
     return await_evaluator(folder, 2, limit_s=limit_s, requested=requested, clock=clock, sleep=clock.sleep)
 
 
-def test_the_result_waits_until_the_evaluator_is_done(folder):
+def test_the_result_waits_until_the_evaluator_is_done(folder) -> None:
     clock = Clock(at_9=lambda: report_end(folder, EvaluatorEnd(status="finished")))
     assert awaited(folder, clock) == EvaluatorEnd(status="finished")
     assert (clock.now, folder.trained.exists()) == (9, True)
 
 
-def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder):
+def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder) -> None:
     seconds = (90, 180, 270)
     rows = {f"at_{second}": lambda second=second: folder.evaluations.write_text("r" * second) for second in seconds}
     end = awaited(folder, clock := Clock(**rows), limit_s=100)
@@ -58,14 +59,14 @@ def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder):
     assert clock.now == 270 + 101
 
 
-def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder):
+def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder) -> None:
     write_error_report(folder.error_of(2), 2, DataError("no such file"))
     end = awaited(folder, clock := Clock())
     assert end == EvaluatorEnd(status="failed", reason="DataError: no such file")
     assert clock.now == 31
 
 
-def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(folder):
+def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(folder) -> None:
     heart = Heartbeat(folder.heartbeat_of(2))
     end = awaited(folder, clock := Clock(at_200=lambda: heart.beat(3, "evaluate")))
     heart.close()
@@ -73,19 +74,19 @@ def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(fold
     assert clock.now == 200 + 301
 
 
-def test_a_stop_ends_the_wait(folder):
+def test_a_stop_ends_the_wait(folder) -> None:
     answers = itertools.chain([None] * 5, itertools.repeat("stopped"))
     end = awaited(folder, clock := Clock(), requested=lambda: next(answers))
     assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
     assert clock.now == 5
 
 
-def test_one_that_is_stopped_with_nothing_left_to_do_has_finished(folder):
+def test_one_that_is_stopped_with_nothing_left_to_do_has_finished(folder) -> None:
     told = describe(folder, EvaluatorEnd(status="stopped", reason="Ctrl-C"))
     assert told == {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}
 
 
-def test_a_result_that_did_not_wait_is_brought_up_to_date(folder):
+def test_a_result_that_did_not_wait_is_brought_up_to_date(folder) -> None:
     folder.write_result({"status": "finished", "best": None, "steps": 9})
     folder.checkpoints.mkdir()
     (folder.checkpoints / "index.json").write_text('{"best": "step_00000004", "last": null}')
@@ -95,7 +96,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder):
     assert result["evaluator"]["status"] == "finished"
 
 
-def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch):
+def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.await_evaluator._LOCKED_S", 0.0)
     folder.write_result({"status": "stopped"})
     with folder.lock():
@@ -105,7 +106,7 @@ def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch):
     assert not folder.result.exists()
 
 
-def test_the_closing_lines_say_what_was_not_evaluated(tmp_path):
+def test_the_closing_lines_say_what_was_not_evaluated(tmp_path: Path) -> None:
     found = {"status": "timed out", "reason": "too slow", "evaluated": 3, "not_evaluated": ["step_00000040"]}
     assert closing_lines({"status": "finished", "evaluator": found}, tmp_path)[1] == (
         "  evaluator  timed out: too slow; not evaluated, and not considered for best: step_00000040"
@@ -129,7 +130,7 @@ def finished(folder, fail, *overrides):
     return folder.read_result(), done.stdout
 
 
-def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(tmp_path):
+def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     result, screen = finished(folder, "step=10,life=0,action=kill")
     assert result["best"] == f"{folder.path}/checkpoints/step_00000010"
@@ -152,7 +153,9 @@ def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(t
         ("step=40,action=raise", [], "failed", "evaluator:0 raised the same exception twice in the same place"),
     ],
 )
-def test_an_evaluator_that_does_not_finish_is_named_in_result_and_screen(tmp_path, fail, overrides, status, reason):
+def test_an_evaluator_that_does_not_finish_is_named_in_result_and_screen(
+    tmp_path: Path, fail: str, overrides: list[str], status: str, reason: str
+) -> None:
     folder = RunFolder(tmp_path / "run")
     result, screen = finished(folder, fail, *overrides)
     assert result["status"] == "finished"

@@ -1,5 +1,8 @@
 """A run that loses replicas, goes on without them, and takes them back."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 
 from tests.run.faking import run_fakes
@@ -10,7 +13,7 @@ from trainkit.run.supervisor.supervisor import _result
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
@@ -19,14 +22,14 @@ def story(folder, index):
     return (folder.path / f"index_{index}").read_text().splitlines()
 
 
-def broken(index, marker=None):
+def broken(index, marker=None) -> str:
     """Killed in step 3 of the first attempt, and at every later start, for ever or as long as a file exists."""
     lasting = "" if marker is None else f",while={marker}"
     starts = "".join(f";index={index},phase=start,attempt={number}{lasting},action=kill" for number in range(1, 9))
     return f"index={index},step=3,phase=forward,attempt=0,action=kill{starts}"
 
 
-def test_a_run_goes_on_with_those_left(folder, fake):
+def test_a_run_goes_on_with_those_left(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=broken(1))
     said = []
     result = run_fakes(folder, 3, min_replicas=2, say=said.append)
@@ -40,21 +43,21 @@ def test_a_run_goes_on_with_those_left(folder, fake):
     assert story(folder, 2)[-1] == "attempt 2: rank 1 of 2"
 
 
-def test_the_owner_of_the_folder_may_be_the_one_that_is_lost(folder, fake):
+def test_the_owner_of_the_folder_may_be_the_one_that_is_lost(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=broken(0))
     assert run_fakes(folder, 2, min_replicas=1, say=print) == {"status": "finished", "attempt": 2}
     assert story(folder, 1)[0] == "attempt 0: rank 1 of 2"
     assert story(folder, 1)[-1] == "attempt 2: rank 0 of 1"  # of attempt 1 it may not have lived to write
 
 
-def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(folder, fake):
+def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1, 3)))
     result = run_fakes(folder, 4, min_replicas=1, max_restarts=1, say=print)
     assert result["status"] == "finished"
     assert story(folder, 2)[-1].endswith("rank 0 of 1")
 
 
-def test_below_the_minimum_the_run_is_given_up(folder, fake):
+def test_below_the_minimum_the_run_is_given_up(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1)))
     with pytest.raises(CrashLoopError) as caught:
         run_fakes(folder, 3, min_replicas=2, max_restarts=2, say=print)
@@ -64,12 +67,14 @@ def test_below_the_minimum_the_run_is_given_up(folder, fake):
     )
 
 
-def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_path):
+def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(
+    folder, fake: Callable[..., None], tmp_path: Path
+) -> None:
     (tmp_path / "gone").touch()
     fake("steps=200 save=2 pause=0.01", fail=broken(1, tmp_path / "gone"))
     said = []
 
-    def say(line):
+    def say(line) -> None:
         said.append(line)
         if "is lost" in line:
             (tmp_path / "gone").unlink()
@@ -80,7 +85,7 @@ def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(folder, fake, tmp_
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
 
 
-def test_a_stop_while_the_run_changes_its_size_ends_it(folder):
+def test_a_stop_while_the_run_changes_its_size_ends_it(folder) -> None:
     folder.path.mkdir()
     folder.write_result({"status": "resized", "steps": 7})
     ended = {"status": "stopped", "reason": "Ctrl-C", "steps": 7, "restarts": []}
@@ -88,7 +93,7 @@ def test_a_stop_while_the_run_changes_its_size_ends_it(folder):
     assert folder.read_result()["status"] == "stopped"
 
 
-def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake):
+def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake: Callable[..., None]) -> None:
     fake("steps=200 save=2 pause=0.01", fail=broken(1))
     said = []
     result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, say=said.append)

@@ -49,15 +49,15 @@ def refused(*overrides, launch=None):
         ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1. (command line)"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(overrides, told):
+def test_a_setting_that_cannot_work_is_refused(overrides, told: str) -> None:
     assert refused(*overrides) == [told]
 
 
-def test_an_engine_watches_over_a_single_process_too():
+def test_an_engine_watches_over_a_single_process_too() -> None:
     check(compose(("recipe=null", "cluster=ray", "supervisor.max_restarts=1")))
 
 
-def test_in_a_launch_the_launcher_has_the_say():
+def test_in_a_launch_the_launcher_has_the_say() -> None:
     tasks = tuple(Task(role="worker", index=rank, rank=rank) for rank in range(2))
     launch = LaunchEnvironment(
         kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
@@ -68,7 +68,7 @@ def test_in_a_launch_the_launcher_has_the_say():
     ]
 
 
-def test_a_strategy_whose_ranks_hold_what_others_lack_is_not_elastic(monkeypatch):
+def test_a_strategy_whose_ranks_hold_what_others_lack_is_not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mirrored, "elastic", False)
     assert refused(*MIRRORED, "elastic.min_replicas=1") == [
         "elastic.min_replicas=1: has no effect: this strategy goes on with all its processes or not at all."

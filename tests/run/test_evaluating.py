@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,7 @@ EVALUATOR = Identity(task=Task(role="evaluator", index=0, rank=1), num_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory: pytest.TempPathFactory):
     """A run that evaluated at each checkpoint itself."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     trainkit.train(trainkit.compose(OVERRIDES), run_dir=folder)
@@ -37,7 +38,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture
-def run(trained, tmp_path):
+def run(trained, tmp_path: Path):
     """A copy of it, whose checkpoints have not been judged."""
     shutil.copytree(trained, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
@@ -50,7 +51,7 @@ def planned(folder, **checkpoint):
     return make_plan(replace(cfg, checkpoint=replace(cfg.checkpoint, **checkpoint)))
 
 
-def evaluate(folder, requested=lambda: None):
+def evaluate(folder, requested=lambda: None) -> None:
     evaluate_checkpoints(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
 
 
@@ -58,14 +59,14 @@ def rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_checkpoint_gets_the_figures_that_the_training_found(run):
+def test_every_checkpoint_gets_the_figures_that_the_training_found(run) -> None:
     evaluate(run)
     own = {row["step"]: row["val/accuracy"] for row in rows(run.metrics) if "val/accuracy" in row}
     assert {row["step"]: row["val/accuracy"] for row in rows(run.evaluations)} == own
     assert sorted(own) == [4, 8, 12]
 
 
-def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
+def test_what_was_done_in_an_earlier_life_is_not_done_again(run) -> None:
     first = CheckpointEvaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
     assert first.evaluate_next()["step"] == 4
     first.close()
@@ -74,7 +75,7 @@ def test_what_was_done_in_an_earlier_life_is_not_done_again(run):
     assert [row["step"] for row in rows(run.evaluations)] == [4, 8, 12]
 
 
-def test_it_names_the_best_where_the_training_knew_no_metric(run):
+def test_it_names_the_best_where_the_training_knew_no_metric(run) -> None:
     for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     evaluate(run)
@@ -83,17 +84,17 @@ def test_it_names_the_best_where_the_training_knew_no_metric(run):
     assert names == {"last": "step_00000012", "best": best["checkpoint"]}
 
 
-def forget_metric(checkpoint):
+def forget_metric(checkpoint) -> None:
     (checkpoint.folder / "manifest.json").write_bytes(manifest_bytes(replace(checkpoint, metric=None)))
 
 
-def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run):
+def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run) -> None:
     EvaluatedIndex(evaluating="step_00000004").write(run.checkpoints)
     Retention(keep_last=1, keep_best=0).apply(run.checkpoints, step=12)
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
-def test_the_best_by_its_judgement_outlives_newer_ones(run):
+def test_the_best_by_its_judgement_outlives_newer_ones(run) -> None:
     for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     EvaluatedIndex(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
@@ -101,7 +102,7 @@ def test_the_best_by_its_judgement_outlives_newer_ones(run):
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
-def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys):
+def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys: pytest.CaptureFixture[str]) -> None:
     file = run.checkpoints / "step_00000008" / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -111,12 +112,12 @@ def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys):
     assert "step_00000008 is left out: checkpoint" in capsys.readouterr().out
 
 
-def test_it_waits_for_checkpoints_until_there_is_a_result(run):
+def test_it_waits_for_checkpoints_until_there_is_a_result(run) -> None:
     result = run.read_result()
     run.result.unlink()
     asked = iter(range(6))
 
-    def requested():
+    def requested() -> None:
         if next(asked, "over") == "over":
             run.write_result(result)
 
@@ -124,28 +125,28 @@ def test_it_waits_for_checkpoints_until_there_is_a_result(run):
     assert len(rows(run.evaluations)) == 3
 
 
-def test_its_figures_stand_in_an_event_file_of_its_own(run):
+def test_its_figures_stand_in_an_event_file_of_its_own(run) -> None:
     evaluate(run)
     files = list(run.tensorboard.glob("events.out.tfevents.*"))
     assert [file.name.endswith(".evaluator") for file in files] == [True]
     assert b"val/accuracy" in files[0].read_bytes()
 
 
-def test_any_run_folder_can_be_evaluated_by_hand(run):
+def test_any_run_folder_can_be_evaluated_by_hand(run) -> None:
     assert evaluator.main([str(run.path)]) == 0
     assert [row["epoch"] for row in rows(run.evaluations)] == pytest.approx(
         [256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5
     )
 
 
-def test_a_run_that_nobody_works_on_is_not_waited_for(run):
+def test_a_run_that_nobody_works_on_is_not_waited_for(run) -> None:
     run.result.unlink()
     (run.path / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     assert evaluator.main([str(run.path)]) == 0
     assert len(rows(run.evaluations)) == 3
 
 
-def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluator.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
         f"1 problem in the config\n  RUN={tmp_path}: is no run folder: it has no resolved.yaml. (command line)\n"
@@ -161,7 +162,7 @@ def refused(splits, *overrides):
     return str(caught.value).splitlines()[1:]
 
 
-def test_what_goes_by_evaluations_is_refused_beside_an_evaluator():
+def test_what_goes_by_evaluations_is_refused_beside_an_evaluator() -> None:
     expected = (
         "  callbacks.early_stop: goes by evaluations during the training, which strategy.evaluator leaves to a process "
         "of its own. Leave one out."
@@ -169,12 +170,12 @@ def test_what_goes_by_evaluations_is_refused_beside_an_evaluator():
     assert refused(None, "callbacks=[early_stop]") == [expected]
 
 
-def test_an_evaluator_without_a_validation_split_is_refused():
+def test_an_evaluator_without_a_validation_split_is_refused() -> None:
     told = "  strategy.evaluator: has no validation split to evaluate on: the data has none."
     assert refused({"train": Digits(split="train")}) == [told]
 
 
-def test_the_plan_tells_tasks_of_several_roles():
+def test_the_plan_tells_tasks_of_several_roles() -> None:
     asked = ["strategy=parameter_server", "strategy.workers=3", "strategy.servers=2", "strategy.evaluator=true"]
     plan = make_plan(trainkit.compose(["recipe=null", "epochs=1", *asked]).cfg, num_gpus=0)
     assert plan.summary(1)["tasks"] == "1 chief, 2 worker, 2 ps, 1 evaluator"

@@ -1,3 +1,6 @@
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
 from trainkit.errors import ConfigError
@@ -6,12 +9,12 @@ from trainkit.trainer.failpoints import Failpoint, hit, parse, reload
 
 
 @pytest.fixture(autouse=True)
-def _disarmed():
+def _disarmed() -> Iterator[None]:
     yield
     reload({})
 
 
-def test_a_failpoint_fails_at_its_moment_only():
+def test_a_failpoint_fails_at_its_moment_only() -> None:
     reload({"TRAINKIT_FAIL": "step=3,phase=backward,action=raise"})
     hit("backward", 2)
     hit("forward", 3)
@@ -19,7 +22,7 @@ def test_a_failpoint_fails_at_its_moment_only():
         hit("backward", 3)
 
 
-def test_without_step_or_phase_every_moment_is_meant():
+def test_without_step_or_phase_every_moment_is_meant() -> None:
     reload({"TRAINKIT_FAIL": "action=full"})
     with pytest.raises(OSError, match="No space left on device"):
         hit("save", 12)
@@ -34,27 +37,27 @@ def test_without_step_or_phase_every_moment_is_meant():
         {},
     ],
 )
-def test_others_are_spared(environ):
+def test_others_are_spared(environ: dict[str, str]) -> None:
     reload(environ)
     hit("forward", 0)
     assert not failpoints.armed()
 
 
-def test_several_are_parted_by_semicolons():
+def test_several_are_parted_by_semicolons() -> None:
     assert parse("rank=1,action=kill; step=2,action=hang") == (
         Failpoint(action="kill", rank=1),
         Failpoint(action="hang", step=2),
     )
 
 
-def test_a_task_is_named_by_its_index_whatever_its_rank():
+def test_a_task_is_named_by_its_index_whatever_its_rank() -> None:
     reload({"TRAINKIT_RANK": "1", "TRAINKIT_INDEX": "3", "TRAINKIT_FAIL": "index=3,action=raise"})
     assert failpoints.armed()
     reload({"TRAINKIT_RANK": "3", "TRAINKIT_INDEX": "0", "TRAINKIT_FAIL": "index=3,action=raise"})
     assert not failpoints.armed()
 
 
-def test_a_failure_lasts_as_long_as_its_file(tmp_path):
+def test_a_failure_lasts_as_long_as_its_file(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
     reload({"TRAINKIT_FAIL": f"while={gone},action=raise"})
     hit("start", 0)
@@ -66,7 +69,7 @@ def test_a_failure_lasts_as_long_as_its_file(tmp_path):
 @pytest.mark.parametrize(
     "text", ["step=x,action=kill", "action=burn", "phase=lunch,action=kill", "kill", "when=2,action=kill"]
 )
-def test_what_cannot_be_read_is_refused(text):
+def test_what_cannot_be_read_is_refused(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert str(caught.value).splitlines()[1] == (

@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 
 
-def test_three_runs_of_one_second_get_three_folders(tmp_path):
+def test_three_runs_of_one_second_get_three_folders(tmp_path: Path) -> None:
     now = datetime(2026, 11, 21, 9, 8, 7)  # noqa: DTZ001 - what the wall clock shows
     paths = [RunFolder.create(tmp_path, "digits", now=now).path for _ in range(3)]
     assert [path.relative_to(tmp_path).as_posix() for path in paths] == [
@@ -24,7 +24,7 @@ def test_three_runs_of_one_second_get_three_folders(tmp_path):
     ]
 
 
-def test_a_folder_in_use_says_by_whom(tmp_path):
+def test_a_folder_in_use_says_by_whom(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.lock(), pytest.raises(ConfigError) as caught, folder.lock():
         pass
@@ -34,13 +34,13 @@ def test_a_folder_in_use_says_by_whom(tmp_path):
     assert since.endswith(". Wait for it to end, or stop it.")
 
 
-def test_a_folder_can_be_locked_again_once_it_is_free(tmp_path):
+def test_a_folder_can_be_locked_again_once_it_is_free(tmp_path: Path) -> None:
     for _ in range(2):
         with RunFolder(tmp_path).lock():
             pass
 
 
-def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_ended(tmp_path):
+def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_ended(tmp_path: Path) -> None:
     with RunFolder(tmp_path).lock() as descriptor:
         command = [sys.executable, "-c", "input()"]
         worker = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=(descriptor,))
@@ -51,7 +51,7 @@ def test_a_folder_stays_locked_until_the_last_worker_with_the_descriptor_has_end
         pass
 
 
-def test_json_replaces_a_file_in_one_move(tmp_path):
+def test_json_replaces_a_file_in_one_move(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json_atomically(path, {"loss": 1.0})
     write_json_atomically(path, {"loss": math.nan, "list": [math.inf, 2.0], "path": Path("a/b")})
@@ -59,7 +59,7 @@ def test_json_replaces_a_file_in_one_move(tmp_path):
     assert [found.name for found in path.parent.iterdir()] == ["result.json"]
 
 
-def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
+def test_what_cannot_be_written_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     write_json_atomically(path, {"loss": 1.0})
     with pytest.raises(TypeError):
@@ -67,7 +67,7 @@ def test_what_cannot_be_written_leaves_the_old_file(tmp_path):
     assert json.loads(path.read_text()) == {"loss": 1.0}
 
 
-def test_a_run_that_begins_again_forgets_its_old_end(tmp_path):
+def test_a_run_that_begins_again_forgets_its_old_end(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_result({"status": "stopped"})
     folder.live.mkdir()
@@ -76,12 +76,12 @@ def test_a_run_that_begins_again_forgets_its_old_end(tmp_path):
     assert not folder.live.exists()
 
 
-def test_a_result_that_is_no_json_is_none(tmp_path):
+def test_a_result_that_is_no_json_is_none(tmp_path: Path) -> None:
     (tmp_path / "result.json").write_text("{")
     assert RunFolder(tmp_path).read_result() is None
 
 
-def test_the_command_to_resume_quotes_what_a_shell_would_split():
+def test_the_command_to_resume_quotes_what_a_shell_would_split() -> None:
     assert RunFolder(Path("out puts/1")).resume_command == "trainkit resume --allow-package tests 'out puts/1'"
 
 

@@ -1,4 +1,5 @@
 import time
+from pathlib import Path
 
 import pytest
 
@@ -7,7 +8,7 @@ from trainkit.trainer.failpoints import PHASES
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_beat_is_read_as_it_was_written(tmp_path, phase):
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase) -> None:
     heart = Heartbeat(tmp_path / "rank_0")
     heart.beat(1 << 40, phase)
     pulse = read_heartbeat(tmp_path / "rank_0")
@@ -16,17 +17,17 @@ def test_a_beat_is_read_as_it_was_written(tmp_path, phase):
     heart.close()
 
 
-def test_a_rank_beats_from_the_moment_it_starts(tmp_path):
+def test_a_rank_beats_from_the_moment_it_starts(tmp_path: Path) -> None:
     Heartbeat(tmp_path / "rank_0").close()
     assert read_heartbeat(tmp_path / "rank_0").phase == "start"
 
 
-def test_no_file_and_an_empty_one_are_no_pulse(tmp_path):
+def test_no_file_and_an_empty_one_are_no_pulse(tmp_path: Path) -> None:
     (tmp_path / "rank_1").write_bytes(bytes(16))
     assert [read_heartbeat(tmp_path / f"rank_{rank}") for rank in (0, 1)] == [None, None]
 
 
-def test_a_beat_costs_next_to_nothing(tmp_path):
+def test_a_beat_costs_next_to_nothing(tmp_path: Path) -> None:
     heart = Heartbeat(tmp_path / "rank_0")
     begun = time.process_time()
     for step in range(10_000):

@@ -91,18 +91,18 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXTS)
-def test_an_error_of_memory_is_known_by_its_text(kind, text):
+def test_an_error_of_memory_is_known_by_its_text(kind, text: str) -> None:
     assert memory_kind(RuntimeError(text)) is kind
     assert is_out_of_memory(RuntimeError(text)) == (kind is not MemoryKind.on_chip)
 
 
 @pytest.mark.parametrize("text", OTHERS)
-def test_an_error_that_only_resembles_one_is_not(text):
+def test_an_error_that_only_resembles_one_is_not(text: str) -> None:
     assert memory_kind(RuntimeError(text)) is None
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXTS[:2])
-def test_only_errors_of_libraries_are_read(kind, text):
+def test_only_errors_of_libraries_are_read(kind, text) -> None:
     assert memory_kind(ValueError(text)) is None
 
 
@@ -120,36 +120,36 @@ def test_only_errors_of_libraries_are_read(kind, text):
         (None, DistBackendError(PEER)),
     ],
 )
-def test_an_error_of_memory_is_known_by_its_class_and_number(kind, error):
+def test_an_error_of_memory_is_known_by_its_class_and_number(kind, error) -> None:
     assert memory_kind(error) is kind
 
 
-def test_an_array_of_numpy_that_does_not_fit_is_one():
+def test_an_array_of_numpy_that_does_not_fit_is_one() -> None:
     with pytest.raises(MemoryError) as caught:
         np.empty(2**60, dtype=np.uint8)
     assert memory_kind(caught.value) is HOST
 
 
-def test_an_error_of_torch_on_the_cpu_is_one():
+def test_an_error_of_torch_on_the_cpu_is_one() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60, dtype=torch.uint8)
     assert memory_kind(caught.value) is HOST
 
 
-def test_an_error_raised_from_one_of_memory_is_one():
+def test_an_error_raised_from_one_of_memory_is_one() -> None:
     error = RuntimeError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
     assert is_out_of_memory(error)
     assert is_out_of_memory(OutOfMemoryError("rank 0: cpu is out of memory."))
 
 
-def test_an_error_raised_while_one_of_memory_was_handled_is_another():
+def test_an_error_raised_while_one_of_memory_was_handled_is_another() -> None:
     error = KeyError("left over")
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory.")
     assert not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("text", OTHERS[4:7])
-def test_a_library_that_does_not_start_is_out_of_memory_where_the_device_is_full(text):
+def test_a_library_that_does_not_start_is_out_of_memory_where_the_device_is_full(text) -> None:
     assert is_out_of_memory(RuntimeError(text), device_is_short=lambda: True)
     assert not is_out_of_memory(RuntimeError(text), device_is_short=lambda: False)

@@ -33,7 +33,7 @@ def below(pid: int) -> dict[int, str]:
 
 
 @pytest.fixture
-def training(tmp_path):
+def training(tmp_path: Path):
     """A long run that has written a checkpoint, its nursery's number and its ranks'."""
     folder = tmp_path / "run"
     with subprocess.Popen(
@@ -49,7 +49,9 @@ def training(tmp_path):
         process.kill()
 
 
-def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(tmp_path, monkeypatch):
+def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forks = run(tmp_path / "forks", *TRAIN)
     monkeypatch.setattr(ranks, "can_fork", lambda _: False)
     fresh = run(tmp_path / "fresh", *TRAIN)
@@ -57,7 +59,7 @@ def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(tmp_path, m
     assert forks["metrics"] == fresh["metrics"]
 
 
-def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
+def test_a_rank_that_dies_is_forked_again_by_the_same_process(training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
     while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(pids.values()):
@@ -68,7 +70,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training):
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
-def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training):
+def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training) -> None:
     process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
     _, told = process.communicate(timeout=120)
@@ -78,7 +80,7 @@ def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
-def test_all_end_with_the_supervisor(training):
+def test_all_end_with_the_supervisor(training) -> None:
     process, _, nursery, pids = training
     process.kill()
     process.wait()

@@ -24,7 +24,7 @@ ALLOCATOR = RuntimeError(
 )
 
 
-def told(*arguments, error=ALLOCATOR, step=3):
+def told(*arguments, error: Exception = ALLOCATOR, step: int = 3):
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with pytest.raises(OutOfMemoryError) as caught, explain_oom(plan, plan.tasks[0], lambda: step):
         raise error
@@ -33,7 +33,7 @@ def told(*arguments, error=ALLOCATOR, step=3):
     return str(caught.value).splitlines()
 
 
-def test_it_says_what_the_run_needs_and_three_ways_to_need_less():
+def test_it_says_what_the_run_needs_and_three_ways_to_need_less() -> None:
     assert told() == [
         (
             "rank 0, step 3: cpu is out of memory. The run needs 427 KiB a device, and activations: parameters "
@@ -45,7 +45,7 @@ def test_it_says_what_the_run_needs_and_three_ways_to_need_less():
     ]
 
 
-def test_while_the_model_is_placed_what_makes_the_model_smaller_comes_first():
+def test_while_the_model_is_placed_what_makes_the_model_smaller_comes_first() -> None:
     lines = told("precision=fp64", step=None)
     assert lines[0].startswith("rank 0, while the model was placed: cpu is out of memory. The run needs ")
     assert [line.split("  ")[1] for line in lines[1:]] == [
@@ -55,11 +55,11 @@ def test_while_the_model_is_placed_what_makes_the_model_smaller_comes_first():
     ]
 
 
-def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not():
+def test_a_cut_that_leaves_replicas_without_a_shard_comes_with_one_that_does_not() -> None:
     assert told("batch.micro_size=8")[1].split("  ")[1] == "strategy=fsdp strategy.replicas=4 batch.micro_size=4"
 
 
-def test_what_is_done_already_is_not_named():
+def test_what_is_done_already_is_not_named() -> None:
     lines = told("activation_checkpointing=full", "batch.micro_size=1", "precision=bf16_mixed")
     assert not any("activation_checkpointing" in line or "micro" in line or "precision" in line for line in lines[1:])
 
@@ -67,11 +67,11 @@ def test_what_is_done_already_is_not_named():
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), OSError(errno.ENOMEM, "no memory")]
 )
-def test_memory_runs_out_in_several_ways(error):
+def test_memory_runs_out_in_several_ways(error: Exception) -> None:
     assert told(error=error)[0].startswith("rank 0, step 3: cpu is out of memory. ")
 
 
-def test_any_other_error_stays_what_it_is():
+def test_any_other_error_stays_what_it_is() -> None:
     plan = make_plan(compose(GPT).cfg, num_gpus=0)
     with (
         pytest.raises(RuntimeError, match=r"^shapes differ$"),
@@ -80,7 +80,7 @@ def test_any_other_error_stays_what_it_is():
         raise RuntimeError("shapes differ")
 
 
-def told_on_cuda(error, *arguments, raises=OutOfMemoryError):
+def told_on_cuda(error, *arguments, raises: type[Exception] = OutOfMemoryError) -> str:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with (
         pytest.raises(raises) as caught,
@@ -90,7 +90,7 @@ def told_on_cuda(error, *arguments, raises=OutOfMemoryError):
     return str(caught.value)
 
 
-def test_the_memory_of_the_host_is_not_called_that_of_the_device():
+def test_the_memory_of_the_host_is_not_called_that_of_the_device() -> None:
     assert told_on_cuda(MemoryError(), "loader.num_workers=4") == (
         "rank 0, step 3: the host is out of memory (RAM), not cuda:0. To need less, try one of: "
         "loader.num_workers=2 (now 4), loader.cache=false, checkpoint.background=false (no copy of the checkpoint on "
@@ -98,7 +98,7 @@ def test_the_memory_of_the_host_is_not_called_that_of_the_device():
     )
 
 
-def test_a_full_dev_shm_is_named_with_its_remedy():
+def test_a_full_dev_shm_is_named_with_its_remedy() -> None:
     error = RuntimeError("unable to allocate shared memory(shm) for file </torch_7_1_2>: No space left on device (28)")
     assert told_on_cuda(error, "loader.num_workers=4") == (
         "rank 0, step 3: the shared memory of the host (/dev/shm), through which its processes exchange tensors, is "
@@ -107,7 +107,7 @@ def test_a_full_dev_shm_is_named_with_its_remedy():
     )
 
 
-def test_on_chip_memory_is_not_called_device_memory():
+def test_on_chip_memory_is_not_called_device_memory() -> None:
     error = RuntimeError(
         "out of resource: shared memory, Required: 131072, Hardware limit: 101376. Reducing block sizes or "
         "`num_stages` may help."

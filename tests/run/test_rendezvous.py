@@ -13,7 +13,7 @@ def listeners(port):
     return [words[1].partition(":")[0] for words in lines if words[3] == "0A" and words[1].endswith(f":{port:04X}")]
 
 
-def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys():
+def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys() -> None:
     from torch.distributed import PrefixStore, TCPStore
 
     with HostedStore() as hosted:
@@ -26,12 +26,12 @@ def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys()
         del store
 
 
-def test_who_comes_before_the_store_is_open_waits():
+def test_who_comes_before_the_store_is_open_waits() -> None:
     with HostedStore() as hosted, socket.create_connection(hosted.address, timeout=5):
         assert hosted.address[0] == "127.0.0.1"
 
 
-def test_a_store_that_was_never_opened_frees_its_port():
+def test_a_store_that_was_never_opened_frees_its_port() -> None:
     with HostedStore() as hosted:
         pass
     assert listeners(hosted.address[1]) == []

@@ -1,6 +1,8 @@
 """Tasks that die alone are started again alone; those that hold something take the group with them."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
@@ -22,7 +24,7 @@ def lives(folder, rank):
     return [(one["attempt"], one["life"]) for one in told]
 
 
-def test_a_worker_that_is_killed_is_started_again_alone(folder, fake):
+def test_a_worker_that_is_killed_is_started_again_alone(folder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     said = []
     assert run_roles(folder, "worker worker ps", say=said.append) == {"status": "finished", "attempt": 0}
@@ -32,7 +34,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder, fake):
     assert_no_process_is_left(folder)
 
 
-def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake):
+def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake: Callable[..., None]) -> None:
     fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
     said = []
     assert run_roles(folder, "worker ps", say=said.append) == {"status": "finished", "attempt": 1}
@@ -40,7 +42,7 @@ def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake):
     assert lives(folder, 1) == [(0, 0), (1, 0)]
 
 
-def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
+def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
     said = []
     assert run_roles(folder, "worker ps", hang_timeout_s=1, say=said.append)["attempt"] == 0
@@ -52,13 +54,15 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake):
     assert [plain(line) for line in said] == [expected]
 
 
-def test_a_task_that_waits_to_be_asked_is_not_hanging(folder, fake, monkeypatch):
+def test_a_task_that_waits_to_be_asked_is_not_hanging(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
     assert run_roles(folder, "worker", hang_timeout_s=1, say=pytest.fail)["status"] == "finished"
 
 
-def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake):
+def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake: Callable[..., None]) -> None:
     hang = "rank=0,step=0,phase=forward,action=hang"
     fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
     said = []
@@ -72,13 +76,15 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake
     assert_no_process_is_left(folder)
 
 
-def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(folder, fake, tmp_path):
+def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
+    folder, fake: Callable[..., None], tmp_path: Path
+) -> None:
     marker, said = tmp_path / "slow", []
     marker.touch()  # the training is slow until the evaluator is given up, however loaded the machine is
     slow = f"rank=0,phase=forward,while={marker},action=slow"
     fake("steps=2000", fail=f"{slow};rank=1,step=0,phase=forward,action=kill")
 
-    def say(line):
+    def say(line) -> None:
         said.append(line)
         if len(said) == 2:
             marker.unlink()
@@ -90,13 +96,13 @@ def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(fold
     )
 
 
-def test_an_error_of_a_workers_own_ends_the_run(folder, fake):
+def test_an_error_of_a_workers_own_ends_the_run(folder, fake: Callable[..., None]) -> None:
     fake("steps=400 pause=0.02", raising="1:DataError:/gone")
     with pytest.raises(DataError, match=r"^/gone$"):
         run_roles(folder, "worker", say=pytest.fail)
 
 
-def test_an_error_of_the_evaluators_own_does_not(folder, fake):
+def test_an_error_of_the_evaluators_own_does_not(folder, fake: Callable[..., None]) -> None:
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
     said = []
     assert run_roles(folder, "evaluator", say=said.append)["status"] == "finished"
@@ -105,14 +111,18 @@ def test_an_error_of_the_evaluators_own_does_not(folder, fake):
     ]
 
 
-def test_a_worker_that_stays_when_the_training_has_ended_is_ended(folder, fake, monkeypatch):
+def test_a_worker_that_stays_when_the_training_has_ended_is_ended(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=3 stays=worker")
     assert run_roles(folder, "worker ps", say=pytest.fail)["status"] == "finished"
     assert_no_process_is_left(folder)
 
 
-def test_tasks_share_a_token_that_no_file_holds(folder, fake, monkeypatch):
+def test_tasks_share_a_token_that_no_file_holds(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts.token_hex", lambda size: "5ec2e7" * size)
     fake("steps=3")
     run_roles(folder, "worker", say=pytest.fail)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -19,19 +21,19 @@ from trainkit.run.supervisor.restart_policy import Fault, RaisedError, RestartPo
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def raised(rank=1, step=5, text="ValueError: bad sample"):
+def raised(rank: int = 1, step: int = 5, text: str = "ValueError: bad sample"):
     return frozenset({RaisedError(task=f"worker:{rank}", rank=rank, step=step, text=text)})
 
 
-def killed(step, begun_at, reached):
+def killed(step, begun_at, reached) -> Fault:
     return Fault(step=step, begun_at=begun_at, reached=reached, newer=reached > begun_at)
 
 
-def failed(step, begun_at, reached, **what):
+def failed(step, begun_at, reached, **what) -> str:
     return replace(killed(step, begun_at, reached), raised=raised(step=step, **what))
 
 
@@ -64,19 +66,19 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize(("faults", "refusal"), SEQUENCES.values(), ids=SEQUENCES)
-def test_the_rule_over_a_sequence_of_failures(faults, refusal):
+def test_the_rule_over_a_sequence_of_failures(faults, refusal) -> None:
     rule = RestartPolicy(max_restarts=2)
     answers = [rule.refuse(fault) for fault in faults]
     assert answers[:-1] == [None] * (len(faults) - 1)
     assert answers[-1] == refusal
 
 
-def test_replicas_that_are_lost_count_in_no_rule():
+def test_replicas_that_are_lost_count_in_no_rule() -> None:
     rule = RestartPolicy(max_restarts=1)
     assert [rule.refuse(failed(5, 0, 3), lost=True) for _ in range(9)] == [None] * 9
 
 
-def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder):
+def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder) -> None:
     folder.live.mkdir(parents=True)
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
     faults = []
@@ -93,7 +95,9 @@ def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder)
 
 
 @pytest.mark.parametrize(("error", "lost"), [(ValueError("gone"), True), (DataError("no such file"), False)])
-def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_user(folder, monkeypatch, error, lost):
+def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_user(
+    folder, monkeypatch: pytest.MonkeyPatch, error: Exception, lost: bool
+) -> None:
     folder.live.mkdir(parents=True)
     monkeypatch.setattr("trainkit.run.process.error_report.is_after_effect", lambda _: lost)
     write_error_report(folder.error_of(1), 1, error)
@@ -101,7 +105,7 @@ def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_u
     assert fault == Fault(step=None, begun_at=0, reached=3, newer=True)
 
 
-def test_the_record_survives_lines_that_are_none(folder):
+def test_the_record_survives_lines_that_are_none(folder) -> None:
     folder.path.mkdir()
     restart = Restart(kind="all", cause="rank 1 was ended by SIGKILL.\nA second line.", step=3, rank=1, task="worker:1")
     record_restart(folder.path, restart)
@@ -112,7 +116,9 @@ def test_the_record_survives_lines_that_are_none(folder):
     assert folder.read_result() == {"status": "finished", "restarts": [{**expected, "checkpoint": None}]}
 
 
-def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once_an_exception_comes_again(folder):
+def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once_an_exception_comes_again(
+    folder,
+) -> None:
     folder.path.mkdir()
     answers, before = [], []
     for _ in range(2):
@@ -127,13 +133,13 @@ def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once
     assert record_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
 
 
-def test_a_group_that_left_no_report_is_started_again(folder):
+def test_a_group_that_left_no_report_is_started_again(folder) -> None:
     folder.live.mkdir(parents=True)
     assert record_relaunch(folder, None, None, before=[]).refusal is None
     assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes were gone."
 
 
-def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch):
+def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     folder.path.mkdir()
     monkeypatch.setattr("trainkit.run.folder.restart_record._LISTED", 2)
     for step in range(5):
@@ -143,7 +149,7 @@ def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, m
     assert found["restarts_not_listed"] == 3
 
 
-def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fake):
+def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     said = []
     with pytest.raises(CrashLoopError) as caught:
@@ -159,7 +165,7 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fa
     ]
 
 
-def test_restarts_are_counted_through_resume(folder, fake):
+def test_restarts_are_counted_through_resume(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, say=print)
     assert len(folder.read_result()["restarts"]) == 1
@@ -171,14 +177,14 @@ def test_restarts_are_counted_through_resume(folder, fake):
     ]
 
 
-def test_tasks_that_are_started_again_alone_are_counted_as_such(folder, fake):
+def test_tasks_that_are_started_again_alone_are_counted_as_such(folder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     run_roles(folder, "worker worker ps", say=print)
     (restart,) = json.loads(folder.result.read_text())["restarts"]
     assert (restart["kind"], restart["task"], restart["step"]) == ("alone", "worker:0", 3)
 
 
-def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(folder, fake):
+def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(folder, fake: Callable[..., None]) -> None:
     fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
     said = []
     with pytest.raises(CrashLoopError) as caught:

@@ -3,6 +3,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
@@ -12,12 +13,12 @@ from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
 @pytest.fixture
-def running(folder, monkeypatch):
+def running(folder, monkeypatch: pytest.MonkeyPatch):
     """A supervisor of two workers with a child each, in the middle of a long training."""
     monkeypatch.setenv("FAKE", "steps=100000 pause=0.02 child=1")
     process = launch(folder, 2)
@@ -31,7 +32,7 @@ def running(folder, monkeypatch):
         process.wait()
 
 
-def test_one_ctrl_c_stops_and_saves(running, folder):
+def test_one_ctrl_c_stops_and_saves(running, folder) -> None:
     running.send_signal(signal.SIGINT)
     assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "stopped", "attempt": 0}
     assert running.returncode == 0  # the caller of supervise turns the status into 130
@@ -39,13 +40,13 @@ def test_one_ctrl_c_stops_and_saves(running, folder):
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "preempted"), (signal.SIGHUP, "hangup")])
-def test_sigterm_and_sighup_stop_and_save_too(running, folder, number, status):
+def test_sigterm_and_sighup_stop_and_save_too(running, folder, number: int, status: str) -> None:
     running.send_signal(number)
     assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": status, "attempt": 0}
     assert_no_process_is_left(folder)
 
 
-def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch):
+def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE", "steps=100000 pause=0.02")
     monkeypatch.setattr("tests.run.faking.wait_for", lambda condition: None)
     process = launch(folder, 2)
@@ -55,7 +56,7 @@ def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch):
     assert json.loads(process.communicate(timeout=10)[0].splitlines()[-1])["status"] == "stopped"
 
 
-def test_the_second_ctrl_c_ends_everything_at_once(running, folder):
+def test_the_second_ctrl_c_ends_everything_at_once(running, folder) -> None:
     for pid in pids_of(folder):
         os.kill(pid, signal.SIGSTOP)  # nobody will answer the first
     running.send_signal(signal.SIGINT)
@@ -68,7 +69,7 @@ def test_the_second_ctrl_c_ends_everything_at_once(running, folder):
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["running", "stopped"])
-def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep):
+def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep: bool) -> None:
     if asleep:
         for pid in pids_of(folder):
             os.kill(pid, signal.SIGSTOP)
@@ -77,7 +78,7 @@ def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep):
     assert_no_process_is_left(folder, within_s=2.0)
 
 
-def test_a_killed_worker_does_not_outlive_the_supervisor_either(running, folder):
+def test_a_killed_worker_does_not_outlive_the_supervisor_either(running, folder) -> None:
     worker = pids_of(folder)[0]
     os.kill(worker, signal.SIGKILL)
     assert "rank 0 was ended by SIGKILL" in plain(running.communicate(timeout=10)[0])

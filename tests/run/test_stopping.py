@@ -18,7 +18,7 @@ from trainkit.run.process.signals import (
 from trainkit.sweeps.loop.stopping import signals_to
 
 
-def interrupt(number):
+def interrupt(number) -> None:
     os.kill(os.getpid(), number)
 
 
@@ -31,14 +31,14 @@ def interrupt(number):
         (signal.SIGHUP, "hangup"),
     ],
 )
-def test_a_signal_becomes_a_reason(number, reason):
+def test_a_signal_becomes_a_reason(number: int, reason: str) -> None:
     with StopFlag() as stop:
         assert stop.requested is None
         interrupt(number)
         assert stop.requested == reason
 
 
-def test_the_second_ctrl_c_interrupts_at_once():
+def test_the_second_ctrl_c_interrupts_at_once() -> None:
     with StopFlag() as stop:
         interrupt(signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
@@ -46,14 +46,14 @@ def test_the_second_ctrl_c_interrupts_at_once():
     assert stop.requested == "stopped"
 
 
-def test_a_scheduler_may_repeat_itself():
+def test_a_scheduler_may_repeat_itself() -> None:
     with StopFlag() as stop:
         for _ in range(3):
             interrupt(signal.SIGTERM)
     assert stop.requested == "preempted"
 
 
-def test_the_first_reason_counts_and_is_told_once():
+def test_the_first_reason_counts_and_is_told_once() -> None:
     told = []
     with StopFlag(told.append) as stop:
         interrupt(signal.SIGTERM)
@@ -61,7 +61,7 @@ def test_the_first_reason_counts_and_is_told_once():
     assert (stop.requested, told) == ("preempted", ["preempted"])
 
 
-def test_a_stop_overrides_a_change_of_size():
+def test_a_stop_overrides_a_change_of_size() -> None:
     with StopFlag(signals=worker_signals()) as stop:
         interrupt(signal.SIGWINCH)
         assert stop.requested == "resized"
@@ -70,18 +70,18 @@ def test_a_stop_overrides_a_change_of_size():
     assert stop.requested == "stopped"
 
 
-def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size():
+def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size() -> None:
     assert set(worker_signals()) - set(stop_signals()) == {signal.SIGWINCH}
 
 
-def test_handlers_are_restored():
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
     with StopFlag():
         assert signal.getsignal(signal.SIGTERM) != before[1]
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == before
 
 
-def test_a_signal_that_was_held_back_arrives_when_the_flag_is_up():
+def test_a_signal_that_was_held_back_arrives_when_the_flag_is_up() -> None:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
@@ -91,10 +91,10 @@ def test_a_signal_that_was_held_back_arrives_when_the_flag_is_up():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_outside_the_main_thread_the_flag_can_only_be_asked():
+def test_outside_the_main_thread_the_flag_can_only_be_asked() -> None:
     found = []
 
-    def use():
+    def use() -> None:
         with StopFlag() as stop:
             stop.request("stopped")
             found.append(stop.requested)
@@ -105,7 +105,7 @@ def test_outside_the_main_thread_the_flag_can_only_be_asked():
     assert found == ["stopped"]
 
 
-def test_a_sighup_that_nohup_ignores_stays_ignored():
+def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopFlag() as stop, signals_to(pytest.fail):
@@ -116,7 +116,7 @@ def test_a_sighup_that_nohup_ignores_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def test_every_reason_has_its_signal_its_error_and_its_exit_code():
+def test_every_reason_has_its_signal_its_error_and_its_exit_code() -> None:
     for reason, number, code in (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129)):
         error = stop_error(reason, "asked to end")
         assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
@@ -139,6 +139,6 @@ with StopFlag() as stop:
 """
 
 
-def test_a_forked_child_survives_ctrl_c_and_hangup_and_obeys_its_parent():
+def test_a_forked_child_survives_ctrl_c_and_hangup_and_obeys_its_parent() -> None:
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.split() == ["True", "-15", "None"]

@@ -1,6 +1,8 @@
 import io
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from trainkit.run.folder.run_folder import RunFolder
 
 
 @pytest.fixture
-def folder(tmp_path):
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
@@ -20,7 +22,9 @@ def said_by_rank_1(folder):
     return [json.loads(line.removeprefix("rank 1 says ")) for line in lines if line.startswith("rank 1 says")]
 
 
-def test_ranks_run_to_the_end_and_the_result_comes_back(folder, fake, monkeypatch):
+def test_ranks_run_to_the_end_and_the_result_comes_back(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("trainkit.run.folder.metadata.num_cores", lambda: 7)
     fake("steps=4")
@@ -28,14 +32,18 @@ def test_ranks_run_to_the_end_and_the_result_comes_back(folder, fake, monkeypatc
     assert said_by_rank_1(folder) == [{"attempt": 0, "life": 0, "prefix": "attempt/0", "omp": "2"}]
 
 
-def test_rank_0_prints_through_and_the_others_into_their_logs(folder, fake, capfd):
+def test_rank_0_prints_through_and_the_others_into_their_logs(
+    folder, fake: Callable[..., None], capfd: pytest.CaptureFixture[str]
+) -> None:
     fake("steps=1")
     run_fakes(folder, 2)
     assert [line[:11] for line in capfd.readouterr().out.splitlines()] == ["rank 0 says"]
     assert sorted(path.name for path in folder.logs.iterdir()) == ["rank_1.log"]
 
 
-def test_in_a_notebook_rank_0_prints_into_the_cell(folder, fake, monkeypatch):
+def test_in_a_notebook_rank_0_prints_into_the_cell(
+    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake("steps=1")
     cell = io.StringIO()
     monkeypatch.setattr("sys.stdout", cell)
@@ -43,7 +51,7 @@ def test_in_a_notebook_rank_0_prints_into_the_cell(folder, fake, monkeypatch):
     assert [line[:11] for line in cell.getvalue().splitlines()] == ["rank 0 says"]
 
 
-def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder, fake):
+def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     said = []
     assert run_fakes(folder, 2, say=said.append) == {"status": "finished", "attempt": 1}
@@ -55,7 +63,7 @@ def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder
     assert [line["prefix"] for line in said_by_rank_1(folder)] == ["attempt/0", "attempt/1"]
 
 
-def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake):
+def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake: Callable[..., None]) -> None:
     fake("steps=4 pause=0.02", fail="rank=1,step=2,phase=update,action=exit")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 2)
@@ -65,7 +73,7 @@ def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake):
     assert_no_process_is_left(folder)
 
 
-def test_the_traceback_of_the_failing_rank_is_shown(folder, fake):
+def test_the_traceback_of_the_failing_rank_is_shown(folder, fake: Callable[..., None]) -> None:
     fake("steps=4", fail="rank=1,step=2,phase=update,action=raise")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 2)
@@ -78,7 +86,7 @@ def test_the_traceback_of_the_failing_rank_is_shown(folder, fake):
     assert lines[-1] == "RuntimeError: failpoint in update of step 2"
 
 
-def test_restarts_that_get_no_further_are_given_up(folder, fake):
+def test_restarts_that_get_no_further_are_given_up(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
     said = []
     with pytest.raises(CrashLoopError) as caught:
@@ -101,13 +109,13 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake):
     }
 
 
-def test_restarts_that_get_further_may_go_on(folder, fake):
+def test_restarts_that_get_further_may_go_on(folder, fake: Callable[..., None]) -> None:
     fail = ";".join(f"rank=0,step={attempt + 1},attempt={attempt},phase=update,action=kill" for attempt in (0, 1, 2))
     fake("steps=5 save=1", fail=fail)
     assert run_fakes(folder, 1, max_restarts=1, say=print) == {"status": "finished", "attempt": 3}
 
 
-def test_no_restarts_means_none(folder, fake):
+def test_no_restarts_means_none(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=exit")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 1, max_restarts=0)
@@ -115,7 +123,7 @@ def test_no_restarts_means_none(folder, fake):
 
 
 @pytest.mark.parametrize("kind", ["DataError", "ConfigError"])
-def test_an_error_of_ours_is_not_tried_again(folder, fake, kind):
+def test_an_error_of_ours_is_not_tried_again(folder, fake: Callable[..., None], kind: str) -> None:
     fake("steps=6 save=1", raising=f"1:{kind}:/gone")
     expected = {
         "DataError": DataError("/gone"),
@@ -127,7 +135,7 @@ def test_an_error_of_ours_is_not_tried_again(folder, fake, kind):
 
 
 @pytest.mark.parametrize("action", ["hang", "stop"])
-def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake, action):
+def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake: Callable[..., None], action: str) -> None:
     fake("steps=600 pause=0.02 child=1", fail=f"rank=1,step=2,phase=forward,action={action}")
     with pytest.raises(HangError) as caught:
         run_fakes(folder, 2, hang_timeout_s=2)
@@ -141,12 +149,12 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake, action):
     assert_no_process_is_left(folder, within_s=0.1)
 
 
-def test_a_hang_is_restarted_from_a_checkpoint(folder, fake):
+def test_a_hang_is_restarted_from_a_checkpoint(folder, fake: Callable[..., None]) -> None:
     fake("steps=4 save=1 pause=0.02", fail="rank=1,step=2,phase=forward,attempt=0,action=hang")
     assert run_fakes(folder, 2, hang_timeout_s=2, say=print)["status"] == "finished"
 
 
-def test_children_of_a_worker_end_with_it(folder, fake):
+def test_children_of_a_worker_end_with_it(folder, fake: Callable[..., None]) -> None:
     fake("steps=1 child=1")
     run_fakes(folder, 2)
     assert_no_process_is_left(folder, within_s=0.1)

@@ -28,7 +28,7 @@ NAMES = ("a module of torch's imports", "os.system as data", "a list of nodes", 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory: pytest.TempPathFactory):
     """Two finished runs in a folder."""
     root = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
 
 
 @pytest.fixture
-def edited(runs, cwd):
+def edited(runs, cwd: Path):
     """Copies of the runs, and a way to put an attempt into the config of both; returns the canary."""
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
@@ -77,7 +77,7 @@ UNBUILT = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_edited_run_folder_runs_nothing(edited, entry, name):
+def test_an_edited_run_folder_runs_nothing(edited, entry: str, name: str) -> None:
     canary = edited(name)
     try:
         code = ENTRIES[entry]()
@@ -88,14 +88,18 @@ def test_an_edited_run_folder_runs_nothing(edited, entry, name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_verbs_that_only_read_import_nothing_of_a_run(edited, name, capsys):
+def test_the_verbs_that_only_read_import_nothing_of_a_run(
+    edited, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     canary = edited(name)
     for line in (["diff", "runs/0", "runs/1"], ["top", "runs"], ["ls"]):
         main(line)
     assert not canary.exists()
 
 
-def test_a_module_beside_a_run_folder_is_not_imported_for_it(edited, monkeypatch, cwd):
+def test_a_module_beside_a_run_folder_is_not_imported_for_it(
+    edited, monkeypatch: pytest.MonkeyPatch, cwd: Path
+) -> None:
     monkeypatch.syspath_prepend(cwd)
     canary = edited("a module that is imported")
     for entry in ENTRIES.values():
@@ -113,7 +117,7 @@ def worker(run):
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd):
+def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd: Path) -> None:
     canary = edited("a module that is imported")
     done = worker(cwd / "runs/0")
     assert done.returncode == 2
@@ -121,7 +125,7 @@ def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd):
     assert not canary.exists()
 
 
-def test_an_ensemble_that_was_written_runs_nothing(runs, cwd):
+def test_an_ensemble_that_was_written_runs_nothing(runs, cwd: Path) -> None:
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
     assert main(["ensemble", "runs", "--k", "2"]) == 0
@@ -134,7 +138,7 @@ def test_an_ensemble_that_was_written_runs_nothing(runs, cwd):
     assert not canary.exists()
 
 
-def test_what_a_checkpoint_names_is_not_built(runs, cwd, capsys):
+def test_what_a_checkpoint_names_is_not_built(runs, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
     (manifest,) = Path("runs/0/checkpoints").glob("*/manifest.json")
@@ -161,7 +165,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("verb", ARGUMENTS)
-def test_an_argument_runs_nothing(edited, verb):
+def test_an_argument_runs_nothing(edited, verb: str) -> None:
     canary = edited("a module of torch's imports")
     recipe = [] if verb in ("resume", "top") else ["recipe=null"]
     for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.folder.metadata.subprocess.getoutput"):
@@ -170,7 +174,7 @@ def test_an_argument_runs_nothing(edited, verb):
     assert not canary.exists()
 
 
-def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited, cwd):
+def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited, cwd: Path) -> None:
     canary = edited("os.system as data")
     command = ["touch", str(canary)]
     jobs = [{"job": "0", "overrides": ["data._target_=os.system"], "command": command, "exit_code": 1}]
@@ -180,7 +184,9 @@ def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited, cwd):
     assert not canary.exists()
 
 
-def test_a_class_of_ones_own_is_trained_resumed_and_evaluated_in_every_process(cwd, monkeypatch):
+def test_a_class_of_ones_own_is_trained_resumed_and_evaluated_in_every_process(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     Path("test_own_mlp.py").write_text("from trainkit.models.mlp import Mlp\nclass Own(Mlp): pass\n")
     monkeypatch.syspath_prepend(cwd)
     monkeypatch.setenv("PYTHONPATH", str(cwd))

@@ -18,37 +18,37 @@ def work(folder, **environ):
     )
 
 
-def test_a_worker_started_by_hand_is_a_run_of_one(tmp_path):
+def test_a_worker_started_by_hand_is_a_run_of_one(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     assert work(folder, FAKE="steps=2").returncode == 0
     assert folder.read_result() == {"status": "finished", "attempt": 0, "restarts": []}
 
 
-def test_a_worker_started_by_hand_prints_its_traceback(tmp_path):
+def test_a_worker_started_by_hand_prints_its_traceback(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     done = work(folder, FAKE="steps=4", FAKE_RAISE="0:DataError:no such file")
     assert done.returncode == 3
     assert done.stderr.splitlines()[-1] == "trainkit.errors.DataError: no such file"
 
 
-def test_a_bad_identity_is_a_config_error(tmp_path):
+def test_a_bad_identity_is_a_config_error(tmp_path: Path) -> None:
     done = work(RunFolder(tmp_path / "run"), TRAINKIT_RANK="first")
     assert done.returncode == 2
     assert "TRAINKIT_RANK=first: must be a whole number, 0 or more. (environment)" in done.stderr
 
 
-def test_the_worker_says_how_it_is_called():
+def test_the_worker_says_how_it_is_called() -> None:
     command = [sys.executable, "-m", "trainkit.run.worker_main"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert (done.returncode, done.stderr) == (2, "usage: python -m trainkit.run.worker_main RUN/resolved.yaml\n")
 
 
 @pytest.mark.parametrize("module", ["torch", "hydra", "omegaconf"])
-def test_the_shell_of_a_worker_imports_nothing_slow(module):
+def test_the_shell_of_a_worker_imports_nothing_slow(module: str) -> None:
     code = f"import sys, trainkit.run.worker_main; sys.exit({module!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
 
 
-def test_a_worker_never_imports_hydra():
+def test_a_worker_never_imports_hydra() -> None:
     code = "import sys, trainkit.run.runner; sys.exit(bool({'hydra', 'omegaconf'} & {*sys.modules}))"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

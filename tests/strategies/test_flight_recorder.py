@@ -35,7 +35,9 @@ def ranks(file_of: Callable[[int], Path]) -> Iterator[tuple[FlightRecorder, Flig
 Ranks = tuple[FlightRecorder, FlightRecorder]
 
 
-def test_the_last_collectives_are_read_in_order_also_when_the_rank_is_gone(ranks: Ranks, file_of) -> None:
+def test_the_last_collectives_are_read_in_order_also_when_the_rank_is_gone(
+    ranks: Ranks, file_of: Callable[[int], Path]
+) -> None:
     for number in range(100):
         ranks[0].record(WORLD, "all_reduce", torch.ones(number))
     found = read_collectives(file_of(0))
@@ -71,7 +73,9 @@ def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks:
         ("scatter", torch.ones(6), None, True),
     ],
 )
-def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(ranks: Ranks, name, here, there, alike) -> None:
+def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(
+    ranks: Ranks, name: str, here: torch.Tensor, there, alike: bool
+) -> None:
     ranks[0].record(WORLD, name, here)
     if alike:
         ranks[1].record(WORLD, name, there)
@@ -99,7 +103,9 @@ def test_each_group_counts_for_itself(ranks: Ranks) -> None:
     ranks[1].record(WORLD, "all_reduce", torch.ones(5))
 
 
-def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(ranks: Ranks, file_of) -> None:
+def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
+    ranks: Ranks, file_of: Callable[[int], Path]
+) -> None:
     ranks[0].record(WORLD, "all_reduce", torch.ones(5))
     content = file_of(0).read_bytes()
     place = content.index(b"all_reduce")
@@ -115,7 +121,9 @@ def test_an_entry_that_is_half_written_and_one_of_another_host_are_not_compared(
         other_host.record(WORLD, "broadcast", torch.ones(2))
 
 
-def test_of_ranks_in_one_phase_the_one_that_has_not_called_is_waited_for(ranks: Ranks, file_of) -> None:
+def test_of_ranks_in_one_phase_the_one_that_has_not_called_is_waited_for(
+    ranks: Ranks, file_of: Callable[[int], Path]
+) -> None:
     for rank in (0, 1, 0):
         ranks[rank].record(WORLD, "all_gather", torch.ones(2))
     assert waited_for([0, 1], file_of) == {1}
@@ -123,7 +131,7 @@ def test_of_ranks_in_one_phase_the_one_that_has_not_called_is_waited_for(ranks: 
     assert waited_for([0, 1], file_of) == frozenset()
 
 
-def test_process_groups_are_as_they_were_afterwards(file_of) -> None:
+def test_process_groups_are_as_they_were_afterwards(file_of: Callable[[int], Path]) -> None:
     before = vars(dist.ProcessGroup)["allreduce"]
     with FlightRecorder(file_of, 0, lambda: -1):
         assert vars(dist.ProcessGroup)["allreduce"] is not before

@@ -31,7 +31,7 @@ def stepped(make, grads_of_steps, *, through_stepper):
     ],
     ids=["adamw", "sgd"],
 )
-def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(make):
+def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(make) -> None:
     steps = [(0.5, 0.2), (0.1, 0.3), (0.4, None), (0.2, 0.7)]
 
     ours = stepped(make, steps, through_stepper=True)

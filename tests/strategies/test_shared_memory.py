@@ -63,7 +63,9 @@ def waiting(peer: Peer, timeout_s: float) -> TrainingError:
     return caught.value
 
 
-def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(sleeper, tmp_path) -> None:
+def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(
+    sleeper: tuple[subprocess.Popen[bytes], ProcessId], tmp_path: Path
+) -> None:
     process, mark = sleeper
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # now a zombie
@@ -74,13 +76,17 @@ def test_a_rank_that_was_killed_is_named_though_its_parent_has_not_noticed(sleep
     assert not words.is_permanent
 
 
-def test_a_later_process_with_its_number_is_not_taken_for_it(sleeper) -> None:
+def test_a_later_process_with_its_number_is_not_taken_for_it(
+    sleeper: tuple[subprocess.Popen[bytes], ProcessId],
+) -> None:
     _, mark = sleeper
     error = waiting(Peer(ProcessId(mark.pid, mark.started - 1)), timeout_s=60)
     assert str(error).startswith("rank 1 ended")
 
 
-def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(sleeper, tmp_path) -> None:
+def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(
+    sleeper: tuple[subprocess.Popen[bytes], ProcessId], tmp_path: Path
+) -> None:
     error = waiting(Peer(sleeper[1]), timeout_s=0.01)
     assert str(error) == "rank 1 brought no gradients in 0.01 s (strategy.timeout_s), says rank 0."
     assert write_error_report(tmp_path / "words.json", 0, error).is_secondary

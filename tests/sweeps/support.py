@@ -46,7 +46,7 @@ if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
 """A job that is killed so many times before it finishes."""
 
 
-def job(folder, number, code, *words, slots=1, config="", seed=None):
+def job(folder, number, code, *words, slots: int = 1, config: str = "", seed=None) -> SweepJob:
     place = folder / str(number)
     command = (sys.executable, "-c", code, str(place), *map(str, words))
     return SweepJob(
@@ -60,7 +60,7 @@ def job(folder, number, code, *words, slots=1, config="", seed=None):
     )
 
 
-def sweep_in(folder, **settings):
+def sweep_in(folder, **settings) -> Sweep:
     return Sweep(folder=folder, screen=PlainScreen, **settings)
 
 
@@ -70,7 +70,7 @@ def run(sweep, *jobs):
     return sweep.exit_codes
 
 
-def waiting_for(path):
+def waiting_for(path) -> None:
     while not path.exists():
         time.sleep(0.01)
 
@@ -78,7 +78,7 @@ def waiting_for(path):
 def signalled(when, *numbers):
     """Send signals to this process once a job runs."""
 
-    def send():
+    def send() -> None:
         waiting_for(when)
         for number in numbers:
             os.kill(os.getpid(), number)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import csv
 import subprocess
+from pathlib import Path
 
 from tests.support import quick
 
 
-def test_a_sweep_from_the_command_line(cwd):
+def test_a_sweep_from_the_command_line(cwd: Path) -> None:
     done = subprocess.run(
         quick.command("-m", "recipe=null", "steps=12", "callbacks=[]", "logger=[]",
             "sweep.name=rates", "eval.metric=val/accuracy", "optimizer.lr=1e30,0.01"),

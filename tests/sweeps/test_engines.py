@@ -55,7 +55,7 @@ def described(folder, code, *words, driver=None):
 class InThreads:
     """An engine that runs each job in a thread of this process, or loses it."""
 
-    def __init__(self, loses=False):
+    def __init__(self, loses: bool = False) -> None:
         self.loses = loses
         self.threads = []
         self.asked = []
@@ -71,12 +71,12 @@ class InThreads:
     def lost(self):
         return "the node is gone" if self.loses else None
 
-    def cancel(self):
+    def cancel(self) -> None:
         return
 
 
 @contextlib.contextmanager
-def started(folder, code, *words, loses=False):
+def started(folder, code, *words, loses: bool = False):
     ends, engine = SimpleQueue(), InThreads(loses)
     remote = Remote(folder, lambda _: 2)
     with remote.connected(engine):
@@ -88,14 +88,14 @@ def started(folder, code, *words, loses=False):
     assert engine.asked == [2]
 
 
-def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(tmp_path):
+def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(tmp_path: Path) -> None:
     path = described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)")
     assert run_described(str(path)) == 3
     assert ended_file(path).read_text() == "3"
     assert (tmp_path / "run/output.log").read_text() == "7\n"
 
 
-def test_a_secret_reaches_a_job_and_no_file(tmp_path):
+def test_a_secret_reaches_a_job_and_no_file(tmp_path: Path) -> None:
     ends, engine, code = SimpleQueue(), InThreads(), "import os, sys; sys.exit(len(os.environ['PIN']))"
     remote, log = Remote(tmp_path, lambda _: 1), tmp_path / "0" / "output.log"
     with remote.connected(engine):
@@ -106,7 +106,7 @@ def test_a_secret_reaches_a_job_and_no_file(tmp_path):
     assert "canary" not in described_as[0]
 
 
-def test_engines_that_write_jobs_to_a_disk_carry_no_secret():
+def test_engines_that_write_jobs_to_a_disk_carry_no_secret() -> None:
     kinds = {
         name: getattr(import_module(f"trainkit.sweeps.backends.{file}"), kind) for name, (file, kind) in ENGINES.items()
     }
@@ -114,7 +114,7 @@ def test_engines_that_write_jobs_to_a_disk_carry_no_secret():
     assert carrying == {"joblib"}
 
 
-def test_a_run_that_has_begun_goes_on(tmp_path):
+def test_a_run_that_has_begun_goes_on(tmp_path: Path) -> None:
     told = JobSpec.read(described(tmp_path, "pass"))
     assert told.line == told.command
     (tmp_path / "run").mkdir()
@@ -122,28 +122,28 @@ def test_a_run_that_has_begun_goes_on(tmp_path):
     assert told.line == (*told.command, "resume=auto")
 
 
-def test_a_run_that_was_killed_before_it_began_has_its_folder_still(tmp_path):
+def test_a_run_that_was_killed_before_it_began_has_its_folder_still(tmp_path: Path) -> None:
     path = described(tmp_path, "import pathlib, sys; sys.exit(pathlib.Path('run/.lock').exists())")
     (tmp_path / "run").mkdir()
     (tmp_path / "run/.lock").touch()
     assert run_described(str(path)) == 0
 
 
-def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path):
+def test_a_job_ends_with_the_process_that_waits_for_it(tmp_path: Path) -> None:
     here = Driver.here()
     gone = Driver(host=here.host, pid=here.pid, begun="1")
     assert run_described(str(described(tmp_path, WAITS, driver=gone))) == -signal.SIGKILL
     assert Driver(host="elsewhere", pid=here.pid, begun="1").is_gone is False
 
 
-def test_the_end_of_a_job_is_reported_once(tmp_path):
+def test_the_end_of_a_job_is_reported_once(tmp_path: Path) -> None:
     with started(tmp_path, "raise SystemExit(4)") as (job, ended):
         told = ended()
         assert (told.attempt, told.code) == (5, 4)
         job.kill()  # it has ended: nothing to do
 
 
-def test_a_job_is_asked_to_stop_and_told_to(tmp_path):
+def test_a_job_is_asked_to_stop_and_told_to(tmp_path: Path) -> None:
     with started(tmp_path, POLITE, tmp_path / "runs") as (job, ended):
         while not (tmp_path / "runs").exists():
             time.sleep(0.01)
@@ -156,14 +156,14 @@ def test_a_job_is_asked_to_stop_and_told_to(tmp_path):
     assert list(job.path.parent.iterdir()) == []
 
 
-def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path):
+def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> None:
     with started(tmp_path, WAITS, loses=True) as (_, ended):
         assert ended().code == 1
     assert (tmp_path / "0/output.log").read_text() == "the node is gone\n"
 
 
 @pytest.mark.parametrize("launcher", ENGINES)
-def test_the_keys_of_a_launcher_are_those_of_its_class(launcher):
+def test_the_keys_of_a_launcher_are_those_of_its_class(launcher) -> None:
     kind = engine_class(launcher)
     defaults = {one.name: getattr(kind(), one.name) for one in fields(kind)}
     assert plugin._KEYS[launcher] == defaults
@@ -176,7 +176,7 @@ def refused(call, *arguments):
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
 
 
-def test_keys_that_do_not_fit_are_refused_together():
+def test_keys_that_do_not_fit_are_refused_together() -> None:
     assert refused(engine_class("submitit_slurm").of, {"node": 1, "nodes": 0, "partition": 3}) == [
         "hydra.launcher.node: no such key. Did you mean hydra.launcher.nodes? (command line)",
         "hydra.launcher.nodes=0: must be at least 1. (command line)",
@@ -185,7 +185,9 @@ def test_keys_that_do_not_fit_are_refused_together():
 
 
 @pytest.mark.parametrize(("launcher", "extra"), [("joblib", "joblib"), ("ray", "ray"), ("submitit_local", "slurm")])
-def test_an_engine_that_is_not_installed_says_how_to_install_it(launcher, extra, monkeypatch):
+def test_an_engine_that_is_not_installed_says_how_to_install_it(
+    launcher: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = engine_class(launcher)
     monkeypatch.setattr(kind, "packages", ("no_such_package",))
     with pytest.raises(MissingExtraError) as caught:
@@ -195,7 +197,7 @@ def test_an_engine_that_is_not_installed_says_how_to_install_it(launcher, extra,
     )
 
 
-def test_slurm_needs_its_commands(monkeypatch):
+def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = engine_class("submitit_slurm")
     monkeypatch.setattr(kind, "packages", ())
     monkeypatch.setenv("PATH", "")
@@ -204,12 +206,12 @@ def test_slurm_needs_its_commands(monkeypatch):
     assert line == f"hydra/launcher=submitit_slurm: {rule}"
 
 
-def test_nothing_but_a_function_of_a_module_is_pickled():
+def test_nothing_but_a_function_of_a_module_is_pickled() -> None:
     assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.backends.job_spec"
     assert callable(run_described.checkpoint)
 
 
-def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains():
+def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains() -> None:
     run = trainkit.compose(["cluster=slurm", "hydra.launcher.partition=gpu", "sweep.retries=1"])
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
     rule = "hands runs to the launcher submitit_slurm: `trainkit` on the command line does. To train here: "
@@ -224,7 +226,7 @@ def sweep(*arguments):
     return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
 
 
-def test_what_only_slots_reads_is_refused_before_anything_runs(cwd: Path):
+def test_what_only_slots_reads_is_refused_before_anything_runs(cwd: Path) -> None:
     done = sweep("hydra/launcher=joblib", "sweep.slots=3")
     assert done.returncode == 2
     rule = "has no effect with hydra/launcher=joblib: it is for slots. Give hydra.launcher.jobs_at_once."

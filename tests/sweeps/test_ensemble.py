@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ LOSS = MonitoredMetric(metric="val/loss", mode="min")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
+def sweep(tmp_path_factory: pytest.TempPathFactory):
     """Two runs on digits that differ in their seed, and one of a wider model."""
     root = tmp_path_factory.mktemp("sweep")
     for name, more in [("0", "seed=1"), ("1", "seed=2"), ("2", "model.hidden=[32]")]:
@@ -37,7 +38,7 @@ def called(folder, **flags):
     return verb.run(Call(verb="ensemble", arguments=(str(folder),), flags=flags))
 
 
-def refused(folder, **flags):
+def refused(folder, **flags) -> str:
     with pytest.raises(ConfigError) as caught:
         called(folder, **flags)
     (problem,) = caught.value.problems
@@ -54,7 +55,9 @@ def two(sweep, root):
     return root
 
 
-def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(sweep, tmp_path, capsys):
+def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
+    sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert called(two(sweep, tmp_path), k="2") == 0
     told = figures(tmp_path / "ensemble")
     assert list(told)[2:] == ["ensemble of 2", "averaged weights"]
@@ -68,7 +71,7 @@ def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_the
     assert f'trainkit.load("{tmp_path}/ensemble")' in capsys.readouterr().out
 
 
-def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(sweep, tmp_path):
+def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(sweep, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     images = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     joined = trainkit.load(tmp_path / "ensemble")
@@ -77,7 +80,7 @@ def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(
     assert not joined.training
 
 
-def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(sweep, tmp_path):
+def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(sweep, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     averaged = trainkit.load(tmp_path / "ensemble/averaged").state_dict()
     members = [trainkit.load(tmp_path / name).state_dict() for name in ("0", "1")]
@@ -89,7 +92,7 @@ def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_an
             torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_models_of_other_shapes_have_no_mean_of_weights(sweep, tmp_path):
+def test_models_of_other_shapes_have_no_mean_of_weights(sweep, tmp_path: Path) -> None:
     shutil.copytree(sweep, tmp_path / "all")
     called(tmp_path / "all", out=str(tmp_path / "made"))
     assert "averaged weights" not in figures(tmp_path / "made")
@@ -98,14 +101,14 @@ def test_models_of_other_shapes_have_no_mean_of_weights(sweep, tmp_path):
     ]  # fmt: skip
 
 
-def test_an_earlier_ensemble_is_left_alone(sweep, tmp_path):
+def test_an_earlier_ensemble_is_left_alone(sweep, tmp_path: Path) -> None:
     two(sweep, tmp_path)
     for _ in range(2):
         called(tmp_path, k="2", checkpoint="best")
     assert (tmp_path / "ensemble-2/model.yaml").exists()
 
 
-def test_damaged_weights_are_not_loaded(sweep, tmp_path):
+def test_damaged_weights_are_not_loaded(sweep, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     file = tmp_path / "ensemble/model.safetensors"
     assert set(load_file(file)) == set(trainkit.load(tmp_path / "ensemble").state_dict())
@@ -116,7 +119,7 @@ def test_damaged_weights_are_not_loaded(sweep, tmp_path):
         trainkit.load(tmp_path / "ensemble")
 
 
-def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_path):
+def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     config = tmp_path / "ensemble/model.yaml"
     config.write_text(config.read_text().replace("trainkit.models.mlp.Mlp", "os.system"))
@@ -124,7 +127,7 @@ def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_pat
         trainkit.load(tmp_path / "ensemble")
 
 
-def test_what_cannot_be_combined_is_refused(sweep, tmp_path):
+def test_what_cannot_be_combined_is_refused(sweep, tmp_path: Path) -> None:
     assert refused(sweep, k="4") == "--k 4: only 3 runs there have val/accuracy."
     assert refused(sweep, k="1") == "--k 1: an ensemble needs 2 members or more."
     assert refused(sweep, checkpoint="first") == "--checkpoint first: must be best or last."
@@ -134,7 +137,7 @@ def test_what_cannot_be_combined_is_refused(sweep, tmp_path):
     assert "Members are scored on the same samples by the same loss" in refused(tmp_path, k="2")
 
 
-def test_folds_are_no_members(tmp_path):
+def test_folds_are_no_members(tmp_path: Path) -> None:
     entries = [read_entry(tmp_path, job=job, exit_code=None) for job in ("0-2", "3-5")]
     from dataclasses import replace
 
@@ -145,12 +148,12 @@ def test_folds_are_no_members(tmp_path):
         best_of(board, 2)
 
 
-def test_load_says_where_there_is_no_model(tmp_path):
+def test_load_says_where_there_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no model: neither a run's resolved\.yaml nor a model\.yaml\."):
         trainkit.load(tmp_path)
 
 
-def test_probabilities_are_averaged_not_scores():
+def test_probabilities_are_averaged_not_scores() -> None:
     sure, unsure = torch.tensor([[20.0, 0.0]]), torch.tensor([[0.0, 1.0]])
     members = [_Constant(sure), _Constant(unsure)]
     expected = (sure.softmax(-1) + unsure.softmax(-1)) / 2
@@ -158,13 +161,13 @@ def test_probabilities_are_averaged_not_scores():
     assert Ensemble(members=members, combine="outputs")(None).tolist() == [[10.0, 0.5]]
 
 
-def test_scores_of_sixteen_bits_are_averaged_in_thirty_two():
+def test_scores_of_sixteen_bits_are_averaged_in_thirty_two() -> None:
     narrow = Ensemble(members=[_Constant(torch.zeros(1, 3, dtype=torch.bfloat16))] * 3)(None)
     assert narrow.dtype == torch.float32
     assert narrow[0, 0].item() == pytest.approx(-math.log(3), rel=1e-6)
 
 
-def test_every_member_computes_on_a_device_of_its_own():
+def test_every_member_computes_on_a_device_of_its_own() -> None:
     with SecondDevice():
         model = Ensemble(members=[nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(2, 3)])
         model.spread([torch.device("cpu"), META])
@@ -173,7 +176,7 @@ def test_every_member_computes_on_a_device_of_its_own():
 
 
 class _Constant(nn.Module):
-    def __init__(self, outputs):
+    def __init__(self, outputs) -> None:
         super().__init__()
         self.register_buffer("outputs", outputs)
 

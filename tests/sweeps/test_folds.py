@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ def folded(root, accuracies, codes=None):
     return collect(root)
 
 
-def test_points_are_ranked_by_the_mean_over_their_folds(tmp_path):
+def test_points_are_ranked_by_the_mean_over_their_folds(tmp_path: Path) -> None:
     board = folded(tmp_path, [0.5, 0.6, 0.7, 0.95, 0.4, 0.6])
     best, other = board.entries
     assert (best.job, best.overrides, best.status, best.seconds) == ("3-5", ("optimizer.lr=0.2",), "finished", 6.0)
@@ -36,13 +37,13 @@ def test_points_are_ranked_by_the_mean_over_their_folds(tmp_path):
     assert board.lines()[1].split("  ")[3] == "0.65 ± 0.2784"
 
 
-def test_the_table_for_programs_has_the_spread_beside_the_mean(tmp_path):
+def test_the_table_for_programs_has_the_spread_beside_the_mean(tmp_path: Path) -> None:
     head, first, _ = folded(tmp_path, [0.5, 0.5, 0.5, 0.25, 0.5, 0.75]).csv(base=tmp_path).splitlines()
     assert head == "rank,job,status,val/accuracy,val/accuracy spread,optimizer.lr,steps,seconds,folder"
     assert first == "1,0-2,finished,0.5,0.0,0.1,,6.0,0"
 
 
-def test_a_point_that_lacks_a_fold_is_not_compared(tmp_path):
+def test_a_point_that_lacks_a_fold_is_not_compared(tmp_path: Path) -> None:
     board = folded(tmp_path, [0.1, 0.1, 0.1, 0.9, None, 0.9])
     assert [(entry.job, entry.status, board.value(entry)) for entry in board.entries] == [
         ("0-2", "finished", pytest.approx(0.1)),

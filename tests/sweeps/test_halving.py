@@ -13,14 +13,14 @@ LOSS = MonitoredMetric(metric="val/loss", mode="min")
 class Runs:
     """Stands for the launcher: every job reaches its rung at once, with the loss that its point has there."""
 
-    def __init__(self, root: Path, loss, *, length=9):
+    def __init__(self, root: Path, loss, *, length: int = 9) -> None:
         self.root, self.loss, self.length, self.log = root, loss, length, []
 
-    def job(self, overrides, number, *, going_on=None):
+    def job(self, overrides, number, *, going_on=None) -> SweepJob:
         folder = self.root / str(number) if going_on is None else going_on.folder
         return SweepJob(name=folder.name, folder=folder, overrides=tuple(overrides), command=tuple(overrides))
 
-    def train(self, job):
+    def train(self, job) -> None:
         stop = next((int(line.partition("=")[2]) for line in job.command if line.startswith("stop_at")), None)
         self.log.append((job.name, stop))
         job.folder.mkdir(exist_ok=True)
@@ -30,7 +30,7 @@ class Runs:
         result = {"status": "finished" if step == self.length else "stopped", "steps": step}
         (job.folder / "result.json").write_text(json.dumps(result))
 
-    def halving(self, points, **settings):
+    def halving(self, points, **settings) -> Halving:
         settings = {"reduction": 3, "rungs": 3, "goal": LOSS} | settings
         lengths = [self.length] * len(points)
         return Halving(points=[(point,) for point in points], lengths=lengths, job=self.job, **settings)
@@ -49,13 +49,13 @@ def by_number(point, step):
     return 1 / (1 + int(point[5:])) + 1 / step
 
 
-def test_the_best_third_goes_on_until_one_trains_whole(tmp_path):
+def test_the_best_third_goes_on_until_one_trains_whole(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     log = runs.all_of(runs.halving([f"seed={number}" for number in range(9)]))
     assert log == [*((str(number), 1) for number in range(9)), ("6", 3), ("7", 3), ("8", 3), ("8", None)]
 
 
-def test_a_job_that_goes_on_keeps_its_folder_and_shows_its_point_alone(tmp_path):
+def test_a_job_that_goes_on_keeps_its_folder_and_shows_its_point_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     source = runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2)
     first = [source.next() for _ in range(3)]
@@ -68,7 +68,7 @@ def test_a_job_that_goes_on_keeps_its_folder_and_shows_its_point_alone(tmp_path)
     assert (last.folder, last.overrides, last.command) == (first[2].folder, ("seed=2",), ("seed=2",))
 
 
-def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path):
+def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path: Path) -> None:
     runs = Runs(tmp_path, lambda point, step: 1.0)  # all equal: the earlier point goes on
     source = runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2)
     jobs = [source.next() for _ in range(3)]
@@ -78,25 +78,25 @@ def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path):
     assert source.next().name == "0"
 
 
-def test_a_job_that_fails_does_not_go_on(tmp_path):
+def test_a_job_that_fails_does_not_go_on(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     log = runs.all_of(runs.halving([f"seed={number}" for number in range(3)], rungs=2), codes={"2": 1})
     assert log[3:] == [("1", None)]
 
 
-def test_where_all_fail_the_sweep_ends(tmp_path):
+def test_where_all_fail_the_sweep_ends(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     failed = {str(number): 1 for number in range(3)}
     assert len(runs.all_of(runs.halving([f"seed={number}" for number in range(3)]), codes=failed)) == 3
 
 
-def test_a_figure_that_is_no_number_loses(tmp_path):
+def test_a_figure_that_is_no_number_loses(tmp_path: Path) -> None:
     runs = Runs(tmp_path, lambda point, step: None if point == "seed=2" else by_number(point, step))
     log = runs.all_of(runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2))
     assert log[3:] == [("1", None)]
 
 
-def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path):
+def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path: Path) -> None:
     points = [f"seed={number}" for number in range(9)]
     runs = Runs(tmp_path, by_number)
     source = runs.halving(points)
@@ -112,13 +112,13 @@ def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path):
     assert again.all_of(again.halving(points, known=known)) == [("8", 3), ("8", None)]
 
 
-def test_a_point_that_stands_twice_runs_once(tmp_path):
+def test_a_point_that_stands_twice_runs_once(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     log = runs.all_of(runs.halving(["seed=0", "seed=1", "seed=1", "seed=2"], rungs=2))
     assert [name for name, _ in log] == ["0", "1", "2", "2"]
 
 
-def test_more_is_better_where_the_metric_says_so(tmp_path):
+def test_more_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     goal = MonitoredMetric(metric="val/loss", mode="max")
     assert runs.all_of(runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2, goal=goal))[-1] == ("0", None)

@@ -21,11 +21,11 @@ def rows(folder):
     return {row["job"]: row for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
 
 
-def said(capfd):
+def said(capfd: pytest.CaptureFixture[str]):
     return re.sub(r"\d+\.\d s", "N s", capfd.readouterr().out)
 
 
-def test_jobs_run_and_are_ranked(tmp_path, capfd):
+def test_jobs_run_and_are_ranked(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     sweep = sweep_in(tmp_path)
     assert run(sweep, job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, RUN, 0.95)) == {"0": 0, "1": 0}
     sweep.finish()
@@ -44,7 +44,9 @@ def test_jobs_run_and_are_ranked(tmp_path, capfd):
     )
 
 
-def test_a_failed_job_lets_the_others_run_and_says_where_to_look(tmp_path, capfd):
+def test_a_failed_job_lets_the_others_run_and_says_where_to_look(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sweep = sweep_in(tmp_path)
     codes = run(sweep, job(tmp_path, 0, "raise SystemExit('no luck')"), job(tmp_path, 1, RUN, 0.95))
     sweep.finish()
@@ -55,7 +57,9 @@ def test_a_failed_job_lets_the_others_run_and_says_where_to_look(tmp_path, capfd
     assert (tmp_path / "leaderboard.csv").read_text().splitlines()[2].startswith("2,0,exit 1,")
 
 
-def test_a_failed_job_stops_the_others_where_that_is_asked_for(tmp_path, capfd):
+def test_a_failed_job_stops_the_others_where_that_is_asked_for(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     sweep = sweep_in(tmp_path, slots=Slots(count=2), on_error="stop")
     fails = "import pathlib, sys, time\nwhile not pathlib.Path(sys.argv[2]).exists(): time.sleep(0.01)\nsys.exit(1)"
     failing = job(tmp_path, 0, fails, tmp_path / "1/here")
@@ -66,27 +70,29 @@ def test_a_failed_job_stops_the_others_where_that_is_asked_for(tmp_path, capfd):
 
 
 @pytest.mark.parametrize(("retries", "code"), [(1, -9), (2, 0)])
-def test_a_job_that_dies_is_tried_again_as_often_as_is_said(tmp_path, capfd, retries, code):
+def test_a_job_that_dies_is_tried_again_as_often_as_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], retries: int, code: int
+) -> None:
     sweep = sweep_in(tmp_path, retries=retries)
     assert run(sweep, job(tmp_path, 0, FRAIL, 2)) == {"0": code}
     assert rows(tmp_path)["0"]["tries"] == retries + 1 == int((tmp_path / "0/tries").read_text())
     assert capfd.readouterr().out.count("job 0 (seed=0): signal 9; tried again\n") == retries
 
 
-def test_a_job_that_is_tried_again_resumes(tmp_path):
+def test_a_job_that_is_tried_again_resumes(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path, retries=1)
     run(sweep, job(tmp_path, 0, FRAIL + "else: print(sys.argv[3:])", 1))
     assert (tmp_path / "0/output.log").read_text() == "['resume=auto']\n"
 
 
 @pytest.mark.parametrize("code", [2, 3])
-def test_a_mistake_is_not_tried_again(tmp_path, code):
+def test_a_mistake_is_not_tried_again(tmp_path: Path, code: int) -> None:
     sweep = sweep_in(tmp_path, retries=3)
     run(sweep, job(tmp_path, 0, f"raise SystemExit({code})"))
     assert (rows(tmp_path)["0"]["exit_code"], rows(tmp_path)["0"]["tries"]) == (code, 1)
 
 
-def test_the_leaderboard_is_right_after_every_job(tmp_path):
+def test_the_leaderboard_is_right_after_every_job(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     reads = "import pathlib, sys; print(pathlib.Path(sys.argv[2]).read_text(), file=open(sys.argv[2] + '.seen', 'w'))"
     run(sweep, job(tmp_path, 0, RUN, 0.9), job(tmp_path, 1, reads, tmp_path / "sweep.json"))
@@ -94,7 +100,7 @@ def test_the_leaderboard_is_right_after_every_job(tmp_path):
     assert [(item["job"], item["exit_code"]) for item in seen] == [("0", 0), ("1", None)]
 
 
-def test_batches_of_a_search_share_one_leaderboard(tmp_path):
+def test_batches_of_a_search_share_one_leaderboard(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     run(sweep, job(tmp_path, 0, RUN, 0.9))
     run(sweep, job(tmp_path, 1, RUN, 0.95))
@@ -108,7 +114,9 @@ def test_batches_of_a_search_share_one_leaderboard(tmp_path):
     ("number", "error"),
     [(signal.SIGINT, StoppedError), (signal.SIGTERM, TerminatedError), (signal.SIGHUP, HangupError)],
 )
-def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(tmp_path, capfd, number, error):
+def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int, error: type[Exception]
+) -> None:
     sweep = sweep_in(tmp_path, slots=Slots(count=2))
     sender = signalled(tmp_path / "1/here", number)
     with pytest.raises(error) as caught:
@@ -122,7 +130,7 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(tmp_path, capf
     assert "\n3 jobs, 2 stopped, 1 not run, by val/loss (min)\n" in capfd.readouterr().out
 
 
-def test_a_job_that_will_not_stop_is_ended(tmp_path):
+def test_a_job_that_will_not_stop_is_ended(tmp_path: Path) -> None:
     sweep = sweep_in(tmp_path)
     sender = signalled(tmp_path / "0/here", signal.SIGINT, signal.SIGINT, signal.SIGINT)
     with pytest.raises(StoppedError):
@@ -131,14 +139,14 @@ def test_a_job_that_will_not_stop_is_ended(tmp_path):
     assert sweep.exit_codes == {"0": -signal.SIGKILL}
 
 
-def test_the_search_stops_a_job_in_good_order(tmp_path, capfd):
+def test_the_search_stops_a_job_in_good_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Search(JobList):
         heard = ()
 
         def watch(self, job):
             return job.name == "0" and (job.folder / "here").exists()
 
-        def ended(self, job, code):
+        def ended(self, job, code) -> None:
             self.heard += ((job.name, code),)
 
     sweep, search = sweep_in(tmp_path), Search([job(tmp_path, 0, POLITE), job(tmp_path, 1, RUN, 0.9)])
@@ -148,14 +156,14 @@ def test_the_search_stops_a_job_in_good_order(tmp_path, capfd):
     assert "job 0 (seed=0) pruned, " in capfd.readouterr().out
 
 
-def test_two_sweeps_never_share_a_folder(tmp_path):
+def test_two_sweeps_never_share_a_folder(tmp_path: Path) -> None:
     with locked(tmp_path / ".lock"), pytest.raises(ConfigError, match="in use by process"):
         run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.9))
     assert not (tmp_path / "0").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path):
+def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.support import *;"
         "from trainkit.sweeps.loop.slots import Slots;"
@@ -178,7 +186,7 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path):
     assert not alive()
 
 
-def test_a_folder_of_an_earlier_sweep_is_left_alone(tmp_path):
+def test_a_folder_of_an_earlier_sweep_is_left_alone(tmp_path: Path) -> None:
     assert free_folder(tmp_path / "0") == tmp_path / "0"
     (tmp_path / "0").mkdir()
     (tmp_path / "0-2").mkdir()

@@ -20,7 +20,7 @@ def command(*arguments):
     return quick.command("-m", *SHORT, *arguments)
 
 
-def swept(*arguments, code=0):
+def swept(*arguments, code: int = 0):
     done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr + done.stdout
     return done
@@ -48,7 +48,7 @@ def children():
     return found
 
 
-def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd):
+def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_once(cwd: Path) -> None:
     done = swept("strategy=one_device,mirrored", "seed=1,1", "steps=2", "sweep.slots=2")
     folder = cwd / "outputs/sweeps/mine"
     found = [(row["job"], row["slots"], row["exit_code"]) for row in rows(folder)]
@@ -59,7 +59,7 @@ def test_jobs_of_one_process_and_of_two_share_the_slots_and_the_same_point_runs_
 
 
 @pytest.mark.long
-def test_a_sweep_can_be_extended(cwd):
+def test_a_sweep_can_be_extended(cwd: Path) -> None:
     swept("seed=1,2", "steps=2")
     began = (cwd / "outputs/sweeps/mine/0/environment.json").stat().st_mtime_ns
     again = swept("seed=3,1", "steps=2", "sweep.slots=1")
@@ -91,7 +91,9 @@ def test_a_sweep_can_be_extended(cwd):
         (("seed=range(5,1)",), "seed=range(5,1): is an empty sweep: there is nothing to run. (command line)"),
     ],
 )
-def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(cwd, capsys, arguments, problem):
+def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(
+    cwd: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], problem: str
+) -> None:
     from trainkit.cli import main
 
     assert main(["-m", *SHORT, *arguments]) == 2
@@ -99,13 +101,13 @@ def test_what_a_sweep_cannot_mean_is_refused_before_a_job_starts(cwd, capsys, ar
     assert not (cwd / "outputs").exists()
 
 
-def test_a_job_that_needs_more_slots_than_there_are_is_refused_before_any_starts(cwd):
+def test_a_job_that_needs_more_slots_than_there_are_is_refused_before_any_starts(cwd: Path) -> None:
     done = swept("strategy=mirrored", "strategy.replicas=4", "seed=1,2", "sweep.slots=2", code=2)
     assert "  sweep.slots=2: seed=1 takes 4 slots. Give it fewer, or sweep.slots=4 or more.\n" in done.stderr
     assert not list(cwd.glob("outputs/sweeps/mine/*/resolved.yaml"))
 
 
-def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd, capsys):
+def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from trainkit.cli import main
 
     assert main(["-m", *SHORT[:-1], "seed=1,2", "sweep.resume=gone"]) == 2
@@ -115,7 +117,7 @@ def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd, capsys):
 
 
 @pytest.mark.long
-def test_a_killed_sweep_of_trainings_goes_on_as_if_nothing_had_happened(cwd):
+def test_a_killed_sweep_of_trainings_goes_on_as_if_nothing_had_happened(cwd: Path) -> None:
     points = ("seed=1,2,3,4", "steps=400", "checkpoint.every_steps=50", "log_every_steps=5", "loader.cache=false")
     folder = cwd / "outputs/sweeps/mine"
     with subprocess.Popen(command(*points), stdout=subprocess.DEVNULL) as sweep:

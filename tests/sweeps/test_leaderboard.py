@@ -13,7 +13,15 @@ from trainkit.sweeps.results.leaderboard import Leaderboard, collect, read_entry
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 
-def made(root, name, *, accuracy=None, status="finished", seconds=6.13, eval_keys="{metric: val/accuracy}"):
+def made(
+    root,
+    name,
+    *,
+    accuracy=None,
+    status: str = "finished",
+    seconds: float = 6.13,
+    eval_keys: str = "{metric: val/accuracy}",
+):
     folder = root / name
     folder.mkdir(parents=True)
     metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": None}
@@ -36,7 +44,7 @@ def board_of(root):
     return Leaderboard.of(entries, ACCURACY)
 
 
-def test_the_table_has_the_best_first_and_the_failed_last(tmp_path, monkeypatch):
+def test_the_table_has_the_best_first_and_the_failed_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert board_of(Path("sweep")).lines() == [
         "#  job  status    val/accuracy  overrides                             time   folder",
@@ -47,7 +55,7 @@ def test_the_table_has_the_best_first_and_the_failed_last(tmp_path, monkeypatch)
     ]
 
 
-def test_the_page_links_every_folder(tmp_path):
+def test_the_page_links_every_folder(tmp_path: Path) -> None:
     assert board_of(tmp_path).top(2).markdown(base=tmp_path) == (
         "# Leaderboard by val/accuracy (max)\n"
         "\n"
@@ -60,7 +68,7 @@ def test_the_page_links_every_folder(tmp_path):
     )
 
 
-def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path):
+def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path: Path) -> None:
     assert board_of(tmp_path).csv(base=tmp_path) == (
         "rank,job,status,val/accuracy,strategy,optimizer.lr,clip.max_norm,steps,seconds,folder\n"
         "1,1,finished,0.98123,mirrored,0.003,,,6.13,1\n"
@@ -70,27 +78,27 @@ def test_the_csv_has_full_precision_and_a_column_for_every_swept_key(tmp_path):
     )
 
 
-def test_less_is_better_where_the_metric_says_so(tmp_path):
+def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     entries = board_of(tmp_path).entries
     least = Leaderboard.of(entries, MonitoredMetric(metric="val/accuracy", mode="min"))
     assert [entry.job for entry in least.entries] == ["0", "1", "2", "3"]
 
 
 @pytest.mark.parametrize(("code", "status"), [(0, "no result"), (2, "exit 2"), (-9, "signal 9"), (None, "not run")])
-def test_a_job_without_a_result_tells_how_it_ended(tmp_path, code, status):
+def test_a_job_without_a_result_tells_how_it_ended(tmp_path: Path, code: int | None, status: str) -> None:
     assert read_entry(tmp_path, job="0", exit_code=code).status == status
 
 
-def test_a_result_that_says_finished_is_not_believed_where_the_process_failed(tmp_path):
+def test_a_result_that_says_finished_is_not_believed_where_the_process_failed(tmp_path: Path) -> None:
     assert read_entry(made(tmp_path, "0", accuracy=0.9), job="0", exit_code=1).status == "exit 1"
 
 
-def test_the_overrides_are_those_that_not_every_job_has():
+def test_the_overrides_are_those_that_not_every_job_has() -> None:
     assert varied_overrides([["a=1", "b=1"], ["a=1", "b=2"], ["a=1"]]) == [("b=1",), ("b=2",), ()]
     assert varied_overrides([]) == []
 
 
-def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path):
+def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path: Path) -> None:
     made(tmp_path, "digits/a", accuracy=0.5)
     made(tmp_path, "digits/b", accuracy=0.75)
     board = collect(tmp_path)
@@ -101,7 +109,7 @@ def test_runs_of_any_folder_are_collected_by_what_they_go_by(tmp_path):
     ]
 
 
-def test_an_empty_folder_has_an_empty_leaderboard(tmp_path):
+def test_an_empty_folder_has_an_empty_leaderboard(tmp_path: Path) -> None:
     board = collect(tmp_path)
     write(board, tmp_path)
     assert board.entries == ()
@@ -109,7 +117,7 @@ def test_an_empty_folder_has_an_empty_leaderboard(tmp_path):
     assert not (tmp_path / "leaderboard.png").exists()
 
 
-def test_the_three_files_are_written(tmp_path):
+def test_the_three_files_are_written(tmp_path: Path) -> None:
     write(board_of(tmp_path), tmp_path)
     assert sorted(path.name for path in tmp_path.glob("leaderboard.*")) == [
         "leaderboard.csv",
@@ -118,7 +126,7 @@ def test_the_three_files_are_written(tmp_path):
     ]
 
 
-def row(root, name, accuracy, *, loss=1.0, steps=9, status="finished", reason=""):
+def row(root, name, accuracy, *, loss: float = 1.0, steps: int = 9, status: str = "finished", reason: str = ""):
     folder = root / name
     folder.mkdir()
     metrics = {"val/accuracy": accuracy, "val/loss": loss}
@@ -132,7 +140,7 @@ def swept_folder(root, rows):
     return collect(root, ACCURACY)
 
 
-def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path, monkeypatch):
+def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     rows = [
         row(tmp_path, "0", 0.5),
@@ -152,13 +160,13 @@ def test_pruned_jobs_follow_finished_ones_and_failed_ones_both(tmp_path, monkeyp
     assert board.markdown(base=tmp_path).splitlines()[7] == "| 2 | 1 | pruned | 0.9 | 3 | `seed=1` | 1.0 s | [1](1) |"
 
 
-def test_a_job_that_was_asked_to_stop_there_is_not_pruned(tmp_path):
+def test_a_job_that_was_asked_to_stop_there_is_not_pruned(tmp_path: Path) -> None:
     only = row(tmp_path, "0", 0.5, steps=3, status="stopped", reason="stop_at_step=3")
     only["overrides"].append("stop_at_step=3")
     assert [entry.status for entry in swept_folder(tmp_path, [only]).entries] == ["stopped"]
 
 
-def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path):
+def test_equal_figures_are_ordered_by_loss_and_then_by_number(tmp_path: Path) -> None:
     rows = [row(tmp_path, "0", 0.5, loss=2.0), row(tmp_path, "1", 0.5), row(tmp_path, "2", 0.5)]
     assert [entry.job for entry in swept_folder(tmp_path, rows).entries] == ["1", "2", "0"]
 
@@ -190,11 +198,11 @@ def test_the_command_that_composes_the_best_anew_names_the_folders_of_the_user(t
     assert "--config-dir" not in then, "the folder of the run holds every value"
 
 
-def test_without_a_figure_there_is_nothing_to_run_again(tmp_path):
+def test_without_a_figure_there_is_nothing_to_run_again(tmp_path: Path) -> None:
     assert swept_folder(tmp_path, [row(tmp_path, "0", None)]).commands(Path("rates")) == []
 
 
-def test_tensorboard_gets_the_settings_of_jobs_that_write_for_it(tmp_path):
+def test_tensorboard_gets_the_settings_of_jobs_that_write_for_it(tmp_path: Path) -> None:
     rows = [row(tmp_path, "0", 0.5), row(tmp_path, "1", 0.5)]
     (tmp_path / "0/tensorboard").mkdir()
     write(swept_folder(tmp_path, rows), tmp_path)

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -31,14 +32,14 @@ def runs(folder, number):
     return file.read_text().count("ran") if file.exists() else 0
 
 
-def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does():
+def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does() -> None:
     plain = RunConfig()
     assert identity(plain) == identity(RunConfig(name="other", eval=Eval(every_epochs=2)))
     assert identity(plain) != identity(RunConfig(stop_at_step=3))
     assert identity(plain) != identity(RunConfig(steps=3))
 
 
-def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path, capfd):
+def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     jobs = [job(tmp_path, 0, RUN, 0.5, "ran", config="a"), job(tmp_path, 1, FRAIL, 1, config="b")]
     assert run(sweep_in(tmp_path), *jobs) == {"0": 0, "1": -9}
     capfd.readouterr()
@@ -50,13 +51,13 @@ def test_a_finished_job_is_not_run_again_and_a_failed_one_is(tmp_path, capfd):
     )
 
 
-def test_a_job_with_another_config_is_run_though_it_has_the_same_name(tmp_path):
+def test_a_job_with_another_config_is_run_though_it_has_the_same_name(tmp_path: Path) -> None:
     run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, "ran", config="a"))
     run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, "ran", config="b"))
     assert runs(tmp_path, 0) == 2
 
 
-def test_a_result_that_says_finished_counts_though_the_end_of_its_process_was_not_noted(tmp_path):
+def test_a_result_that_says_finished_counts_though_the_end_of_its_process_was_not_noted(tmp_path: Path) -> None:
     only = job(tmp_path, 0, RUN, 0.5, "ran", config="a")
     run(sweep_in(tmp_path), only)
     file = tmp_path / "sweep.json"
@@ -65,7 +66,7 @@ def test_a_result_that_says_finished_counts_though_the_end_of_its_process_was_no
     assert runs(tmp_path, 0) == 1
 
 
-def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path):
+def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path) -> None:
     run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, config="a"), job(tmp_path, 1, FRAIL, 1, config="b"))
     sweep = sweep_in(tmp_path)
     run(sweep, job(tmp_path, 2, RUN, 0.6, config="c"))
@@ -74,7 +75,7 @@ def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path):
 
 
 @pytest.mark.parametrize("moment", [random.uniform(0.2, 0.9) for _ in range(2)], ids=["once", "again"])
-def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path, moment):
+def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment) -> None:
     place, calm = tmp_path / "killed", tmp_path / "calm"
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.test_resuming import *; place = Path(sys.argv[1])\n"

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
 from trainkit.sweeps.screen import Line, PlainScreen, TableScreen, View, table_of
 
 
-def shown(view, height=20):
+def shown(view, height: int = 20):
     console = Console(file=io.StringIO(), width=80, highlight=False)
     console.print(table_of(view, height=height))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
@@ -19,7 +21,7 @@ def lines(*states):
     return [Line(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
 
 
-def test_the_table_tells_how_far_each_job_is():
+def test_the_table_tells_how_far_each_job_is() -> None:
     running, done = lines("running", "done")
     running.progress = Progress(step=1500, done=0.25, metric=0.9123456, loss=0.3, remaining_s=75.0)
     done.progress, done.seconds = Progress(step=6000, done=1.0, metric=0.95, loss=0.1), 8.0
@@ -32,14 +34,16 @@ def test_the_table_tells_how_far_each_job_is():
     ]
 
 
-def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown():
+def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -> None:
     view = View(lines=lines("done", "failed", "done", "running", "done"), queued=None, in_use=1, slots=1)
     head, _, *rows = shown(view, height=9)
     assert head == "3 done, 1 running, 1 failed, 1 of 1 slots in use, 2 not shown"
     assert [row.split()[:2] for row in rows] == [["1", "failed"], ["3", "running"], ["4", "done"]]
 
 
-def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(capsys):
+def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     PlainScreen().say("job 0 starts", passing=True)
     assert capsys.readouterr().out == "job 0 starts\n"
     console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False)
@@ -51,13 +55,13 @@ def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
     assert "starts" not in console.file.getvalue()
 
 
-def run_folder(folder, config, *rows):
+def run_folder(folder, config, *rows) -> Watch:
     (folder / "resolved.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return Watch(folder)
 
 
-def test_progress_is_read_from_the_newest_rows(tmp_path):
+def test_progress_is_read_from_the_newest_rows(tmp_path: Path) -> None:
     watch = run_folder(
         tmp_path,
         "{epochs: 4, eval: {metric: val/accuracy}}",
@@ -71,10 +75,10 @@ def test_progress_is_read_from_the_newest_rows(tmp_path):
     assert watch.look() == Progress(step=30, done=0.75, metric=0.8, loss=0.5, remaining_s=2.5)
 
 
-def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path):
+def test_a_job_that_stops_early_is_done_where_it_stops(tmp_path: Path) -> None:
     assert run_folder(tmp_path, "{steps: 100, stop_at_step: 40}", {"step": 10}).look().done == 0.25
 
 
-def test_before_a_run_begins_nothing_is_known(tmp_path):
+def test_before_a_run_begins_nothing_is_known(tmp_path: Path) -> None:
     assert Watch(tmp_path / "absent").look() == Progress()
     assert last_line(tmp_path / "absent") == ""

@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -37,11 +38,13 @@ sys.exit(130 if stopped else 0)
 """A job that is good and finishes, or is bad and trains until it is stopped."""
 
 
-def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(tmp_path, capfd):
+def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("optuna")
     from trainkit.sweeps.spaces.trials import Trials, open_study
 
-    def job(overrides, number, *, going_on=None):
+    def job(overrides, number, *, going_on=None) -> SweepJob:
         word = "good" if number < 3 else "bad"
         folder = tmp_path / str(number)
         command = (sys.executable, "-c", TRAIN, str(folder), word)
@@ -57,14 +60,14 @@ def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(tmp_path, 
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["PRUNED"] * 2
 
 
-def trained(cwd, *arguments):
+def trained(cwd: Path, *arguments) -> None:
     common = ["recipe=null", "callbacks=[]", "logger=[]", "eval.metric=val/accuracy"]
     done = subprocess.run(quick.command(*arguments, *common), capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.long
-def test_the_winner_of_a_halving_is_the_training_that_nobody_interrupted(cwd):
+def test_the_winner_of_a_halving_is_the_training_that_nobody_interrupted(cwd: Path) -> None:
     rates = "optimizer.lr=0.1,0.03,0.003,0.0001"
     trained(cwd, "-m", "hydra/sweeper=halving", "sweep.reduction=2", "steps=40", rates, "sweep.name=halves")
     folder = cwd / "outputs/sweeps/halves"
@@ -82,7 +85,7 @@ def test_the_winner_of_a_halving_is_the_training_that_nobody_interrupted(cwd):
 
 
 @pytest.mark.long
-def test_optuna_searches_from_the_command_line(cwd):
+def test_optuna_searches_from_the_command_line(cwd: Path) -> None:
     pytest.importorskip("optuna")
     space = ["optimizer.lr=tag(log,interval(0.001,0.1))", "seed=tag(zip,choice(1,2))", "steps=tag(zip,choice(3,4))"]
     trained(cwd, "-m", "hydra/sweeper=optuna", "sweep.trials=2", "sweep.name=search", *space)

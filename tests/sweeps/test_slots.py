@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from trainkit.errors import ConfigError
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 
 
-def slots_of(num_gpus=0, num_cores=8, environ=None, **settings):
+def slots_of(num_gpus: int = 0, num_cores: int = 8, environ=None, **settings):
     return Slots.of(Settings(**settings), num_gpus=num_gpus, num_cores=num_cores, environ=environ or {})
 
 
@@ -32,12 +33,14 @@ def refused(**settings):
         ({"num_gpus": 4, "jobs_per_device": 2}, 4, "1"),
     ],
 )
-def test_slots_are_the_gpus_or_shares_of_the_cores(settings, count, threads):
+def test_slots_are_the_gpus_or_shares_of_the_cores(
+    settings: dict[str, dict[str, str]] | dict[str, int] | dict[str, int | dict[str, str]], count: int, threads: str
+) -> None:
     slots = slots_of(**settings)
     assert (slots.count, slots.threads["OMP_NUM_THREADS"]) == (count, threads)
 
 
-def test_a_job_sees_its_own_gpus_by_the_names_they_were_given():
+def test_a_job_sees_its_own_gpus_by_the_names_they_were_given() -> None:
     slots = slots_of(num_gpus=3, environ={"CUDA_VISIBLE_DEVICES": "4,GPU-ab,7"})
     first = slots.take(2)
     assert first.environ["CUDA_VISIBLE_DEVICES"] == "4,GPU-ab"
@@ -46,18 +49,18 @@ def test_a_job_sees_its_own_gpus_by_the_names_they_were_given():
     assert slots.free == 2
 
 
-def test_jobs_that_share_gpus_are_spread_over_them():
+def test_jobs_that_share_gpus_are_spread_over_them() -> None:
     slots = slots_of(num_gpus=2, jobs_per_device=2)
     taken = [slots.take(1).places for _ in range(3)]
     assert taken == [(0,), (1,), (0,)]
     assert (slots.in_use, slots.total, slots.free) == (3, 4, 1)
 
 
-def test_jobs_on_cores_see_no_difference_in_gpus():
+def test_jobs_on_cores_see_no_difference_in_gpus() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in slots_of().take(1).environ
 
 
-def test_what_cannot_be_is_refused():
+def test_what_cannot_be_is_refused() -> None:
     assert refused(num_gpus=2, slots=4) == [
         "sweep.slots=4: this machine has 2 GPUs. Use 2 or less; jobs share a GPU with sweep.jobs_per_device."
     ]
@@ -71,7 +74,7 @@ def test_what_cannot_be_is_refused():
     ]
 
 
-def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts():
+def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> None:
     from trainkit.strategies.base import PlanContext
     from trainkit.strategies.one_device import OneDevice
 
@@ -87,7 +90,7 @@ def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts():
     assert found("cuda:0") == found("cuda:7") == []
 
 
-def test_never_more_than_the_slots_are_in_use(tmp_path):
+def test_never_more_than_the_slots_are_in_use(tmp_path: Path) -> None:
     clock = "import sys, time; print(time.time(), flush=True); time.sleep(0.15); print(time.time(), flush=True)"
     widths = [1, 2, 1, 1, 2, 1, 3]
     jobs = [job(tmp_path, number, clock, slots=width) for number, width in enumerate(widths)]
@@ -101,7 +104,7 @@ def test_never_more_than_the_slots_are_in_use(tmp_path):
     assert time.time() > max(end for _, end in spans)
 
 
-def test_jobs_beside_each_other_see_other_gpus(tmp_path):
+def test_jobs_beside_each_other_see_other_gpus(tmp_path: Path) -> None:
     code = "import os, time; print(os.environ['CUDA_VISIBLE_DEVICES'], flush=True); time.sleep(0.5)"
     jobs = [job(tmp_path, number, code, slots=slots) for number, slots in enumerate([1, 1, 2])]
     run(sweep_in(tmp_path, slots=Slots(gpus=["4", "7"], count=2)), *jobs)
@@ -122,7 +125,7 @@ def test_jobs_beside_each_other_see_other_gpus(tmp_path):
         ("device_map.DeviceMap", 2, 2),
     ],
 )
-def test_a_job_takes_the_devices_of_its_strategy(strategy, num_gpus, slots):
+def test_a_job_takes_the_devices_of_its_strategy(strategy: str, num_gpus: int, slots: int) -> None:
     from trainkit.config.targets.build import build
 
     assert build({"_target_": f"trainkit.strategies.{strategy}"}).num_slots(num_gpus) == slots

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -24,7 +25,7 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory):
+def sweep(tmp_path_factory: pytest.TempPathFactory):
     """One fold of a training, ended early: what a search may leave."""
     root = tmp_path_factory.mktemp("sweep")
     trainkit.train(trainkit.compose(RUN), run_dir=root / "0")
@@ -35,14 +36,16 @@ def called(*arguments, overrides=(), **flags):
     return top.run(Call(verb="top", arguments=tuple(map(str, arguments)), flags=flags, overrides=overrides))
 
 
-def refused(*arguments, **given):
+def refused(*arguments, **given) -> str:
     with pytest.raises(ConfigError) as caught:
         called(*arguments, **given)
     (problem,) = caught.value.problems
     return f"{problem.key}: {problem.rule}"
 
 
-def test_the_best_runs_are_printed(tmp_path, monkeypatch, capsys):
+def test_the_best_runs_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, accuracy in [("a", 0.5), ("b", 0.75), ("c", 0.25)]:
         made(tmp_path / "runs", name, accuracy=accuracy)
@@ -55,14 +58,14 @@ def test_the_best_runs_are_printed(tmp_path, monkeypatch, capsys):
     )
 
 
-def test_another_metric_can_be_asked_for(tmp_path, capsys):
+def test_another_metric_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made(tmp_path, "a", accuracy=0.5)
     made(tmp_path, "b", accuracy=0.25)
     called(tmp_path, metric="val/accuracy", mode="min")
     assert capsys.readouterr().out.splitlines()[2].startswith("1  b ")
 
 
-def test_what_cannot_be_is_refused(tmp_path):
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert refused("absent") == "absent: is no folder. Give that of a sweep, or one with runs in it."
     assert refused(tmp_path) == f"{tmp_path}: holds no run: no result.json below it."
     assert refused(tmp_path, k="0") == "--k 0: must be a whole number of at least 1."
@@ -72,7 +75,9 @@ def test_what_cannot_be_is_refused(tmp_path):
     assert refused(tmp_path, metric="val/f1") == "--metric val/f1: no run has it. There are: val/accuracy."
 
 
-def test_equal_figures_and_a_choice_by_the_test_split_are_explained(tmp_path, capsys):
+def test_equal_figures_and_a_choice_by_the_test_split_are_explained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("a", "b"):
         made(tmp_path, name, accuracy=0.5)
     called(tmp_path)
@@ -84,7 +89,9 @@ def test_equal_figures_and_a_choice_by_the_test_split_are_explained(tmp_path, ca
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
-def test_the_best_is_trained_anew_whole_and_on_all_samples(sweep, cwd, capsys):
+def test_the_best_is_trained_anew_whole_and_on_all_samples(
+    sweep, cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert called(sweep, k="1", then="", overrides=("optimizer.lr=0.003", "hydra.run.dir=again")) == 0
     result = json.loads((cwd / "again/result.json").read_text())
     assert (result["status"], result["steps"], result["samples"]) == ("finished", 23, 1437)
@@ -92,7 +99,7 @@ def test_the_best_is_trained_anew_whole_and_on_all_samples(sweep, cwd, capsys):
     assert json.loads((sweep / "0/result.json").read_text())["steps"] == 4
 
 
-def test_what_was_auto_follows_what_is_changed(sweep):
+def test_what_was_auto_follows_what_is_changed(sweep) -> None:
     anew = compose_anew(sweep / "0", ["strategy=mirrored", "strategy.replicas=2"])
     assert anew.cfg.batch.micro_size is None  # that of one device, 64, would leave the second nothing to do
     assert (anew.cfg.cv.folds, anew.cfg.stop_at_step, anew.run_dir_given) == (None, None, False)
@@ -100,7 +107,7 @@ def test_what_was_auto_follows_what_is_changed(sweep):
     assert anew.notes[-1].endswith("is left out: no fold is held out of this training")
 
 
-def test_what_cannot_be_trained_anew_is_refused(sweep, tmp_path):
+def test_what_cannot_be_trained_anew_is_refused(sweep, tmp_path: Path) -> None:
     assert refused(sweep, k="2", then="") == "--k 2: --then trains the best one. Use --k 1."
     assert refused(sweep, overrides=("seed=1",)) == "top: takes no key=value."
     made(tmp_path, "a", status="failed")

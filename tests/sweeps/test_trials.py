@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,21 +21,21 @@ RATE = ("optimizer.lr=tag(log,interval(0.001,0.1))",)
 
 
 @pytest.fixture(scope="module")
-def composer():
+def composer() -> Composer:
     return Composer()
 
 
 class Bench:
     """A search in a folder, whose jobs this test plays."""
 
-    def __init__(self, root, composer, arguments=RATE, *, num_steps=9, **settings):
+    def __init__(self, root, composer, arguments: tuple[str, ...] = RATE, *, num_steps: int = 9, **settings) -> None:
         self.root, self.settings = root, Settings(**{"trials": 8, **settings})
         self.study = open_study(root, settings=self.settings, goal=LOSS, num_steps=num_steps)
         space = composer.space(arguments)
         trials = self.settings.trials
         self.source = Trials(study=self.study, space=space, trials=trials, goal=LOSS, job=self.job)
 
-    def job(self, overrides, number, *, going_on=None):
+    def job(self, overrides, number, *, going_on=None) -> SweepJob:
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
         return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=())
@@ -44,7 +45,7 @@ class Bench:
             file.write(json.dumps({"step": step, "val/loss": loss}) + "\n")
         return self.source.watch(job)
 
-    def ended(self, job, loss, code=0):
+    def ended(self, job, loss, code: int = 0) -> None:
         result = {"status": "finished" if code == 0 else "stopped", "metrics": {"val/loss": loss}}
         (job.folder / "result.json").write_text(json.dumps(result))
         self.source.ended(job, code)
@@ -54,7 +55,7 @@ class Bench:
         return [trial.state for trial in self.study.get_trials(deepcopy=False)]
 
 
-def whole(bench, losses):
+def whole(bench, losses) -> None:
     """Play jobs that train to their end."""
     for place, loss in enumerate(losses):
         job = bench.source.next()
@@ -63,7 +64,7 @@ def whole(bench, losses):
         bench.ended(job, loss / 3)
 
 
-def test_every_kind_of_axis_has_its_distribution(composer):
+def test_every_kind_of_axis_has_its_distribution(composer) -> None:
     found = distributions(
         composer.space(
             [
@@ -83,7 +84,7 @@ def test_every_kind_of_axis_has_its_distribution(composer):
     }
 
 
-def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path, composer):
+def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path: Path, composer) -> None:
     zipped = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(3,4))")
     bench = Bench(tmp_path, composer, (*zipped, "steps=range(10,30,10)", *RATE), trials=3)
     jobs = []
@@ -98,7 +99,7 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
         assert 0.001 <= float(rate.partition("=")[2]) <= 0.1
 
 
-def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path, composer):
+def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer)
     whole(bench, [0.3, 0.2, 0.1])
     job = bench.source.next()
@@ -108,7 +109,7 @@ def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path, composer):
     assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
 
 
-def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path, composer):
+def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
     whole(bench, [0.3, 0.2, 0.1])
     job = bench.source.next()
@@ -118,13 +119,13 @@ def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path, comp
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
 
 
-def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path, composer):
+def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer, pruner="none")
     whole(bench, [0.3, 0.2, 0.1])
     assert not bench.told(bench.source.next(), 1, 99.0)
 
 
-def test_hyperband_prunes_by_its_rungs(tmp_path, composer):
+def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
     pruned = 0
     for number in range(20):
@@ -136,13 +137,15 @@ def test_hyperband_prunes_by_its_rungs(tmp_path, composer):
 
 
 @pytest.mark.parametrize(("code", "loss"), [(1, 0.5), (0, None)])
-def test_a_job_that_fails_or_has_no_figure_is_no_result(tmp_path, composer, code, loss):
+def test_a_job_that_fails_or_has_no_figure_is_no_result(
+    tmp_path: Path, composer, code: int, loss: float | None
+) -> None:
     bench = Bench(tmp_path, composer)
     bench.ended(bench.source.next(), loss, code=code)
     assert bench.states == [TrialState.FAIL]
 
 
-def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path, composer):
+def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
     whole(bench, [0.3])
     job = bench.source.next()
@@ -161,7 +164,7 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path, composer):
     assert again.states == [TrialState.COMPLETE] * 4
 
 
-def test_another_space_in_the_same_folder_is_refused(tmp_path, composer):
+def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer) -> None:
     bench = Bench(tmp_path, composer, ("seed=1,2",))
     bench.ended(bench.source.next(), 0.5)
     other = Bench(tmp_path, composer, ("seed=1,2,3",))

@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of 
 TRAIN = ("recipe=null", "model.dropout=0.2", "steps=12", "callbacks=[]", "logger=[]")
 
 
-def training(folder, name, *overrides):
+def training(folder, name, *overrides) -> SweepJob:
     arguments = latest(*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
     command = (sys.executable, "-m", "trainkit", *arguments)
     return SweepJob(name=name, folder=folder / name, overrides=overrides, command=command)
 
 
-def order(folder, news, *arguments):
+def order(folder, news, *arguments) -> Start:
     command = (sys.executable, *arguments)
     return Start(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
 
@@ -39,7 +39,7 @@ def result_of(folder, name):
     return json.loads((folder / name / "result.json").read_text())
 
 
-def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
+def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
     slots = Slots(count=1, threads=1)
     before = training(tmp_path, "before", "seed=7", "numerics.reproducible=true", "precision=fp64", "model.dropout=0.5")
     with WarmStarter(slots.threads) as start:
@@ -52,7 +52,7 @@ def test_a_fork_computes_what_a_fresh_process_does(tmp_path):
     assert fork["metrics"] == fresh["metrics"]
 
 
-def test_a_fork_ends_with_its_sweep(tmp_path):
+def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.support import *;"
         "from tests.sweeps.test_warm import *;"
@@ -73,7 +73,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path):
     assert not status.exists() or " Z " in status.read_text()
 
 
-def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
+def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> None:
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start.group.kill()
@@ -82,7 +82,7 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path):
         job.kill()
 
 
-def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
+def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path: Path) -> None:
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start.group.signal(signal.SIGSTOP)
@@ -91,7 +91,7 @@ def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path):
         assert news.get().code == -signal.SIGKILL
 
 
-def test_a_job_that_is_no_training_starts_afresh(tmp_path):
+def test_a_job_that_is_no_training_starts_afresh(tmp_path: Path) -> None:
     news: queue.SimpleQueue = queue.SimpleQueue()
     with WarmStarter({}) as start:
         job = start(order(tmp_path, news, "-c", "print(3)"))
