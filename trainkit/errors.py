@@ -53,6 +53,7 @@ __all__ = [
     "TrainkitError",
     "UnreadableError",
     "ZeroWeightError",
+    "yaml_text",
 ]
 
 
@@ -88,7 +89,7 @@ class Problem:
 
     def __str__(self) -> str:
         key = _printable(redacted_argument(self.key))  # an argument that is no key=value is named as a whole
-        subject = key if self.value is MISSING else f"{key}={_printable(_shown(self.shown_value))}"
+        subject = key if self.value is MISSING else f"{key}={_printable(yaml_text(self.shown_value))}"
         where = f" ({self.origin})" if self.origin else ""
         rule = _printable(self.rule, longest=1_200, allowed="\n")
         return mask(f"{subject}: {rule}{where}")
@@ -110,8 +111,8 @@ def _printable(text: str, *, longest: int = 400, allowed: str = "") -> str:
     return "".join(one if one.isprintable() or one in allowed else ascii(one)[1:-1] for one in text)
 
 
-def _shown(value: Any) -> str:
-    """A value as one would write it in YAML."""
+def yaml_text(value: Any) -> str:
+    """Return a value as one would write it in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):

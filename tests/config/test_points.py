@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
-from trainkit.config.compose.loader import Loader
+from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError
 
 
@@ -81,7 +81,7 @@ def test_a_sweep_name_has_an_effect_here() -> None:
 
 
 def test_the_command_of_a_point_holds_what_it_needs_and_nothing_of_the_sweep(tmp_path: Path) -> None:
-    loader = Loader(Composer([tmp_path], ["tests"]))
+    loader = ComposedConfigLoader(Composer([tmp_path], ["tests"]))
     line = ["recipe=null", "strategy=one_device", "strategy.replicas=2", "sweep.name=x", "hydra.sweep.dir=y"]
     command, _ = loader.command(line, tmp_path / "job 1")
     assert command[1:] == (

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
-from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.config.schema import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from trainkit.config.schema import Cv
+from trainkit.config.schema import CvConfig
 from trainkit.data.folds import fold_of_each, folded, labels_of, part_of
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.sets.digits import Digits
@@ -31,7 +31,7 @@ class Gathered(Read):
 
 
 def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds() -> None:
-    found = [folded({"train": Read(11)}, Cv(folds=3, fold=fold)) for fold in range(3)]
+    found = [folded({"train": Read(11)}, CvConfig(folds=3, fold=fold)) for fold in range(3)]
     held = [[int(inputs**0.5) for inputs, _ in parts["val"]] for parts in found]
     assert sorted(index for fold in held for index in fold) == list(range(11))
     for parts, out in zip(found, held, strict=True):
@@ -42,7 +42,7 @@ def test_every_sample_is_held_out_once_and_trained_on_in_the_other_folds() -> No
 def test_classes_are_spread_evenly() -> None:
     digits = Digits(split="train")
     counts = [
-        np.bincount(folded({"train": digits}, Cv(folds=5, fold=fold))["val"].tensors()[1], minlength=10)
+        np.bincount(folded({"train": digits}, CvConfig(folds=5, fold=fold))["val"].tensors()[1], minlength=10)
         for fold in range(5)
     ]
     assert np.ptp(np.stack(counts), axis=0).max() == 1
@@ -88,9 +88,9 @@ def test_classes_are_known_where_the_dataset_tells_them_without_being_read() -> 
 
 def test_the_validation_split_is_set_aside_and_the_test_split_stays() -> None:
     splits = {"train": Read(6), "val": Read(2), "test": Read(3)}
-    parts = folded(splits, Cv(folds=2, fold=1))
+    parts = folded(splits, CvConfig(folds=2, fold=1))
     assert {name: len(part) for name, part in parts.items()} == {"train": 3, "val": 3, "test": 3}
-    assert folded(splits, Cv()) is splits
+    assert folded(splits, CvConfig()) is splits
 
 
 def refused(train, cv):
@@ -100,7 +100,9 @@ def refused(train, cv):
 
 
 def test_what_has_no_folds_is_refused() -> None:
-    assert refused(Read(4), Cv(folds=5, fold=0)) == "cv.folds=5: more than the 4 samples of train. Use 4 or fewer."
-    assert refused(Stream(source=[1, 2], num_samples=2), Cv(folds=2)) == (
+    assert (
+        refused(Read(4), CvConfig(folds=5, fold=0)) == "cv.folds=5: more than the 4 samples of train. Use 4 or fewer."
+    )
+    assert refused(Stream(source=[1, 2], num_samples=2), CvConfig(folds=2)) == (
         "cv.folds=2: Stream is read from front to back: a fold needs samples by their place. Use a map-style dataset."
     )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from tests.data.samples import CPU, make_loader
-from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.config.schema import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import ConfigError, DataError

@@ -32,7 +32,7 @@ def broken(index, marker=None) -> str:
 def test_a_run_goes_on_with_those_left(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=broken(1))
     said = []
-    result = run_fakes(folder, 3, min_replicas=2, say=said.append)
+    result = run_fakes(folder, 3, min_replicas=2, log=said.append)
     assert result == {"status": "finished", "attempt": 2}
     assert len(said) == 2
     assert plain(said[1]) == (
@@ -45,14 +45,14 @@ def test_a_run_goes_on_with_those_left(folder, fake: Callable[..., None]) -> Non
 
 def test_the_owner_of_the_folder_may_be_the_one_that_is_lost(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=broken(0))
-    assert run_fakes(folder, 2, min_replicas=1, say=print) == {"status": "finished", "attempt": 2}
+    assert run_fakes(folder, 2, min_replicas=1, log=print) == {"status": "finished", "attempt": 2}
     assert story(folder, 1)[0] == "attempt 0: rank 1 of 2"
     assert story(folder, 1)[-1] == "attempt 2: rank 0 of 1"  # of attempt 1 it may not have lived to write
 
 
 def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1, 3)))
-    result = run_fakes(folder, 4, min_replicas=1, max_restarts=1, say=print)
+    result = run_fakes(folder, 4, min_replicas=1, max_restarts=1, log=print)
     assert result["status"] == "finished"
     assert story(folder, 2)[-1].endswith("rank 0 of 1")
 
@@ -60,7 +60,7 @@ def test_several_may_be_lost_at_once_whatever_the_number_of_restarts(folder, fak
 def test_below_the_minimum_the_run_is_given_up(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=";".join(broken(index) for index in (0, 1)))
     with pytest.raises(CrashLoopError) as caught:
-        run_fakes(folder, 3, min_replicas=2, max_restarts=2, say=print)
+        run_fakes(folder, 3, min_replicas=2, max_restarts=2, log=print)
     assert plain(caught.value).startswith(
         "gave up after 2 restarts that got no further than the checkpoint of step 2, with elastic.min_replicas=2 left: "
         "rank 0 was ended by SIGKILL while starting."
@@ -79,7 +79,7 @@ def test_a_replica_that_returns_is_taken_back_at_a_checkpoint(
         if "is lost" in line:
             (tmp_path / "gone").unlink()
 
-    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, say=say)
+    result = run_fakes(folder, 2, min_replicas=1, retry_s=0.1, log=say)
     assert result == {"status": "finished", "attempt": 3}
     assert said[-1] == "tries worker:1 (cpu) again: 2 of 2 replicas."
     assert story(folder, 0)[-2:] == ["attempt 2: rank 0 of 1", "attempt 3: rank 0 of 2"]
@@ -96,6 +96,6 @@ def test_a_stop_while_the_run_changes_its_size_ends_it(folder) -> None:
 def test_one_that_fails_as_it_returns_is_no_crash_loop(folder, fake: Callable[..., None]) -> None:
     fake("steps=200 save=2 pause=0.01", fail=broken(1))
     said = []
-    result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, say=said.append)
+    result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, log=said.append)
     assert result["status"] == "finished"
     assert [line.partition("again in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.schema import Numerics
+from trainkit.config.schema import NumericsConfig
 from trainkit.errors import CheckpointError, NonFiniteError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Scaling
@@ -17,7 +17,7 @@ from trainkit.trainer.state import State
 PLAN = BatchPlan(num_samples=600, global_size=300, micro_size=300)
 
 
-def counting(settings: Numerics, *steps: int) -> LeftOutSteps:
+def counting(settings: NumericsConfig, *steps: int) -> LeftOutSteps:
     found = LeftOutSteps(settings, lambda ticket: range(ticket.step * 300, ticket.step * 300 + 300))
     for step in steps:
         found.take(LeftOut.whole(PLAN, step))
@@ -25,7 +25,7 @@ def counting(settings: Numerics, *steps: int) -> LeftOutSteps:
 
 
 def test_a_row_is_counted_from_its_first_step() -> None:
-    skip = Numerics(on_nonfinite="skip", max_skips_in_a_row=3)
+    skip = NumericsConfig(on_nonfinite="skip", max_skips_in_a_row=3)
     assert counting(skip, 1, 2, 5, 6).in_a_row == 2
     with pytest.raises(NonFiniteError, match=r"^numerics\.max_skips_in_a_row=3: steps 5 to 7 were left out"):
         counting(skip, 1, 2, 5, 6, 7)
@@ -33,21 +33,21 @@ def test_a_row_is_counted_from_its_first_step() -> None:
 
 @pytest.mark.parametrize(("steps", "done"), [(1, 100), (2, 200), (50, 99)])
 def test_a_share_is_too_large_only_above_the_limit_and_from_step_100_on(steps: int, done: int) -> None:
-    found = counting(Numerics(on_nonfinite="skip"), *range(0, 2 * steps, 2))
+    found = counting(NumericsConfig(on_nonfinite="skip"), *range(0, 2 * steps, 2))
     found.judge_share(done)
     with pytest.raises(NonFiniteError, match=r"^numerics\.max_skipped_share=0\.01: "):
-        counting(Numerics(on_nonfinite="skip"), *range(0, 2 * steps + 2, 2)).judge_share(max(done, 100))
+        counting(NumericsConfig(on_nonfinite="skip"), *range(0, 2 * steps + 2, 2)).judge_share(max(done, 100))
 
 
 def test_of_many_steps_and_samples_the_first_are_listed() -> None:
-    found = counting(Numerics(), *range(0, 2200, 2)).findings()
+    found = counting(NumericsConfig(), *range(0, 2200, 2)).findings()
     assert len(found["skipped_steps"]) == 1000
     assert found["skipped_steps_not_listed"] == 100
     assert found["skipped_steps"][1] == {"step": 2, "samples": list(range(600, 856)), "num_samples": 300}
 
 
 def test_the_suspect_is_known_until_a_checkpoint_holds_what_came_after_it() -> None:
-    found = counting(Numerics(on_nonfinite="rollback"))
+    found = counting(NumericsConfig(on_nonfinite="rollback"))
     found.train_again(Suspect(step=7, checkpoint=4))
     found.saved(7)
     found.take(LeftOut.whole(PLAN, 7))

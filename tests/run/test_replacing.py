@@ -27,7 +27,7 @@ def lives(folder, rank):
 def test_a_worker_that_is_killed_is_started_again_alone(folder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     said = []
-    assert run_roles(folder, "worker worker ps", say=said.append) == {"status": "finished", "attempt": 0}
+    assert run_roles(folder, "worker worker ps", log=said.append) == {"status": "finished", "attempt": 0}
     expected = "rank 1 was ended by SIGKILL in step 3 (forward). Starting worker:0 again, alone: the others go on."
     assert [plain(line) for line in said] == [expected]
     assert [lives(folder, rank) for rank in (1, 2, 3)] == [[(0, 0), (0, 1)], [(0, 0)], [(0, 0)]]
@@ -37,7 +37,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder, fake: Callable[.
 def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake: Callable[..., None]) -> None:
     fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
     said = []
-    assert run_roles(folder, "worker ps", say=said.append) == {"status": "finished", "attempt": 1}
+    assert run_roles(folder, "worker ps", log=said.append) == {"status": "finished", "attempt": 1}
     assert plain(said[0]).startswith("rank 2 was ended by SIGKILL in step 20 (idle).")
     assert lives(folder, 1) == [(0, 0), (1, 0)]
 
@@ -45,7 +45,7 @@ def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake: Callable[
 def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
     said = []
-    assert run_roles(folder, "worker ps", hang_timeout_s=1, say=said.append)["attempt"] == 0
+    assert run_roles(folder, "worker ps", hang_timeout_s=1, log=said.append)["attempt"] == 0
     expected = (
         "rank 1 has made no progress for 1 s in step 3 (forward). The limit is supervisor.hang_timeout_s=1: "
         "raise it if the rank was healthy. "
@@ -59,7 +59,7 @@ def test_a_task_that_waits_to_be_asked_is_not_hanging(
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
-    assert run_roles(folder, "worker", hang_timeout_s=1, say=pytest.fail)["status"] == "finished"
+    assert run_roles(folder, "worker", hang_timeout_s=1, log=pytest.fail)["status"] == "finished"
 
 
 def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake: Callable[..., None]) -> None:
@@ -67,7 +67,7 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake
     fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
     said = []
     with pytest.raises(CrashLoopError) as caught:
-        run_roles(folder, "worker", max_restarts=1, say=said.append)
+        run_roles(folder, "worker", max_restarts=1, log=said.append)
     assert len(said) == 1
     assert plain(caught.value).splitlines()[0] == (
         "gave up after 1 restarts of worker:0 alone that got no further than step 0: "
@@ -89,7 +89,7 @@ def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
         if len(said) == 2:
             marker.unlink()
 
-    assert run_roles(folder, "evaluator", max_restarts=1, say=say)["status"] == "finished"
+    assert run_roles(folder, "evaluator", max_restarts=1, log=say)["status"] == "finished"
     assert len(said) == 2
     assert said[1].endswith(
         "Evaluation gave up after 1 restarts of evaluator:0 alone; the training goes on without it."
@@ -99,13 +99,13 @@ def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
 def test_an_error_of_a_workers_own_ends_the_run(folder, fake: Callable[..., None]) -> None:
     fake("steps=400 pause=0.02", raising="1:DataError:/gone")
     with pytest.raises(DataError, match=r"^/gone$"):
-        run_roles(folder, "worker", say=pytest.fail)
+        run_roles(folder, "worker", log=pytest.fail)
 
 
 def test_an_error_of_the_evaluators_own_does_not(folder, fake: Callable[..., None]) -> None:
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
     said = []
-    assert run_roles(folder, "evaluator", say=said.append)["status"] == "finished"
+    assert run_roles(folder, "evaluator", log=said.append)["status"] == "finished"
     assert [plain(line) for line in said] == [
         "rank 1 failed in step 2 (idle): DataError: /gone. Starting evaluator:0 again, alone: the others go on."
     ]
@@ -116,7 +116,7 @@ def test_a_worker_that_stays_when_the_training_has_ended_is_ended(
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=3 stays=worker")
-    assert run_roles(folder, "worker ps", say=pytest.fail)["status"] == "finished"
+    assert run_roles(folder, "worker ps", log=pytest.fail)["status"] == "finished"
     assert_no_process_is_left(folder)
 
 
@@ -125,7 +125,7 @@ def test_tasks_share_a_token_that_no_file_holds(
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts.token_hex", lambda size: "5ec2e7" * size)
     fake("steps=3")
-    run_roles(folder, "worker", say=pytest.fail)
+    run_roles(folder, "worker", log=pytest.fail)
     written = [path for path in folder.path.rglob("*") if path.is_file() and b"5ec2e7" in path.read_bytes()]
     assert folder.log_of(1).is_file()
     assert written == []

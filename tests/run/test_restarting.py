@@ -153,7 +153,7 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fa
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     said = []
     with pytest.raises(CrashLoopError) as caught:
-        run_fakes(folder, 2, max_restarts=3, say=said.append)
+        run_fakes(folder, 2, max_restarts=3, log=said.append)
     assert (len(said), caught.value.exit_code) == (1, 6)
     first, *_, last = str(caught.value).splitlines()
     assert first.startswith("gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 ")
@@ -167,10 +167,10 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fa
 
 def test_restarts_are_counted_through_resume(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
-    run_fakes(folder, 2, say=print)
+    run_fakes(folder, 2, log=print)
     assert len(folder.read_result()["restarts"]) == 1
     fake("steps=9 save=2 pause=0.02", fail="rank=0,step=7,phase=forward,attempt=0,action=kill")
-    run_fakes(folder, 2, say=print)
+    run_fakes(folder, 2, log=print)
     assert [(one["kind"], one["task"], one["step"]) for one in folder.read_result()["restarts"]] == [
         ("all", "worker:1", 3),
         ("all", "worker:0", 7),
@@ -179,7 +179,7 @@ def test_restarts_are_counted_through_resume(folder, fake: Callable[..., None]) 
 
 def test_tasks_that_are_started_again_alone_are_counted_as_such(folder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
-    run_roles(folder, "worker worker ps", say=print)
+    run_roles(folder, "worker worker ps", log=print)
     (restart,) = json.loads(folder.result.read_text())["restarts"]
     assert (restart["kind"], restart["task"], restart["step"]) == ("alone", "worker:0", 3)
 
@@ -188,7 +188,7 @@ def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(folder,
     fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
     said = []
     with pytest.raises(CrashLoopError) as caught:
-        run_roles(folder, "worker ps", say=said.append)
+        run_roles(folder, "worker ps", log=said.append)
     assert len(said) == 1
     told = "gave up: worker:0 raised the same exception twice in the same place: rank 1 "
     assert str(caught.value).startswith(told)

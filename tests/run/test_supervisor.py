@@ -54,7 +54,7 @@ def test_in_a_notebook_rank_0_prints_into_the_cell(
 def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     said = []
-    assert run_fakes(folder, 2, say=said.append) == {"status": "finished", "attempt": 1}
+    assert run_fakes(folder, 2, log=said.append) == {"status": "finished", "attempt": 1}
     expected = (
         "rank 1 was ended by SIGKILL in step 3 (forward). "
         "Restarting from the checkpoint of step 2 (1 of 3 without a newer one)."
@@ -90,7 +90,7 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake: Callable[..., N
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
     said = []
     with pytest.raises(CrashLoopError) as caught:
-        run_fakes(folder, 2, max_restarts=2, say=said.append)
+        run_fakes(folder, 2, max_restarts=2, log=said.append)
     assert len(said) == 2
     assert plain(caught.value) == (
         "gave up after 2 restarts that got no further than the checkpoint of step 3: "
@@ -112,7 +112,7 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake: Callable[..., N
 def test_restarts_that_get_further_may_go_on(folder, fake: Callable[..., None]) -> None:
     fail = ";".join(f"rank=0,step={attempt + 1},attempt={attempt},phase=update,action=kill" for attempt in (0, 1, 2))
     fake("steps=5 save=1", fail=fail)
-    assert run_fakes(folder, 1, max_restarts=1, say=print) == {"status": "finished", "attempt": 3}
+    assert run_fakes(folder, 1, max_restarts=1, log=print) == {"status": "finished", "attempt": 3}
 
 
 def test_no_restarts_means_none(folder, fake: Callable[..., None]) -> None:
@@ -130,7 +130,7 @@ def test_an_error_of_ours_is_not_tried_again(folder, fake: Callable[..., None], 
         "ConfigError": ConfigError([Problem(key="data.path", value="/gone", rule="does not exist.")]),
     }[kind]
     with pytest.raises(type(expected)) as caught:
-        run_fakes(folder, 2, say=pytest.fail)
+        run_fakes(folder, 2, log=pytest.fail)
     assert str(caught.value) == str(expected)
 
 
@@ -151,7 +151,7 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake: Callable[..., N
 
 def test_a_hang_is_restarted_from_a_checkpoint(folder, fake: Callable[..., None]) -> None:
     fake("steps=4 save=1 pause=0.02", fail="rank=1,step=2,phase=forward,attempt=0,action=hang")
-    assert run_fakes(folder, 2, hang_timeout_s=2, say=print)["status"] == "finished"
+    assert run_fakes(folder, 2, hang_timeout_s=2, log=print)["status"] == "finished"
 
 
 def test_children_of_a_worker_end_with_it(folder, fake: Callable[..., None]) -> None:

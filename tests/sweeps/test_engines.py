@@ -18,13 +18,13 @@ import pytest
 import hydra_plugins.trainkit_engines as plugin
 import trainkit
 from trainkit.config.compose import Composer
-from trainkit.config.compose.loader import Loader
+from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, ended_file, run_described
 from trainkit.sweeps.backends.launching import ENGINES
 from trainkit.sweeps.backends.remote import Remote
-from trainkit.sweeps.loop.processes import Start
+from trainkit.sweeps.loop.processes import JobCommand
 
 WAITS = "import time; time.sleep(60)"
 POLITE = """
@@ -81,7 +81,9 @@ def started(folder, code, *words, loses: bool = False):
     remote = Remote(folder, lambda _: 2)
     with remote.connected(engine):
         command = [sys.executable, "-c", code, *map(str, words)]
-        job = remote(Start(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put))
+        job = remote(
+            JobCommand(number=5, command=command, environ={}, log=folder / "0" / "output.log", report=ends.put)
+        )
         yield job, lambda: ends.get(timeout=30)
     for thread in engine.threads:
         thread.join()
@@ -100,7 +102,7 @@ def test_a_secret_reaches_a_job_and_no_file(tmp_path: Path) -> None:
     remote, log = Remote(tmp_path, lambda _: 1), tmp_path / "0" / "output.log"
     with remote.connected(engine):
         command = [sys.executable, "-c", code]
-        remote(Start(number=1, command=command, environ={}, log=log, report=ends.put, secrets={"PIN": "canary"}))
+        remote(JobCommand(number=1, command=command, environ={}, log=log, report=ends.put, secrets={"PIN": "canary"}))
         described_as = [file.read_text() for file in tmp_path.glob(".jobs/*.json")]
         assert ends.get(timeout=30).code == len("canary")
     assert "canary" not in described_as[0]
@@ -216,7 +218,9 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     assert (run.is_sweep, run.launcher) == (True, "submitit_slurm")
     rule = "hands runs to the launcher submitit_slurm: `trainkit` on the command line does. To train here: "
     assert refused(trainkit.train, run) == [f"cluster=slurm: {rule}hydra.mode=RUN."]
-    command, _ = Loader(Composer()).command(["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job"))
+    command, _ = ComposedConfigLoader(Composer()).command(
+        ["cluster=slurm", "hydra.launcher.partition=gpu"], Path("job")
+    )
     assert command[3:] == ("cluster=slurm", "hydra.mode=RUN", 'hydra.run.dir="job"')
     assert not trainkit.compose(command[3:5]).is_sweep
 

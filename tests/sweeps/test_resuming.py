@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
-from trainkit.config.schema import Eval, RunConfig
+from trainkit.config.schema import EvalConfig, RunConfig
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity
 
@@ -34,7 +34,7 @@ def runs(folder, number):
 
 def test_what_is_shown_sets_no_job_apart_and_where_it_runs_does() -> None:
     plain = RunConfig()
-    assert identity(plain) == identity(RunConfig(name="other", eval=Eval(every_epochs=2)))
+    assert identity(plain) == identity(RunConfig(name="other", eval=EvalConfig(every_epochs=2)))
     assert identity(plain) != identity(RunConfig(stop_at_step=3))
     assert identity(plain) != identity(RunConfig(steps=3))
 

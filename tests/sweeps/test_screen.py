@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
-from trainkit.sweeps.screen import Line, PlainScreen, TableScreen, View, table_of
+from trainkit.sweeps.screen import JobLine, PlainScreen, TableScreen, View, table_of
 
 
 def shown(view, height: int = 20):
@@ -18,7 +18,7 @@ def shown(view, height: int = 20):
 
 
 def lines(*states):
-    return [Line(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
+    return [JobLine(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
 
 
 def test_the_table_tells_how_far_each_job_is() -> None:

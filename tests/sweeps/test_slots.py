@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.sweeps.support import job, run, sweep_in
-from trainkit.config.schema import Sweep as Settings
+from trainkit.config.schema import SweepConfig as Settings
 from trainkit.errors import ConfigError
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 

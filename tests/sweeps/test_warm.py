@@ -15,7 +15,7 @@ from tests.support.settings import latest
 from tests.sweeps.support import run, sweep_in
 from trainkit.sweeps.loop.fork_server import WarmStarter
 from trainkit.sweeps.loop.job_sources import SweepJob
-from trainkit.sweeps.loop.processes import Start
+from trainkit.sweeps.loop.processes import JobCommand
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.sweep import LOG
 
@@ -32,7 +32,7 @@ def training(folder, name, *overrides) -> SweepJob:
 
 def order(folder, news, *arguments) -> Start:
     command = (sys.executable, *arguments)
-    return Start(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
+    return JobCommand(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
 
 
 def result_of(folder, name):

@@ -83,12 +83,12 @@ class Spec(Cluster):
         for role in ROLES:
             ours, theirs = self.members.get(role, ()), said.members.get(role, ())
             if ours != theirs:
-                rule = f"says {_shown(theirs)}, and cluster.{role} says {_shown(ours)}. {remedy}"
+                rule = f"says {_list_text(theirs)}, and cluster.{role} says {_list_text(ours)}. {remedy}"
                 yield Problem(key=f"{said.variable}.cluster.{role}", rule=rule, origin="environment")
         if self.task is not None and said.task != parse_task(self.task):
             rule = f"says {said.task[0]}:{said.task[1]}, and cluster.task says {self.task}. {remedy}"
             yield Problem(key=f"{said.variable}.task", rule=rule, origin="environment")
 
 
-def _shown(texts: tuple[str, ...]) -> str:
+def _list_text(texts: tuple[str, ...]) -> str:
     return f"[{', '.join(texts)}]" if texts else "none"

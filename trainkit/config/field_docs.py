@@ -15,8 +15,8 @@ def doc_lines(kind: Any) -> dict[str, str]:
     """Field -> the first line of the docstring under it, inherited ones included; empty for a class without source.
 
     Example:
-        >>> from trainkit.config.schema import Clip
-        >>> doc_lines(Clip)
+        >>> from trainkit.config.schema import ClipConfig
+        >>> doc_lines(ClipConfig)
         {'max_norm': "Largest global norm of a step's gradient; null does not clip."}
     """
     found: dict[str, str] = {}

@@ -127,7 +127,7 @@ def maths_keys(cfg: RunConfig) -> dict[str, Any]:
 def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
     secrets = _secrets_of(cfg)
     for path, value in leaves(redacted(cfg.to_dict())[0]):
-        if path in secrets or _refers(value) or _idle(cfg, path):
+        if path in secrets or _refers(value) or _is_unused(cfg, path):
             continue
         yield path, value, tag_of(cfg, path)
 
@@ -144,7 +144,7 @@ def _refers(value: Any) -> bool:
     return variable_of(value) is not None
 
 
-def _idle(cfg: RunConfig, path: KeyPath) -> bool:
+def _is_unused(cfg: RunConfig, path: KeyPath) -> bool:
     """Keys that decide nothing by the value of another: a difference in them is none."""
     if path == ("numerics", "lanes"):
         return not cfg.numerics.reproducible
@@ -211,7 +211,7 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
         can_matter = [
             tag
             for tag, value, cfg in sides
-            if tag.tag is Tag.maths and not _neutral(value, tag) and not _idle(cfg, path)
+            if tag.tag is Tag.maths and not _neutral(value, tag) and not _is_unused(cfg, path)
         ]
         tag = Tag.maths if can_matter else _least_consequential(tags)
         found.append(Difference(key=dotted(path), left=one, right=other, tag=tag))

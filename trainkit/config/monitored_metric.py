@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.config.schema import Eval
+from trainkit.config.schema import EvalConfig
 
 __all__ = ["MonitoredMetric"]
 
@@ -22,11 +22,11 @@ class MonitoredMetric:
     """Whether less or more of it is better."""
 
     @classmethod
-    def of(cls, settings: Eval) -> MonitoredMetric:
+    def of(cls, settings: EvalConfig) -> MonitoredMetric:
         """As the config says; without a word, the validation loss.
 
         Example:
-            >>> MonitoredMetric.of(Eval()), MonitoredMetric.of(Eval(metric="val/accuracy"))
+            >>> MonitoredMetric.of(EvalConfig()), MonitoredMetric.of(EvalConfig(metric="val/accuracy"))
             (MonitoredMetric(metric='val/loss', mode='min'), MonitoredMetric(metric='val/accuracy', mode='max'))
         """
         metric = settings.metric or "val/loss"

@@ -13,7 +13,7 @@ from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of, replacing
 from trainkit.config.mutually_exclusive import resolve
 from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
-from trainkit.config.schema import GROUPS, NO_RUN, Cv, RunConfig, Sweep, load_resolved
+from trainkit.config.schema import GROUPS, NO_RUN, CvConfig, RunConfig, SweepConfig, load_resolved
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
 
@@ -72,7 +72,7 @@ def compose_anew(
     if not found:
         raise ConfigError([Problem(key=str(run), rule=NO_RUN, origin="command line")])
     earlier = load_resolved(found[0])
-    whole = replace(earlier, stop_at_step=None, resume=None, cv=Cv(), sweep=Sweep())
+    whole = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     tree = _beneath(changes, whole, found[0], overrides)
     notes, problems = resolve(tree)

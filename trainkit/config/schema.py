@@ -34,20 +34,20 @@ __all__ = [
     "LIST_GROUPS",
     "MOST_JOBS",
     "NO_RUN",
-    "Batch",
-    "Checkpoint",
-    "Clip",
-    "Compile",
-    "Cv",
-    "Elastic",
-    "Eval",
-    "Loader",
-    "LrScaling",
-    "Numerics",
+    "BatchConfig",
+    "CheckpointConfig",
+    "ClipConfig",
+    "CompileConfig",
+    "CvConfig",
+    "ElasticConfig",
+    "EvalConfig",
+    "LoaderConfig",
+    "LrScalingConfig",
+    "NumericsConfig",
     "RunConfig",
-    "Supervisor",
-    "Sweep",
-    "Warmup",
+    "SupervisorConfig",
+    "SweepConfig",
+    "WarmupConfig",
     "hints_of",
     "load_resolved",
 ]
@@ -74,7 +74,7 @@ _NAME: Final = pattern(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class BatchConfig:
     """The samples of one update. Any two of the three say all; with `global_size` alone, a shard a replica."""
 
     global_size: Annotated[int | None, maths, at_least(1)] = 64
@@ -88,7 +88,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LrScaling:
+class LrScalingConfig:
     """How the learning rate follows the global batch."""
 
     rule: Annotated[Literal["linear", "sqrt", "none"], maths] = "linear"
@@ -98,7 +98,7 @@ class LrScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Warmup:
+class WarmupConfig:
     """The climb of the learning rate to its peak."""
 
     epochs: Annotated[float | None, maths, at_least(0), at_most(_MOST_EPOCHS)] = None
@@ -110,7 +110,7 @@ class Warmup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class ClipConfig:
     """Bounds on the gradient."""
 
     max_norm: Annotated[float | None, maths, above(0)] = None
@@ -118,7 +118,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compile:
+class CompileConfig:
     """What torch.compile does with the model."""
 
     mode: Annotated[Literal["off", "default", "max-autotune"], speed] = "off"
@@ -128,7 +128,7 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
+class NumericsConfig:
     """How sums are formed, and what a number that is none does."""
 
     reproducible: Annotated[bool, maths] = False
@@ -147,7 +147,7 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loader:
+class LoaderConfig:
     """How samples become batches."""
 
     shuffle: Annotated[bool, maths] = True
@@ -163,7 +163,7 @@ class Loader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class CheckpointConfig:
     """When the run is saved, and what is kept."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
@@ -181,7 +181,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval:
+class EvalConfig:
     """Evaluation on the validation split."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
@@ -197,7 +197,7 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Supervisor:
+class SupervisorConfig:
     """What is done about ranks that fail, where a run has several."""
 
     max_restarts: Annotated[int, placement, at_least(0)] = 3
@@ -222,7 +222,7 @@ class Supervisor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elastic:
+class ElasticConfig:
     """Going on with fewer replicas where some are lost, and with all again once they return."""
 
     min_replicas: Annotated[int | None, placement, at_least(1)] = None
@@ -232,7 +232,7 @@ class Elastic:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cv:
+class CvConfig:
     """Cross-validation: the training split in folds, each held out once by a run of its own."""
 
     folds: Annotated[int | None, maths(neutral=None), at_least(2), at_most(MOST_JOBS)] = None
@@ -244,7 +244,7 @@ class Cv:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class SweepConfig:
     """Many runs of one command, `-m`."""
 
     name: Annotated[str | None, cosmetic, _NAME] = None
@@ -293,33 +293,33 @@ class RunConfig:
     """Length in updates."""
     stop_at_step: Annotated[int | None, placement, at_least(1)] = None
     """End early after this step; the schedule keeps its length."""
-    batch: Batch = field(default_factory=Batch)
+    batch: BatchConfig = field(default_factory=BatchConfig)
     """The samples of one update."""
-    lr_scaling: LrScaling = field(default_factory=LrScaling)
+    lr_scaling: LrScalingConfig = field(default_factory=LrScalingConfig)
     """How the learning rate follows the global batch."""
-    warmup: Warmup = field(default_factory=Warmup)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
     """The climb of the learning rate to its peak."""
-    clip: Clip = field(default_factory=Clip)
+    clip: ClipConfig = field(default_factory=ClipConfig)
     """Bounds on the gradient."""
     activation_checkpointing: Annotated[Literal["none", "full"] | int | list[str], speed, at_least(1)] = "none"
     """What backward computes again instead of keeping: nothing, every block, every n-th, or modules by class."""
-    compile: Compile = field(default_factory=Compile)
+    compile: CompileConfig = field(default_factory=CompileConfig)
     """What torch.compile does with the model."""
-    numerics: Numerics = field(default_factory=Numerics)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
     """How sums are formed."""
-    loader: Loader = field(default_factory=Loader)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
     """How samples become batches."""
-    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When the run is saved."""
-    eval: Eval = field(default_factory=Eval)
+    eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation on the validation split."""
-    supervisor: Supervisor = field(default_factory=Supervisor)
+    supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
     """What is done about ranks that fail."""
-    elastic: Elastic = field(default_factory=Elastic)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     """Going on with fewer replicas where some are lost."""
-    sweep: Sweep = field(default_factory=Sweep)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     """Many runs of one command."""
-    cv: Cv = field(default_factory=Cv)
+    cv: CvConfig = field(default_factory=CvConfig)
     """Cross-validation."""
     log_every_steps: Annotated[int, cosmetic, at_least(1)] = 10
     """Steps between two rows of the log."""

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.config.schema import Cv
+from trainkit.config.schema import CvConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
@@ -23,7 +23,7 @@ _DEALING: Final = 0x666F6C64
 """Keeps the order in which samples are dealt apart from that in which an epoch trains on them."""
 
 
-def folded(splits: Mapping[str, Any], cv: Cv) -> Mapping[str, Any]:
+def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
     """The splits of one fold: `val` is that fold of the training split, `train` the rest of it.
 
     The dataset's own validation split is set aside, nothing is trained on it or chosen by it; a test split stays.
@@ -37,7 +37,7 @@ def folded(splits: Mapping[str, Any], cv: Cv) -> Mapping[str, Any]:
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
-        >>> parts = folded({"train": Digits(split="train")}, Cv(folds=5, fold=0))
+        >>> parts = folded({"train": Digits(split="train")}, CvConfig(folds=5, fold=0))
         >>> {name: len(part) for name, part in parts.items()}
         {'train': 1149, 'val': 288}
     """
@@ -128,11 +128,11 @@ def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
     if callable(getattr(dataset, "gather", None)):
         return _PartGathered(dataset, indices)
     if callable(getattr(dataset, "tensors", None)):
-        return _PartInMemory(dataset, indices)
-    return _Part(dataset, indices)
+        return _SubsetInMemory(dataset, indices)
+    return _Subset(dataset, indices)
 
 
-class _Part:
+class _Subset:
     """Some samples, one by one."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
@@ -152,7 +152,7 @@ class _Part:
         return getattr(self._dataset, name)
 
 
-class _PartInMemory(_Part):
+class _SubsetInMemory(_Subset):
     """Some samples of a dataset in memory, copied out of it once."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
@@ -168,7 +168,7 @@ class _PartInMemory(_Part):
         return self._arrays
 
 
-class _PartGathered(_Part):
+class _PartGathered(_Subset):
     """Some samples of a dataset that gives many at once."""
 
     def gather(self, indices: Tensor) -> Any:

@@ -196,7 +196,7 @@ _BAR_WIDTH = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Part:
+class _BarPart:
     long: str
     short: str
     style: str
@@ -226,28 +226,28 @@ def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str
     return [(part.short, part.style) for part in parts if part.rank == 0]
 
 
-def _parts(reading: Reading, step: int) -> list[_Part]:
+def _parts(reading: Reading, step: int) -> list[_BarPart]:
     position = f"{count(step)}/{count(reading.num_steps)}"
-    parts = [_Part(long=position, short=position, style="bold", rank=0)]
+    parts = [_BarPart(long=position, short=position, style="bold", rank=0)]
     if reading.loss is not None:
         loss = f"loss {fixed(reading.loss)}"
-        parts.append(_Part(long=loss, short=loss, style="cyan", rank=1))
+        parts.append(_BarPart(long=loss, short=loss, style="cyan", rank=1))
     if reading.metric is not None:
         name, value = reading.metric[0], fixed(reading.metric[1])
         short = f"{name.rpartition('/')[2]} {value}"
-        parts.append(_Part(long=f"{name} {value}", short=short, style="green", rank=2))
+        parts.append(_BarPart(long=f"{name} {value}", short=short, style="green", rank=2))
     if reading.samples_per_s is not None:
         rate = compact(reading.samples_per_s)
-        parts.append(_Part(long=f"{rate} samples/s", short=f"{rate}/s", style="", rank=4))
+        parts.append(_BarPart(long=f"{rate} samples/s", short=f"{rate}/s", style="", rank=4))
     if reading.data_wait is not None:
         wait, style = share(reading.data_wait), "yellow" if reading.data_wait > 0.2 else "dim"
-        parts.append(_Part(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
+        parts.append(_BarPart(long=f"data wait {wait}", short=f"wait {wait}", style=style, rank=5))
     if reading.skipped:
         skipped = f"{count(reading.skipped)} skipped"
-        parts.append(_Part(long=skipped, short=skipped, style="yellow", rank=1))
+        parts.append(_BarPart(long=skipped, short=skipped, style="yellow", rank=1))
     if reading.remaining_s < float("inf"):
         left = clock(reading.remaining_s)
-        parts.append(_Part(long=f"{left} left", short=left, style="magenta", rank=3))
+        parts.append(_BarPart(long=f"{left} left", short=left, style="magenta", rank=3))
     return parts
 
 

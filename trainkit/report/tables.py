@@ -68,7 +68,7 @@ def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str
         >>> summary_lines("digits", {"replicas": 1, "steps": "870"}, notes=["No GPU found."])
         ['digits', '  replicas  1', '  steps     870', '  note: No GPU found.']
     """
-    shown = _shown(rows)
+    shown = _row_texts(rows)
     width = max(map(len, shown), default=0)
     return [
         title,
@@ -87,14 +87,14 @@ def summary_table(title: str, rows: Mapping[str, object], *, notes: Sequence[str
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value in _shown(rows).items():
+    for label, value in _row_texts(rows).items():
         table.add_row(label, Text(value))
     for note in notes:
         table.add_row(Text("note", style="yellow"), Text(note, style="yellow"))
     return Group(Text(title, style="bold"), Padding(table, (0, 0, 1, 2)))
 
 
-def _shown(rows: Mapping[str, object]) -> dict[str, str]:
+def _row_texts(rows: Mapping[str, object]) -> dict[str, str]:
     return {label: str(value) for label, value in rows.items() if value is not None}
 
 

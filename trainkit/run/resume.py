@@ -13,14 +13,14 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.trainer.manifest import list_complete
 
-__all__ = ["Start", "adopt", "find_start"]
+__all__ = ["ResumePoint", "adopt", "find_start"]
 
 _SHOWN: Final = 3
 """Folders that cannot be read and are named."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Start:
+class ResumePoint:
     """Where a run begins."""
 
     cfg: RunConfig
@@ -35,7 +35,7 @@ class Start:
     """Whether a launcher has started all processes again."""
 
 
-def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
+def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     """Work out `resume`.
 
     Args:
@@ -47,7 +47,7 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
             differs is named.
     """
     if cfg.resume is None:
-        return Start(cfg=cfg)
+        return ResumePoint(cfg=cfg)
     if cfg.resume == "auto":
         return _auto(cfg, run_dir)
     path = Path(cfg.resume).expanduser()
@@ -58,18 +58,18 @@ def find_start(cfg: RunConfig, run_dir: Path | None) -> Start:
         rule = "is neither a run folder with a checkpoint nor a checkpoint of one."
         raise ConfigError([Problem(key="resume", value=cfg.resume, rule=rule)])
     adopted = _same_training(cfg, run)
-    return Start(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
+    return ResumePoint(cfg=adopted, checkpoints=checkpoints, note=f"resume: starts from {checkpoints}")
 
 
-def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
+def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     if run_dir is not None and list_complete(run_dir / "checkpoints"):
         adopted = _same_training(cfg, run_dir)
-        return Start(cfg=adopted, folder=RunFolder(run_dir), note=_continues(RunFolder(run_dir)))
+        return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=_continues(RunFolder(run_dir)))
     if run_dir is not None and (run_dir / "resolved.yaml").is_file():
         earlier = load_resolved(run_dir / "resolved.yaml")
         adopted = adopt(cfg, earlier)
         if fingerprint(adopted) == fingerprint(earlier):  # it ended before its first checkpoint
-            return Start(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
+            return ResumePoint(cfg=adopted, folder=RunFolder(run_dir), note=f"resume=auto: starts anew in {run_dir}")
     root = Path("outputs") / cfg.name if run_dir is None else run_dir.parent
     unread: list[str] = []
     for file in sorted(root.glob("*/resolved.yaml"), key=lambda file: file.lstat().st_mtime, reverse=True):
@@ -83,9 +83,9 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> Start:
             unread.append(f"{folder.path} cannot be read and is passed over")
             continue
         _refuse_running(folder)
-        return Start(cfg=adopted, folder=folder, note="; ".join([_continues(folder), *unread[:_SHOWN]]))
+        return ResumePoint(cfg=adopted, folder=folder, note="; ".join([_continues(folder), *unread[:_SHOWN]]))
     note = f"resume=auto: no unfinished run of this training in {root}, so a fresh start"
-    return Start(cfg=cfg, note="; ".join([note, *unread[:_SHOWN]]))
+    return ResumePoint(cfg=cfg, note="; ".join([note, *unread[:_SHOWN]]))
 
 
 def _unfinished(folder: RunFolder) -> bool:

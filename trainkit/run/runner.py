@@ -35,7 +35,7 @@ from trainkit.run.planning.out_of_memory import explain_oom
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.heartbeat import Beats, beats_of
 from trainkit.run.process.signals import StopFlag
-from trainkit.run.resume import Start, find_start
+from trainkit.run.resume import ResumePoint, find_start
 from trainkit.run.session.auxiliary import run_auxiliary
 from trainkit.run.session.outcome import Report, best_and_last, failure_of, reported, unless_exit
 from trainkit.run.session.restore import restore_or_init
@@ -159,7 +159,7 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
 
 
 def begin_folder(
-    folder: RunFolder, plan: RunPlan, start: Start, *, notes: Sequence[str]
+    folder: RunFolder, plan: RunPlan, start: ResumePoint, *, notes: Sequence[str]
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Write into a run folder, whose lock is held, what the run begins with.
 
@@ -283,10 +283,10 @@ def _close_and_record(
     suppressed = () if error is None else (OSError, StorageError)
     with contextlib.suppress(*suppressed):
         if session.run.is_owner:
-            session.confirm()
+            session.check_fence()
             if session.plan.has_evaluator:
                 result |= findings_of(session, folder, failed=error is not None, requested=requested)
-                session.confirm()
+                session.check_fence()
             folder.write_result(result)
     for callback in session.callbacks if not isinstance(error, KeyboardInterrupt) else ():
         with contextlib.suppress(*suppressed):
@@ -309,9 +309,9 @@ def _open(
         folder=folder.path,
         callbacks=build_callbacks(plan.cfg),
         fingerprint=fingerprint(plan.cfg),
-        requested=lambda: stop.requested,
+        stop_requested=lambda: stop.requested,
         notes=(*_notes(folder), *_lost_replica_note(plan, identity)),
-        confirm=confirm,
+        check_fence=confirm,
         on_phase=beats,
         within_steps=beats is not None and beats.within_steps,
     )

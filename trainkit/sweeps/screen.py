@@ -14,7 +14,7 @@ from trainkit.sweeps.results.metric_stream import Progress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["Line", "PlainScreen", "Screen", "State", "TableScreen", "View", "screen_for"]
+__all__ = ["JobLine", "PlainScreen", "Screen", "State", "TableScreen", "View", "screen_for"]
 
 State = Literal["running", "failed", "stopped", "pruned", "done"]
 
@@ -30,7 +30,7 @@ _ROOM_FOR_REST: Final = 6
 
 
 @dataclass(kw_only=True, slots=True)
-class Line:
+class JobLine:
     """One job that was started."""
 
     name: str
@@ -47,7 +47,7 @@ class Line:
 class View:
     """A sweep at one moment."""
 
-    lines: Sequence[Line]
+    lines: Sequence[JobLine]
     """Jobs that were started, in the order of their starts."""
     queued: int | None
     """Jobs that wait for a slot; None where nobody knows."""
@@ -62,7 +62,7 @@ class View:
         """In words.
 
         Example:
-            >>> View(lines=[Line(name="0", label="seed=0")], queued=3, in_use=1, slots=2).counts()
+            >>> View(lines=[JobLine(name="0", label="seed=0")], queued=3, in_use=1, slots=2).counts()
             '1 running, 3 queued, 1 of 2 slots in use'
         """
         states = [line.state for line in self.lines]
@@ -160,14 +160,14 @@ def table_of(view: View, *, height: int) -> RenderableType:
     return Group(head, table)
 
 
-def _chosen(lines: Sequence[Line], room: int) -> tuple[list[Line], int]:
+def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
     """Those that run, those that failed, the last that ended: as many as there is room for, in their order."""
     weight = {"running": 0, "failed": 1, "stopped": 2, "pruned": 3, "done": 3}
     places = sorted(range(len(lines)), key=lambda place: (weight[lines[place].state], -place))[:room]
     return [lines[place] for place in sorted(places)], len(lines) - len(places)
 
 
-def _cells(line: Line) -> tuple[str, ...]:
+def _cells(line: JobLine) -> tuple[str, ...]:
     now = line.progress
     step = "" if now.step is None else count(now.step) + ("" if now.done is None else f" {share(now.done):>5}")
     left = clock(now.remaining_s) if line.state == "running" else "" if line.seconds is None else duration(line.seconds)

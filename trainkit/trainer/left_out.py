@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.config.schema import Numerics
+from trainkit.config.schema import NumericsConfig
 from trainkit.errors import NonFiniteError
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import LeftOut
@@ -50,7 +50,7 @@ class LeftOutSteps:
         samples_of: gives the samples of a ticket.
     """
 
-    def __init__(self, settings: Numerics, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
+    def __init__(self, settings: NumericsConfig, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
         self._settings, self._samples_of = settings, samples_of
         self.count = 0
         """Steps left out."""

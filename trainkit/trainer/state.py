@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.config.schema import Numerics
+from trainkit.config.schema import NumericsConfig
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
@@ -27,7 +27,7 @@ class State:
     """The best `eval.metric` so far."""
     retries: int = 0
     """Tries at a step that overflowed."""
-    left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(Numerics(), lambda _ticket: ()))
+    left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
     """Steps left out because they are not finite."""
 
     @property

@@ -30,7 +30,7 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
     notes: list[str] = []
     values = composition.values
     searching = idle_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
-    launching = _idle_for_launcher(composition.launcher) if multirun else ()
+    launching = _unused_launcher_keys(composition.launcher) if multirun else ()
     for key, rule in (*_ineffective(values, multirun=multirun), *searching, *launching):
         origin = composition.origin(key)
         problem = composition.problem(key, rule, value=_value(composition, key))
@@ -82,8 +82,8 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
 
 def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:
     """Key and reason for every key that is idle by the values of others."""
-    yield from _idle_rates(values)
-    yield from _idle_numerics(values["numerics"])
+    yield from _unused_schedule_keys(values)
+    yield from _unused_numerics_keys(values["numerics"])
     if values["compile"]["mode"] == "off":
         yield "compile.backend", "has no effect with compile.mode=off."
     if values["eval"]["metric"] is None:
@@ -109,7 +109,7 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
         yield from ((f"precision.{name}", reason) for name in SCALING_KEYS if name in values["precision"])
 
 
-def _idle_numerics(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _unused_numerics_keys(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Those of the order of summation, and of steps that are left out."""
     if not numerics["reproducible"]:
         yield "numerics.lanes", "has no effect without numerics.reproducible=true."
@@ -122,7 +122,7 @@ _ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")
 """Launchers of trainkit's that hand jobs to something else; the sweep stays what it is."""
 
 
-def _idle_for_launcher(launcher: str) -> Iterator[tuple[str, str]]:
+def _unused_launcher_keys(launcher: str) -> Iterator[tuple[str, str]]:
     """Those that say how jobs share this machine, where something else starts them."""
     reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
     if launcher in _ENGINES:
@@ -135,7 +135,7 @@ def _idle_for_launcher(launcher: str) -> Iterator[tuple[str, str]]:
 _SHARES: Final = ("slots", "jobs_per_device")
 
 
-def _idle_rates(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _unused_schedule_keys(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Those that say how fast to learn."""
     warmup, scaling, optimizer = values["warmup"], values["lr_scaling"], values["optimizer"]
     unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"

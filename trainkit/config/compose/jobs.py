@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, hydra_state
-from trainkit.config.compose.loader import Loader, about_one_job, redact_hydra, redacted_lines
+from trainkit.config.compose.loader import ComposedConfigLoader, about_one_job, redact_hydra, redacted_lines
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.secrets.secrets import redacted
@@ -35,7 +35,7 @@ def hydra_config(composition: Composition) -> DictConfig:
     """The composition with Hydra's node, as `.hydra/` keeps it."""
     composer = Composer(composition.config_dirs, composition.packages)
     parsed, _ = composer.parse([*composition.overrides, *composition.hydra_overrides])
-    cfg = Loader(composer).configuration(composition, parsed, RunMode.RUN)
+    cfg = ComposedConfigLoader(composer).configuration(composition, parsed, RunMode.RUN)
     cfg.hydra.overrides.task = redacted_lines(composition.overrides)
     return cfg
 
@@ -101,7 +101,9 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
                 raise
 
         done = hydra_utils.run_job(
-            hydra_context=HydraContext(config_loader=Loader(Composer(composition.config_dirs)), callbacks=callbacks),
+            hydra_context=HydraContext(
+                config_loader=ComposedConfigLoader(Composer(composition.config_dirs)), callbacks=callbacks
+            ),
             task_function=guarded,
             config=cfg,
             job_dir_key="hydra.run.dir",
@@ -151,7 +153,7 @@ def multirun(
         What the sweeper returns: for the basic one a list of lists of `JobReturn`.
     """
     with hydra_state():
-        loader = Loader(Composer(config_dirs, packages), check)
+        loader = ComposedConfigLoader(Composer(config_dirs, packages), check)
         parsed = loader.composer.parse(overrides)[0]
         arguments = [item.input_line or "" for item in parsed if not item.is_hydra_override()]
         loader.hydra_arguments = [item.input_line or "" for item in parsed if item.is_hydra_override()]
@@ -177,7 +179,7 @@ def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str
     """The command of the job that Hydra is in, its secrets, and its folder: for launchers that know of no trainkit."""
     hydra = HydraConfig.get()
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
-    loader = Loader(Composer(dirs, packages))
+    loader = ComposedConfigLoader(Composer(dirs, packages))
     folder = str(hydra.runtime.output_dir)
     lines = [_given.get(line, line) for line in (*hydra.overrides.task, *about_one_job(hydra.overrides.hydra))]
     return (*loader.command(lines, Path(folder)), folder)
@@ -197,7 +199,7 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
     from hydra._internal.core_plugins.bash_completion import BashCompletion  # noqa: PLC0415 - for a shell only
 
     with hydra_state():
-        plugin = BashCompletion(Loader(Composer(config_dirs), lenient=True))
+        plugin = BashCompletion(ComposedConfigLoader(Composer(config_dirs), lenient=True))
         found: list[str] = plugin._query(config_name=CONFIG, line=words)  # noqa: SLF001
         return found
 

@@ -27,10 +27,10 @@ from trainkit.config.secrets.secrets import hidden_arguments, redacted
 from trainkit.errors import ConfigError
 from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 
-__all__ = ["Loader", "about_one_job", "redact_hydra", "redacted_lines"]
+__all__ = ["ComposedConfigLoader", "about_one_job", "redact_hydra", "redacted_lines"]
 
 
-class Loader(ConfigLoaderImpl):
+class ComposedConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader, with the values from trainkit's composition."""
 
     def __init__(

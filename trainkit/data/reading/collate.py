@@ -49,13 +49,13 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(first, bool | int | float):
         return torch.tensor(column)
     if isinstance(first, Mapping):
-        return {key: _stack([_only(sample, first)[key] for sample in column]) for key in first}
+        return {key: _stack([_require_same_keys(sample, first)[key] for sample in column]) for key in first}
     if isinstance(first, str | bytes):
         return list(column)
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
 
 
-def _only(sample: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
+def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
     if sample.keys() != first.keys():
         raise KeyError("other keys")
     return sample

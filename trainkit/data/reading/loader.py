@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from trainkit.config.schema import Loader as LoaderSettings
+from trainkit.config.schema import LoaderConfig as LoaderSettings
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader
-from trainkit.data.reading.sources import Gatherer, Memory, Source, collated, whole_arrays
+from trainkit.data.reading.sources import BatchSource, Gatherer, Memory, collated, whole_arrays
 from trainkit.data.reading.workers import Workers
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, DataError, Problem
@@ -121,7 +121,7 @@ def _choose(
     settings: LoaderSettings,
     seed: int,
     num_steps: int,
-) -> Source:
+) -> BatchSource:
     if isinstance(dataset, Stream):
         return StreamReader(dataset, plan, device=device, settings=settings, seed=seed)
     positions = Positions(plan, SampleOrder(num_samples=plan.num_samples, seed=seed, shuffle=settings.shuffle))

@@ -15,7 +15,7 @@ from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
 
-__all__ = ["Arrays", "Gatherer", "Memory", "Source", "collated", "shards_of", "whole_arrays"]
+__all__ = ["Arrays", "BatchSource", "Gatherer", "Memory", "collated", "shards_of", "whole_arrays"]
 
 _CHUNK: Final = 1024
 """Samples collated at a time when a dataset is read into memory."""
@@ -24,7 +24,7 @@ Arrays = tuple[Tensor, ...] | dict[str, Tensor]
 """A whole dataset in memory: the first dim of every tensor is the sample."""
 
 
-class Source(Protocol):
+class BatchSource(Protocol):
     """One way to come by batches."""
 
     def read(self, ticket: Ticket) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.numerics.deferred.fake_device import without_numbers
-from trainkit.numerics.deferred.tape import CannotDeferError, Entry, Tape, TensorVersion, memory
+from trainkit.numerics.deferred.tape import CannotDeferError, Tape, TapeEntry, TensorVersion, memory
 
 __all__ = ["Recorder"]
 
@@ -94,17 +94,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in written:
             tape = self.tape_of(tensor)
             assert tape is not None
-            tape.entries.append(Entry(func, noted_args, noted_kwargs, None, random=state))
+            tape.entries.append(TapeEntry(func, noted_args, noted_kwargs, None, random=state))
         if written:
             return _given_back(func, args, kwargs, results)
         for place, made in enumerate(results if isinstance(results, tuple | list) else [results]):
             if isinstance(made, Tensor) and self.tape_of(made) is None:
                 geometry = {"size": tuple(made.shape), "stride": made.stride()}
-                entry = Entry(func, noted_args, noted_kwargs, place, random=state, **geometry)
+                entry = TapeEntry(func, noted_args, noted_kwargs, place, random=state, **geometry)
                 self._begin(made, entry, dtype=made.dtype)
         return results
 
-    def _begin(self, made: Tensor, entry: Entry, *, dtype: torch.dtype) -> None:
+    def _begin(self, made: Tensor, entry: TapeEntry, *, dtype: torch.dtype) -> None:
         if "dtype" in entry.kwargs and entry.kwargs["dtype"] is None:
             entry.kwargs["dtype"] = dtype  # the default of that moment
         storage = made.untyped_storage()

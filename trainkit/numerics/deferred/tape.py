@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["CannotDeferError", "Entry", "Tape", "TensorVersion", "memory", "replay_with_rng"]
+__all__ = ["CannotDeferError", "Tape", "TapeEntry", "TensorVersion", "memory", "replay_with_rng"]
 
 _LARGE: Final = 1 << 20
 _EMPTY: Final = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
@@ -26,7 +26,7 @@ class Tape:
     """One storage of a deferred model: the operations that made what it holds, in order."""
 
     num_bytes: int
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[TapeEntry] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TensorVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TapeEntry:
     """An operation that wrote to a tape."""
 
     func: Any
@@ -91,7 +91,7 @@ class _Replay:
         self._made[id(tape), version] = storage
         return storage
 
-    def _after(self, tape: Tape, place: int, entry: Entry, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _after(self, tape: Tape, place: int, entry: TapeEntry, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         if entry.output is not None and entry.func.overloadpacket.__name__ in _EMPTY:
             return memory(tape.num_bytes)
 

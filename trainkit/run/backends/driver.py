@@ -74,7 +74,7 @@ def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str
             cargo=cargo,
             folder=str(stack.enter_context(_scratch(folder)).absolute()),
         )
-        stack.enter_context(_shown(folder))
+        stack.enter_context(_echo_rank0_log(folder))
         stop = stack.enter_context(StopFlag())
         return _until_done(connection, job, folder, stop, max_restarts=job.max_restarts)
 
@@ -143,7 +143,7 @@ def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
 
 
 @contextmanager
-def _shown(folder: RunFolder) -> Iterator[None]:
+def _echo_rank0_log(folder: RunFolder) -> Iterator[None]:
     """Print what rank 0 prints, wherever it runs, as its log grows."""
     log, ended = folder.log_of(0), threading.Event()
     position = log.stat().st_size if log.exists() else 0

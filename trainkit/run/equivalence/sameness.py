@@ -73,9 +73,9 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
 
 def _named(one: Difference) -> str:
     if one.key.startswith("strategy."):
-        return f"{one.key}={_shown(one.right)} counts as maths, and one_device has no such key"
-    return f"{one.key} is {_shown(one.right)} here and {_shown(one.left)} under one_device"
+        return f"{one.key}={_null_or_value(one.right)} counts as maths, and one_device has no such key"
+    return f"{one.key} is {_null_or_value(one.right)} here and {_null_or_value(one.left)} under one_device"
 
 
-def _shown(value: Any) -> Any:
+def _null_or_value(value: Any) -> Any:
     return "null" if value is None else value

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from trainkit.config.schema import Supervisor
+from trainkit.config.schema import SupervisorConfig
 from trainkit.run.process.heartbeat import HeartbeatReading
 from trainkit.trainer.failpoints import Phase
 
@@ -69,15 +69,15 @@ class TimeLimits:
         'supervisor.start_timeout_s'
     """
 
-    hang_timeout_s: float | Literal["auto"] = Supervisor.hang_timeout_s
-    start_timeout_s: float = Supervisor.start_timeout_s
-    first_step_timeout_s: float = Supervisor.first_step_timeout_s
-    checkpoint_timeout_s: float = Supervisor.checkpoint_timeout_s
-    eval_timeout_s: float = Supervisor.eval_timeout_s
-    load_timeout_s: float = Supervisor.load_timeout_s
+    hang_timeout_s: float | Literal["auto"] = SupervisorConfig.hang_timeout_s
+    start_timeout_s: float = SupervisorConfig.start_timeout_s
+    first_step_timeout_s: float = SupervisorConfig.first_step_timeout_s
+    checkpoint_timeout_s: float = SupervisorConfig.checkpoint_timeout_s
+    eval_timeout_s: float = SupervisorConfig.eval_timeout_s
+    load_timeout_s: float = SupervisorConfig.load_timeout_s
 
     @classmethod
-    def of(cls, settings: Supervisor | Mapping[str, Any]) -> TimeLimits:
+    def of(cls, settings: SupervisorConfig | Mapping[str, Any]) -> TimeLimits:
         """Return the limits that a config sets, or those of a mapping that `dataclasses.asdict` made."""
         if isinstance(settings, Mapping):
             return cls(**settings)

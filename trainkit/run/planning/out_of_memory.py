@@ -58,7 +58,9 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
             raise OutOfMemoryError(f"{head} {_shared(plan)}") from error
         if kind is MemoryKind.host and task.device != "cpu":
             raise OutOfMemoryError(f"{head} {_host(plan, task)}") from error
-        raise OutOfMemoryError(_told(plan, f"{head} {task.device} is out of memory.", placing=at is None)) from error
+        raise OutOfMemoryError(
+            _with_remedies(plan, f"{head} {task.device} is out of memory.", placing=at is None)
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -86,7 +88,7 @@ def _host(plan: RunPlan, task: Task) -> str:
     return f"the host is out of memory (RAM), not {task.device}.{tried}"
 
 
-def _told(plan: RunPlan, head: str, *, placing: bool) -> str:
+def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
     try:
         memory = memory_of(plan, meta_model(plan))
         ways = _remedies(plan, placing=placing)

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.schema import Numerics, RunConfig
+from trainkit.config.schema import NumericsConfig, RunConfig
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
@@ -100,7 +100,7 @@ class RunPlan:
         rows = {
             "recipe": cfg.recipe,
             "strategy": cfg.strategy["_target_"].rpartition(".")[2],
-            "tasks": _told(self.tasks),
+            "tasks": _roles_text(self.tasks),
             "replicas": f"{self.num_replicas} on {', '.join(devices)}",
             "samples": f"{batch.num_samples:,} for training",
             "global batch": f"{batch.global_size} = {factors} on {_counted(self.num_replicas, 'replica')}",
@@ -112,19 +112,19 @@ class RunPlan:
             "parameters": f"{num_params:,}",
             "recomputed": _recomputed(cfg.activation_checkpointing),
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
-            "not finite": _told_of_skips(cfg.numerics),
+            "not finite": _skips_text(cfg.numerics),
             "reproducible": f"yes, {cfg.numerics.lanes} lanes" if cfg.numerics.reproducible else None,
         }
         return {label: text for label, text in rows.items() if text}
 
 
-def _told(tasks: Sequence[Task]) -> str | None:
+def _roles_text(tasks: Sequence[Task]) -> str | None:
     """How many of each role there are, where not all do the same."""
     counts = Counter(task.role for task in tasks)
     return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
 
 
-def _told_of_skips(numerics: Numerics) -> str | None:
+def _skips_text(numerics: NumericsConfig) -> str | None:
     """Return what becomes of a step that is not finite, where the run does not end with it."""
     if numerics.on_nonfinite == "skip":
         share = f"{numerics.max_skipped_share * 100:g} %"

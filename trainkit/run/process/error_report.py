@@ -138,7 +138,7 @@ def error_report(rank: int, error: BaseException, pulse: HeartbeatReading | None
         exit_code=_exit_code(error),
         is_secondary=aftermath,
         is_permanent=ours and not aftermath,
-        problems=tuple(_shown(problem) for problem in problems),
+        problems=tuple(_problem_to_json(problem) for problem in problems),
         step=None if pulse is None else pulse.step,
         phase="" if pulse is None else pulse.phase,
         pid=os.getpid(),
@@ -174,7 +174,7 @@ def report_from_json(content: Mapping[str, Any]) -> ErrorReport:
     return ErrorReport(**{**content, "kinds": tuple(content["kinds"]), "problems": tuple(content["problems"])})
 
 
-def _shown(problem: Problem) -> dict[str, Any]:
+def _problem_to_json(problem: Problem) -> dict[str, Any]:
     content: dict[str, Any] = {"key": problem.key, "rule": mask(problem.rule), "origin": problem.origin}
     if problem.value is not errors.MISSING:
         value = problem.shown_value

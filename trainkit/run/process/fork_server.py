@@ -87,9 +87,9 @@ class ForkServer:
         told: takes what is no order and no signal.
     """
 
-    def __init__(self, link: socket.socket, told: Callable[[dict[str, Any]], None] | None = None) -> None:
+    def __init__(self, link: socket.socket, on_message: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._link = link
-        self._told = told
+        self._on_message = on_message
         self._running: dict[int, tuple[int, int]] = {}
         """Its pid descriptor -> its number at the other end, and its pid."""
 
@@ -110,8 +110,8 @@ class ForkServer:
                         return SpawnRequest(**content, reader=reader)
                 elif "signal" in content:
                     self._signal(content)
-                elif self._told is not None:
-                    self._told(content)
+                elif self._on_message is not None:
+                    self._on_message(content)
 
     def _fork(self, number: int, reader: int) -> bool:
         """Whether this is the fork."""

@@ -10,7 +10,7 @@ from typing import Any, Final
 from trainkit.config.provenance import dotted, leaves
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 
@@ -42,7 +42,7 @@ def config_mismatches(
         Problem(
             key=key,
             value=ours["values"].get(key),
-            rule=f"{place} has {_shown(other['values'].get(key))}. Start all alike.",
+            rule=f"{place} has {yaml_text(other['values'].get(key))}. Start all alike.",
             origin=origin,
         )
         for place, other in unlike.items()
@@ -62,10 +62,6 @@ def check_same_config(meeting: ProcessBarrier, cfg: RunConfig) -> None:
             raise ConfigError(problems)
 
     meeting.run_on_rank0_and_broadcast(refuse)
-
-
-def _shown(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_same_plan(meeting: ProcessBarrier, plan: RunPlan) -> None:

@@ -53,7 +53,7 @@ from trainkit.run.rendezvous.relaunch import (
     resume_point_of_launch,
 )
 from trainkit.run.rendezvous.shutdown import finish_together
-from trainkit.run.resume import Start
+from trainkit.run.resume import ResumePoint
 from trainkit.run.runner import Job, Result, begin_folder, new_folder, refuse_lack_of_room, resumed_from, run_task
 from trainkit.storage import reporting
 from trainkit.trainer import failpoints
@@ -112,11 +112,11 @@ def train_external(
 
         if launch.rank > 0:
             with redirect_output(folder.log_of(launch.rank)):
-                result = finish_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
+                result = finish_together(meeting, folder, run, confirm=fence.check, runs_local_workers=share > 1)
             return {**result, "folder": str(folder.path)}
 
         def part() -> Result:
-            return finish_together(meeting, folder, run, confirm=fence.check, hosts_ranks=share > 1)
+            return finish_together(meeting, folder, run, confirm=fence.check, runs_local_workers=share > 1)
 
         with recorded_run(folder, confirm=fence.check) as record:
             record.log.write([launch.line()])  # printed before there was a folder
@@ -127,9 +127,9 @@ def train_external(
         return {**done, "folder": str(folder.path)}
 
 
-def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> Start:
+def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     """Where to begin, found by rank 0: it alone looks at folders, which may look otherwise elsewhere."""
-    found: list[Start] = []
+    found: list[ResumePoint] = []
 
     def find() -> dict[str, Any]:
         found.append(resume_point_of_launch(cfg, run_dir, meeting))
@@ -146,7 +146,7 @@ def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
         return found[0]
     global_size, micro_size, accumulation = told["batch"]
     batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
-    return Start(
+    return ResumePoint(
         cfg=replace(cfg, batch=batch),
         folder=RunFolder(Path(told["folder"])) if told["folder"] else None,
         checkpoints=Path(told["checkpoints"]) if told["checkpoints"] else None,
@@ -156,7 +156,7 @@ def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
 def _agree_on_folder(
     meeting: ProcessBarrier,
     stack: ExitStack,
-    start: Start,
+    start: ResumePoint,
     plan: RunPlan,
     run_dir: Path | None,
     *,

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from trainkit.bounded_json import Kind, expect_map, whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.schema import Batch, RunConfig
+from trainkit.config.schema import BatchConfig, RunConfig
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, HangError, HangupError, StoppedError, TerminatedError
 from trainkit.run.folder.fencing_token import FencingToken
@@ -73,7 +73,7 @@ def job_token(meeting: ProcessBarrier) -> str:
 
 
 def publish_join_info(
-    meeting: ProcessBarrier, cfg: RunConfig, batch: Batch, *, folder: RunFolder, fence: FencingToken, token: str
+    meeting: ProcessBarrier, cfg: RunConfig, batch: BatchConfig, *, folder: RunFolder, fence: FencingToken, token: str
 ) -> None:
     """Leave word for those that may come late; for rank 0, once there is a run folder.
 

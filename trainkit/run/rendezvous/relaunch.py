@@ -18,7 +18,7 @@ from trainkit.run.backends.attempt import failure_in
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.external_restarts import record_relaunch
-from trainkit.run.resume import Start, adopt, find_start
+from trainkit.run.resume import ResumePoint, adopt, find_start
 
 __all__ = ["ENDED", "clear_run_folder", "note_restart_of", "record_run_folder", "resume_point_of_launch"]
 
@@ -29,7 +29,7 @@ ENDED: Final = ("finished", "stopped")
 """Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
 
 
-def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, meeting: ProcessBarrier) -> Start:
+def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, meeting: ProcessBarrier) -> ResumePoint:
     """Work out where the launch begins; for its rank 0.
 
     A launcher that starts its processes again gives them the command they had, and means them to go on. The folder of
@@ -67,7 +67,7 @@ def clear_run_folder(cfg: RunConfig, folder: RunFolder, meeting: ProcessBarrier)
         _record(cfg, meeting.launch).unlink(missing_ok=True)
 
 
-def _continued(cfg: RunConfig, path: Path) -> Start | None:
+def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
     """Going on in a folder, where it holds this training, and it has not ended."""
     folder = RunFolder(path)
     result = folder.read_result()
@@ -81,7 +81,7 @@ def _continued(cfg: RunConfig, path: Path) -> Start | None:
     if fingerprint(adopted) != fingerprint(earlier):
         return None
     note = f"started again by the launcher: continues {path}"
-    return Start(cfg=adopted, folder=folder, note=note, relaunched=True)
+    return ResumePoint(cfg=adopted, folder=folder, note=note, relaunched=True)
 
 
 def note_restart_of(folder: RunFolder, meeting: ProcessBarrier) -> None:

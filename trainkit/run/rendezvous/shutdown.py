@@ -44,7 +44,7 @@ def finish_together(
     run: Callable[[Reporter], dict[str, Any] | None],
     *,
     confirm: Callable[[], None],
-    hosts_ranks: bool = False,
+    runs_local_workers: bool = False,
 ) -> dict[str, Any]:
     """Run this process's part of the training, and end it with the others.
 
@@ -54,7 +54,7 @@ def finish_together(
         run: does the part, given what reports an error before this rank leaves the others; returns what result.json
             holds, on rank 0.
         confirm: raises where the folder is another group's by now.
-        hosts_ranks: whether processes stand for hosts, whose ranks have told the folder already.
+        runs_local_workers: whether this process stands for a host, whose ranks have already written to the folder.
 
     Returns:
         What result.json holds on rank 0; elsewhere its status and reason.
@@ -64,15 +64,15 @@ def finish_together(
     """
     # Learned before a rank can be lost: the store may be lost with it.
     processes = dict(zip(meeting.ranks, meeting.all_gather_object(_own_process()), strict=True))
-    report = _reporter(meeting, folder, hosts_ranks=hosts_ranks)
+    report = _reporter(meeting, folder, hosts_ranks=runs_local_workers)
     try:
         result = run(report)
     except (Exception, SystemExit) as error:
         words = report(error)
         if meeting.launch.rank > 0:
             sys.stderr.write("".join(traceback.format_exception(error)))  # its log
-            raise _follower_error(meeting, None if hosts_ranks else folder, words, processes) from error
-        failure = _first_failure(meeting, None if hosts_ranks else folder, words, processes)
+            raise _follower_error(meeting, None if runs_local_workers else folder, words, processes) from error
+        failure = _first_failure(meeting, None if runs_local_workers else folder, words, processes)
         _record(meeting, folder, failure, confirm)
         raise failure from error
     if meeting.launch.rank > 0:

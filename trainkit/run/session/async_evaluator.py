@@ -137,7 +137,7 @@ class CheckpointEvaluator:
         self._watched = MonitoredMetric.of(cfg.eval)
         self._retention: Retention = retention_of(cfg)
         self._events: EventFile | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         self.rows = _rows(folder.evaluations)
         """What was found, a row a checkpoint, in the order in which it was."""
         self.step = self.rows[-1]["step"] if self.rows else 0
@@ -162,7 +162,7 @@ class CheckpointEvaluator:
             refuse_malformed(loaded)
             self._take(loaded)
         except (CheckpointError, OSError) as error:
-            self._told.add(mark)
+            self._reported.add(mark)
             print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - the log of this task
             return self.evaluate_next(requested)
         parts = self._plan.components
@@ -193,7 +193,7 @@ class CheckpointEvaluator:
 
     def _try_lock(self) -> Checkpoint | None:
         """The oldest complete checkpoint that has no row, kept from now on until another one is claimed."""
-        done = {row["manifest"] for row in self.rows} | self._told
+        done = {row["manifest"] for row in self.rows} | self._reported
         root = self._folder.checkpoints
         if not root.is_dir():
             return None

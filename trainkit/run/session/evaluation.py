@@ -72,7 +72,7 @@ class EvalRunner:
         figures = evaluate(
             self._placed,
             self._plan.components.objective,
-            self._told(batches),
+            self._with_heartbeats(batches),
             split=split,
             num_counted=batches.num_counted,
         )
@@ -83,7 +83,7 @@ class EvalRunner:
         if split == "val":
             self._validated_at = self._run.state.step
 
-    def _told(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _with_heartbeats(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Beat once a batch: `supervisor.eval_timeout_s` is the limit of a batch."""
         for batch in batches:
             yield batch

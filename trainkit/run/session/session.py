@@ -63,17 +63,17 @@ class TaskSession:
         folder: Path,
         callbacks: list[Callback],
         fingerprint: str,
-        requested: Callable[[], str | None],
+        stop_requested: Callable[[], str | None],
         notes: tuple[str, ...] = (),
-        confirm: Callable[[], None] | None = None,
+        check_fence: Callable[[], None] | None = None,
         on_phase: Callable[[str, int], None] | None = None,
         within_steps: bool = True,
     ) -> None:
-        self._presence, self._confirm = Presence(folder), confirm
+        self._presence, self._check_fence = Presence(folder), check_fence
         self.plan = plan.resolved(lambda: meta_model(plan))
         self.cfg, self.parts = self.plan.cfg, self.plan.components
         self.callbacks, self.fingerprint = callbacks, fingerprint
-        self._requested = requested
+        self._stop_requested = stop_requested
         self._data_state: dict[str, Any] | None = None
         self._on_phase = on_phase
         self._evaluation_due = False
@@ -106,13 +106,13 @@ class TaskSession:
             self.placed,
             callbacks=callbacks,
             fingerprint=fingerprint,
-            confirm=self.confirm,
+            confirm=self.check_fence,
             enter=self.enter,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
-        self._agreement = StopSaveConsensus(self.placed.all_ranks, requested, lambda: self._keeper.is_due)
+        self._agreement = StopSaveConsensus(self.placed.all_ranks, stop_requested, lambda: self._keeper.is_due)
 
-    def confirm(self) -> None:
+    def check_fence(self) -> None:
         """Make sure that the run folder is there, and still this group's.
 
         Raises:
@@ -120,8 +120,8 @@ class TaskSession:
             TrainingError: another group has taken it over.
         """
         self._presence.check()
-        if self._confirm is not None:
-            self._confirm()
+        if self._check_fence is not None:
+            self._check_fence()
 
     def _refuse_absent_folder(self) -> None:
         """Raise on the owner where the run folder is gone: nothing that is trained from here on could be saved."""
@@ -205,7 +205,7 @@ class TaskSession:
                 journal=self._journal,
                 timeline=timeline,
                 last_step=self.plan.last_step,
-                interrupted=self._requested if self.placed.all_ranks.num_ranks == 1 else lambda: None,
+                interrupted=self._stop_requested if self.placed.all_ranks.num_ranks == 1 else lambda: None,
             )
         except RollbackNeeded as found:
             return found.step
@@ -218,7 +218,7 @@ class TaskSession:
         restore_or_init(self, self.run.folder / "checkpoints")
         suspect = Suspect(step=step, checkpoint=self.run.state.step)
         if self.run.is_owner:
-            self.confirm()
+            self.check_fence()
             record_rollback(self.run.folder, suspect)
         self.run.state.left_out.train_again(suspect)
         self._scorer.forget()

@@ -58,7 +58,7 @@ class AttemptRunner:
         assistants: ranks that assist the one that trains, and end with it.
         replaceable: ranks that are started again alone when they die.
         max_restarts: deaths of such a one in a row, without progress, that are put up with.
-        say: is told of such deaths.
+        log: receives a line for each such death.
         memory: counts processes that the kernel killed for lack of memory; by default those of this cgroup.
     """
 
@@ -75,7 +75,7 @@ class AttemptRunner:
         assistants: Collection[int] = (),
         replaceable: Collection[int] = (),
         max_restarts: int = 0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
         memory: MemoryEvents | None = None,
     ) -> None:
         self._roster = roster
@@ -89,7 +89,7 @@ class AttemptRunner:
         self._assistants = frozenset(assistants)
         alone = frozenset(task.rank for task in roster.tasks if max_restarts or task.is_evaluator)
         self._replaceable = frozenset(replaceable) & alone  # an evaluator never ends a run
-        self._max_restarts, self._say = max_restarts, say
+        self._max_restarts, self._log = max_restarts, log
         self._memory = memory or MemoryEvents()
         self._presence = Presence(folder.path)
         self._begin()
@@ -111,7 +111,7 @@ class AttemptRunner:
             [task for task in self._roster.tasks if task.rank in self._replaceable],
             folder=self._folder,
             max_restarts=self._max_restarts,
-            say=self._say,
+            log=self._log,
         )
 
     def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
@@ -248,7 +248,7 @@ class AttemptRunner:
             self._end(group, rank)
         if left & kept and self._left_at is None and not self._told_to_wait:
             self._told_to_wait = True
-            self._say("The training has ended. Waiting for the evaluator to finish.")
+            self._log("The training has ended. Waiting for the evaluator to finish.")
 
     @property
     def _evaluators(self) -> frozenset[int]:

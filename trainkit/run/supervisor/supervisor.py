@@ -59,7 +59,7 @@ def supervise(
     replaceable: Collection[int] = (),
     command: Sequence[str] | None = None,
     rendezvous: Rendezvous | None = None,
-    say: Callable[[str], None] | None = None,
+    log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run the tasks of one run on this machine, each in a process of its own, to the end.
 
@@ -80,7 +80,7 @@ def supervise(
         replaceable: ranks that are started again alone when they die, while the others go on.
         command: what to start instead of `python -m trainkit.run.worker_main RESOLVED`; tests use it.
         rendezvous: the store the ranks meet at; by default one on the loopback interface, for this run alone.
-        say: is told of restarts and of replicas lost and tried again; by default a line on stderr.
+        log: receives a line for each restart and for each replica lost or tried again; default: stderr.
 
     Returns:
         The content of `result.json`.
@@ -106,11 +106,11 @@ def supervise(
             assistants=assistants,
             replaceable=replaceable,
             max_restarts=max_restarts,
-            say=say or _say,
+            log=log or _log_to_stderr,
         )
         attempts.stop = stack.enter_context(StopFlag(attempts.events.put))
         try:
-            return _until_done(attempts, roster, folder, max_restarts=max_restarts, say=say or _say)
+            return _until_done(attempts, roster, folder, max_restarts=max_restarts, log=log or _log_to_stderr)
         except KeyboardInterrupt:
             stopped = StoppedError(f"stopped at once. {_kept(folder)}")
             _record(folder, stopped)
@@ -142,12 +142,12 @@ def _until_done(
     folder: RunFolder,
     *,
     max_restarts: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     best, rule, resized = _newest_step(folder), RestartPolicy(max_restarts), False
     for attempt in itertools.count():
         for line in roster.next_members():
-            say(line)
+            log(line)
             if resized:
                 record_restart(folder.path, Restart(kind="returned", cause=line, checkpoint=best))
         failure = attempts.run(attempt, continues_at=best)
@@ -172,7 +172,7 @@ def _until_done(
             if refusal is not None:
                 raise CrashLoopError(f"{refusal}: {failure.error()}")
             record_restart(folder.path, _restart(failure, task, fault, lost=lost))
-            say(_restarting(failure, lost, reached, f"{rule.fruitless} of {max_restarts}"))
+            log(_restarting(failure, lost, reached, f"{rule.fruitless} of {max_restarts}"))
         elif reached != best:
             rule.advance()
         best = reached
@@ -239,5 +239,5 @@ def _kept(folder: RunFolder) -> str:
     return "There is no checkpoint." if step is None else f"The last checkpoint is that of step {step}."
 
 
-def _say(line: str) -> None:
+def _log_to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read

@@ -27,7 +27,7 @@ _LONGEST_S: Final = 60.0
 
 
 @dataclass(slots=True)
-class _Record:
+class _RestartHistory:
     """What became of a task so far."""
 
     life: int = 0
@@ -50,7 +50,7 @@ class TaskRestarter:
         tasks: those tasks.
         folder: holds their pulses and last words.
         max_restarts: deaths of one task in a row without progress that are put up with.
-        say: is told of each death, in a line.
+        log: receives a line for each death.
         clock: seconds that only rise.
     """
 
@@ -60,12 +60,12 @@ class TaskRestarter:
         *,
         folder: RunFolder,
         max_restarts: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tasks = {task.rank: task for task in tasks}
-        self._records = {rank: _Record() for rank in self._tasks}
-        self._folder, self._max_restarts, self._say, self._clock = folder, max_restarts, say, clock
+        self._records = {rank: _RestartHistory() for rank in self._tasks}
+        self._folder, self._max_restarts, self._log, self._clock = folder, max_restarts, log, clock
 
     @property
     def pending(self) -> bool:
@@ -108,9 +108,9 @@ class TaskRestarter:
         step = None if pulse is None else pulse.step
         restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
         record_restart(self._folder.path, restart)
-        self._say(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
+        self._log(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
 
-    def _give_up(self, failure: Failure, task: Task, record: _Record, *, twice: bool) -> None:
+    def _give_up(self, failure: Failure, task: Task, record: _RestartHistory, *, twice: bool) -> None:
         count = f"gave up after {self._max_restarts} restarts of {task} alone"
         no_further = f"{count} that got no further than step {record.reached}"
         if twice:
@@ -119,7 +119,7 @@ class TaskRestarter:
             raise CrashLoopError(f"{no_further}: {failure.error()}")
         words = failure.headline
         report_end(self._folder, EvaluatorEnd(status="failed", reason=f"{words} Evaluation {count}."))
-        self._say(f"{words} Evaluation {count}; the training goes on without it.")
+        self._log(f"{words} Evaluation {count}; the training goes on without it.")
 
     def due(self) -> list[Task]:
         """The tasks to start now, each with a life of its own and nothing left of the one before."""

@@ -55,7 +55,7 @@ def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]
         rule = f"spares are among strategy.workers={workers}, and someone must compute. Use {workers - 1} or less."
         yield Problem(key="strategy.spare_replicas", value=strategy.spare_replicas, rule=rule)
     if strategy.spare_mode != "duplicate" and not strategy.spare_replicas:
-        yield _idle("spare_mode", strategy.spare_mode, "without strategy.spare_replicas")
+        yield _unused_key("spare_mode", strategy.spare_mode, "without strategy.spare_replicas")
     if strategy.spare_mode == "replace" and strategy.spare_replicas:
         yield from no_rollback("with strategy.spare_mode=replace the first shards that come make a step", facts)
     if strategy.spare_mode == "replace" and facts.numerics.reproducible:
@@ -63,17 +63,17 @@ def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]
         yield Problem(key="numerics.reproducible", value=True, rule=rule)
     beside = "with strategy.mode=sync: no gradient is stale there"
     if strategy.staleness.policy != "accept":
-        yield _idle("staleness.policy", strategy.staleness.policy, beside)
+        yield _unused_key("staleness.policy", strategy.staleness.policy, beside)
     if strategy.warmup_steps:
-        yield _idle("warmup_steps", strategy.warmup_steps, beside)
+        yield _unused_key("warmup_steps", strategy.warmup_steps, beside)
 
 
 def _of_async(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
     beside = "with strategy.mode=async: no step waits for all its gradients there"
     if strategy.spare_replicas:
-        yield _idle("spare_replicas", strategy.spare_replicas, beside)
+        yield _unused_key("spare_replicas", strategy.spare_replicas, beside)
     if strategy.spare_mode != "duplicate":
-        yield _idle("spare_mode", strategy.spare_mode, beside)
+        yield _unused_key("spare_mode", strategy.spare_mode, beside)
     if facts.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
         yield Problem(key="numerics.reproducible", value=True, rule=rule)
@@ -109,5 +109,5 @@ def _of_replay(strategy: ParameterServer, facts: PlanContext) -> Iterator[Proble
         yield Problem(key="strategy.replay", value=strategy.replay, rule=rule)
 
 
-def _idle(key: str, value: Any, why: str) -> Problem:
+def _unused_key(key: str, value: Any, why: str) -> Problem:
     return Problem(key=f"strategy.{key}", value=value, rule=f"has no effect {why}. Leave it out.")

@@ -58,7 +58,7 @@ class DeterministicReducer:
         ]
         _all_to_all(received, sent, self._rank)
         parts = {node: received[rank][place] for rank in range(ranks) for place, node in enumerate(nodes[rank])}
-        in_order = sorted(parts, key=lambda node: _leaf(node.first, self.lanes))
+        in_order = sorted(parts, key=lambda node: _tree_position(node.first, self.lanes))
         total = combine_pairwise(((node, parts[node]) for node in in_order), Tensor.add_, num_lanes=self.lanes)
         gathered = torch.empty(padded, dtype=packing.dtype, device=packing.device)
         dist.all_gather(list(gathered.view(ranks, slice_size).unbind()), total.contiguous())
@@ -74,7 +74,7 @@ def _below(
         yield next(leaves)
 
 
-def _leaf(lane: int, num_lanes: int) -> int:
+def _tree_position(lane: int, num_lanes: int) -> int:
     """The place of a lane among the leaves of the tree, from left to right: its bits reversed."""
     bits = num_lanes.bit_length() - 1
     return int(format(lane, f"0{bits}b")[::-1], 2) if bits else 0

@@ -76,7 +76,7 @@ class TensorParallel(Sharded):
         problems = super().problems(facts)
         if self.degree == 1 and self.plan != "auto":
             rule = "has no effect with strategy.degree=1, which cuts nothing. Use a degree of 2 or more."
-            problems.append(Problem(key="strategy.plan", value=_shown(self.plan), rule=rule))
+            problems.append(Problem(key="strategy.plan", value=_plan_text(self.plan), rule=rule))
         if self.shard and not problems and self.num_replicas(facts) == 1:
             rule = "has no effect with 1 replica. Use strategy.replicas=2 or more."
             problems.append(Problem(key="strategy.shard", value=True, rule=rule))
@@ -216,5 +216,5 @@ class TensorParallel(Sharded):
         return match_plan(model, self.plan, self.degree) if self.degree > 1 else MatchedPlan()
 
 
-def _shown(plan: Mapping[str, str] | str) -> str:
+def _plan_text(plan: Mapping[str, str] | str) -> str:
     return plan if isinstance(plan, str) else "{" + ",".join(f"{key}:{style}" for key, style in plan.items()) + "}"

@@ -104,7 +104,7 @@ def iter_gather_full(
     Raises:
         ValueError: the pieces of a tensor do not make it up.
     """
-    heard = all_gather_object({name: _told(parts) for name, parts in pieces.items() if parts}, everyone)
+    heard = all_gather_object({name: _pieces_to_json(parts) for name, parts in pieces.items() if parts}, everyone)
     for name in sorted({name for rank in heard for name in rank}, key=order):
         told = [(rank, said[name]) for rank, said in enumerate(heard) if name in said]
         cuts = [(cut["offset"], cut["size"]) for _, said in told for cut in said["cuts"]]
@@ -162,7 +162,7 @@ def _meet(offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int
     )
 
 
-def _told(parts: Sequence[TensorShard]) -> dict[str, Any]:
+def _pieces_to_json(parts: Sequence[TensorShard]) -> dict[str, Any]:
     cuts = [{"offset": part.offset, "size": list(part.tensor.shape)} for part in parts]
     dtype = str(parts[0].tensor.dtype).removeprefix("torch.")
     return {"dtype": dtype, "shape": parts[0].shape, "cuts": cuts}

@@ -18,7 +18,7 @@ from trainkit.run.backends.base import CARRIED
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.sweeps.backends.base import Handle, Submitter
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, asked_file, ended_file
-from trainkit.sweeps.loop.processes import Start
+from trainkit.sweeps.loop.processes import JobCommand
 
 __all__ = ["FOLDER", "Remote"]
 
@@ -106,7 +106,7 @@ class Remote:
             thread.join()
             self._submitter = None
 
-    def __call__(self, job: Start) -> _Remote:
+    def __call__(self, job: JobCommand) -> _Remote:
         """Describe a job and hand it over."""
         if self._submitter is None:
             raise RuntimeError("there is no engine to hand the job to")

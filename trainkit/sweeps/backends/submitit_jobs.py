@@ -139,14 +139,14 @@ class _Executor:
 
     def __init__(self, executor: Any, *, arrays: bool) -> None:
         self._executor, self._arrays = executor, arrays
-        self._waiting: list[_Job] = []
-        self._all: list[_Job] = []
+        self._waiting: list[_SubmittedJob] = []
+        self._all: list[_SubmittedJob] = []
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Job:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _SubmittedJob:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
         """Take a job."""
-        job = _Job(path)
+        job = _SubmittedJob(path)
         with self._lock:
             self._waiting.append(job)
             self._all.append(job)
@@ -183,7 +183,7 @@ class _Executor:
 
 
 @dataclass
-class _Job:
+class _SubmittedJob:
     path: str
     handed: Any = None
     wanted: bool = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.run.process.fork_client import ForkedGroup, ForkServerClient
-from trainkit.sweeps.loop.processes import JobProcess, Start, started_in
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess, started_in
 
 __all__ = ["WarmStarter"]
 
@@ -29,7 +29,7 @@ class WarmStarter(ForkServerClient):
         whole = {**os.environ, **environ, "PYTHONUNBUFFERED": "1"}
         super().__init__("trainkit.sweeps.loop.fork_server_main", whole, log=Path(os.devnull))
 
-    def __call__(self, job: Start) -> JobProcess:
+    def __call__(self, job: JobCommand) -> JobProcess:
         """Start a job."""
         return started_in(ForkedGroup(self, _ENTRY, job.number, job.report), job)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["JobProcess", "Start", "Starter", "start_fresh", "started_in"]
+__all__ = ["JobCommand", "JobProcess", "Starter", "start_fresh", "started_in"]
 
 
 class JobProcess(Protocol):
@@ -25,7 +25,7 @@ class JobProcess(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class JobCommand:
     """What it takes to start the process of a job."""
 
     number: int
@@ -47,16 +47,16 @@ class Start:
         return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ, **self.secrets}
 
 
-Starter = Callable[[Start], JobProcess]
+Starter = Callable[[JobCommand], JobProcess]
 """Starts the processes of jobs."""
 
 
-def start_fresh(job: Start) -> JobProcess:
+def start_fresh(job: JobCommand) -> JobProcess:
     """Start an interpreter of its own for a job."""
     return started_in(WorkerGroup(job.number, job.report), job)
 
 
-def started_in(group: WorkerGroup, job: Start) -> JobProcess:
+def started_in(group: WorkerGroup, job: JobCommand) -> JobProcess:
     """Start the process of a job as the only one of a group."""
     group.start(0, job.command, job.whole_environ, job.log)
     return group

@@ -18,7 +18,7 @@ from trainkit.sweeps.loop.stopping import STOPPED
 from trainkit.sweeps.loop.sweep_loop import LOG, SweepLoop
 from trainkit.sweeps.results.job_results import PRUNED
 from trainkit.sweeps.results.leaderboard import collect, write
-from trainkit.sweeps.results.sweep_state import Record
+from trainkit.sweeps.results.sweep_state import SweepState
 from trainkit.sweeps.screen import Screen, screen_for
 
 __all__ = ["LOG", "Sweep"]
@@ -51,7 +51,7 @@ class Sweep:
     ) -> None:
         self.folder = folder
         self.slots = slots or Slots(count=1)
-        self.record = Record.read(folder, command=command)
+        self.record = SweepState.read(folder, command=command)
         self.asked: set[str] = set()
         """Names of the jobs of this sweep, without those of an earlier one in its folder."""
         self.halted = False

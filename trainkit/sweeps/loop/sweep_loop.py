@@ -25,12 +25,12 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
-from trainkit.sweeps.loop.processes import JobProcess, Start
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess
 from trainkit.sweeps.loop.slots import SlotLease
 from trainkit.sweeps.loop.stopping import HANGUP, NOT_TRIED_AGAIN, STOPPED, died, signals_to
 from trainkit.sweeps.results.metric_stream import Watch, last_line
 from trainkit.sweeps.results.sweep_state import is_complete
-from trainkit.sweeps.screen import Line, Screen, State, View
+from trainkit.sweeps.screen import JobLine, Screen, State, View
 
 if TYPE_CHECKING:
     from trainkit.sweeps.loop.sweep import Sweep
@@ -51,7 +51,7 @@ class _Running:
     job: SweepJob
     process: JobProcess
     grant: SlotLease
-    line: Line
+    line: JobLine
     watch: Watch
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
@@ -73,7 +73,7 @@ class SweepLoop:
         self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
         self._running: dict[int, _Running] = {}
         self._waiting: SweepJob | None = None
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, JobLine] = {}
         self._tries: dict[str, int] = {}
         self._number = 0
         self._kill_at = float("inf")
@@ -136,7 +136,7 @@ class SweepLoop:
         sweep.note()
         if not known:
             self._screen.say(f"{_named(job)}: has its result already, in {job.folder}")
-            self._lines[job.name] = Line(
+            self._lines[job.name] = JobLine(
                 name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
             )
         self._source.ended(job, 0)
@@ -150,7 +150,7 @@ class SweepLoop:
         self._number += 1
         try:
             process = self._sweep.start(
-                Start(
+                JobCommand(
                     number=self._number,
                     command=command,
                     environ=grant.environ,
@@ -162,7 +162,7 @@ class SweepLoop:
         except BaseException:
             self._sweep.slots.give_back(grant)
             raise
-        line = Line(name=job.name, label=job.label)
+        line = JobLine(name=job.name, label=job.label)
         self._lines.pop(job.name, None)
         self._lines[job.name] = line
         self._running[self._number] = _Running(
@@ -247,7 +247,7 @@ class SweepLoop:
         state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
         one.line.state = state
         self._sweep.note()
-        self._screen.say(self._told(one, code, state))
+        self._screen.say(self._end_text(one, code, state))
         if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
             self.failed = job
             self._screen.say(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
@@ -264,7 +264,7 @@ class SweepLoop:
         self._begin(one.job)
         self._running[self._number].duplicates = one.duplicates
 
-    def _told(self, one: _Running, code: int, state: State) -> str:
+    def _end_text(self, one: _Running, code: int, state: State) -> str:
         seconds = f"{one.line.seconds or 0.0:.1f} s"
         metric = one.line.progress.metric
         if state == "done":

@@ -44,7 +44,7 @@ def _together(folds: Sequence[JobResult]) -> JobResult:
     jobs = [entry.job for entry in folds]
     return JobResult(
         job=jobs[0] if len(jobs) == 1 else f"{jobs[0]}-{jobs[-1]}",
-        status="finished" if whole else _told(folds),
+        status="finished" if whole else _missing_text(folds),
         metrics={name: fmean(found) for name, found in values.items()},
         spread={name: _spread(found) for name, found in values.items()},
         overrides=tuple(text for text in first.overrides if not text.startswith(_FOLD)),
@@ -54,7 +54,7 @@ def _together(folds: Sequence[JobResult]) -> JobResult:
     )
 
 
-def _told(folds: Sequence[JobResult]) -> str:
+def _missing_text(folds: Sequence[JobResult]) -> str:
     """What became of those that are not there."""
     others = [entry.status for entry in folds if entry.status != "finished"]
     return f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}"

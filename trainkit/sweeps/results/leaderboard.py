@@ -14,7 +14,7 @@ from typing import Final
 
 from trainkit.config.config_folders import config_dir_arguments
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import Eval
+from trainkit.config.schema import EvalConfig
 from trainkit.config.secrets.references import reference
 from trainkit.config.secrets.secrets import keys_to_add
 from trainkit.config.targets.allowed import package_arguments
@@ -36,7 +36,7 @@ from trainkit.sweeps.results.job_results import (
 
 __all__ = ["JobResult", "Leaderboard", "collect", "goal_of", "read_entry", "varied_overrides", "write"]
 
-_TIE = MonitoredMetric.of(Eval())
+_TIE = MonitoredMetric.of(EvalConfig())
 """What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
 _MAX_CELL: Final = 400
 _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
@@ -61,7 +61,7 @@ class Leaderboard:
         ...     )
         ...     for number, loss in enumerate([0.5, 0.25])
         ... )
-        >>> for line in Leaderboard.of([a, b], MonitoredMetric.of(Eval())).lines():
+        >>> for line in Leaderboard.of([a, b], MonitoredMetric.of(EvalConfig())).lines():
         ...     print(line)
         #  job  status    val/loss  overrides  time   folder
         1  1    finished  0.25      seed=1     1.5 s  out/1
@@ -133,7 +133,7 @@ class Leaderboard:
         """How many jobs there are, and what became of them, in words.
 
         Example:
-            >>> Leaderboard(goal=MonitoredMetric.of(Eval()), entries=()).counts()
+            >>> Leaderboard(goal=MonitoredMetric.of(EvalConfig()), entries=()).counts()
             '0 jobs'
         """
         number = len(self.entries)
@@ -231,7 +231,8 @@ def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
     entries = by_point(read_entries(folder))
     if goal is None:
         goal = next(
-            (known for entry in entries if (known := goal_of(entry.folder)) is not None), MonitoredMetric.of(Eval())
+            (known for entry in entries if (known := goal_of(entry.folder)) is not None),
+            MonitoredMetric.of(EvalConfig()),
         )
     return Leaderboard.of(entries, goal)
 

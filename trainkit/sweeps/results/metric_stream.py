@@ -1,8 +1,9 @@
-"""How far a job is, read from its folder while it runs: from the last rows of its `metrics.jsonl`."""
+"""Read the progress and the metric of a job from the `metrics.jsonl` in its folder, while it runs and after."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -11,9 +12,9 @@ from trainkit.bounded_json import expect_map, parse_json
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, UnreadableError
-from trainkit.reading import read_tail
+from trainkit.reading import read_lines, read_tail, size_of
 
-__all__ = ["Progress", "Watch", "last_line"]
+__all__ = ["MetricRows", "Progress", "Watch", "figure_at", "last_line"]
 
 _TAIL_BYTES: Final = 1 << 13
 
@@ -108,3 +109,48 @@ def last_line(log: Path) -> str:
     except UnreadableError:
         return ""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
+class MetricRows:
+    """The figures of one metric as they come: each call of `new` gives those since the last.
+
+    A resumed job takes rows back that it makes again: a file that has become shorter is read from its start.
+
+    Args:
+        path: of a `metrics.jsonl`, which need not exist yet.
+        metric: its name.
+    """
+
+    def __init__(self, path: Path, metric: str) -> None:
+        self._path, self._metric, self._read = path, metric, 0
+
+    def new(self) -> list[tuple[int, float]]:
+        """Step and figure of each new row; NaN for one that is no number."""
+        try:
+            if size_of(self._path) < self._read:
+                self._read = 0
+            lines = list(read_lines(self._path, start=self._read))
+        except UnreadableError:
+            return []
+        self._read += sum(map(len, lines))
+        return [found for line in lines if (found := _figure(line, self._metric)) is not None]
+
+
+def figure_at(path: Path, metric: str, step: int | None) -> float | None:
+    """The last figure of a metric up to a step, in a `metrics.jsonl`; None where there is none.
+
+    Args:
+        path: the file.
+        metric: its name.
+        step: None: up to the end.
+    """
+    found = [value for at, value in MetricRows(path, metric).new() if step is None or at <= step]
+    return found[-1] if found else None
+
+
+def _figure(line: bytes, metric: str) -> tuple[int, float] | None:
+    try:
+        row = expect_map(parse_json(line), {"step": int, metric: (float, type(None))})
+        return row["step"], math.nan if row[metric] is None else float(row[metric])
+    except ValueError:
+        return None

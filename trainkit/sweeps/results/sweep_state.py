@@ -15,7 +15,7 @@ from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SWEEP_FILE, read_jobs
 from trainkit.trainer.ownership import set_aside
 
-__all__ = ["FILE", "Record", "Row", "is_complete"]
+__all__ = ["FILE", "Row", "SweepState", "is_complete"]
 
 FILE: Final = SWEEP_FILE
 
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(kw_only=True)
-class Record:
+class SweepState:
     """The rows of a sweep, by the name of the job."""
 
     folder: Path
@@ -47,7 +47,7 @@ class Record:
     """What the user typed."""
 
     @classmethod
-    def read(cls, folder: Path, *, command: Sequence[str] = ()) -> Record:
+    def read(cls, folder: Path, *, command: Sequence[str] = ()) -> SweepState:
         """Read that of an earlier sweep in this folder; an empty one where there is none.
 
         Raises:

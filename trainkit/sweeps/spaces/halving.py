@@ -15,7 +15,7 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.loop.job_sources import SweepJob
-from trainkit.sweeps.spaces.rows import figure_at
+from trainkit.sweeps.results.metric_stream import figure_at
 
 __all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]
 

@@ -25,12 +25,12 @@ from optuna.trial import TrialState
 
 from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import Sweep as Settings
+from trainkit.config.schema import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import read_entry
+from trainkit.sweeps.results.metric_stream import MetricRows
 from trainkit.sweeps.spaces.halving import JobOf
-from trainkit.sweeps.spaces.rows import Rows
 
 __all__ = ["Trials", "distributions", "open_study"]
 
@@ -41,7 +41,7 @@ _FILE: Final = "optuna.db"
 @dataclass(kw_only=True)
 class _Running:
     trial: optuna.Trial
-    rows: Rows
+    rows: MetricRows
     last: int = -1
     """The last step that was reported; a job that goes on after a kill tells of some steps twice."""
     hopeless: bool = False
@@ -82,7 +82,7 @@ class Trials:
         trial = self._interrupted.popleft() if self._interrupted else self._asked()
         job = self._job(self._space.point(_values(self._space, trial.params)), trial.number)
         trial.set_user_attr("job", job.name)
-        rows = Rows(job.folder / "metrics.jsonl", self._goal.metric)
+        rows = MetricRows(job.folder / "metrics.jsonl", self._goal.metric)
         last = max(self._study.get_trials(deepcopy=False)[trial.number].intermediate_values, default=-1)
         self._running.setdefault(job.name, []).append(_Running(trial=trial, rows=rows, last=last))
         return job

@@ -23,7 +23,7 @@ _MAX_PIECES: Final = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Cut:
+class _StoredPiece:
     """A piece of a tensor, and where it is."""
 
     file: TensorFile
@@ -44,10 +44,10 @@ class _Cut:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class _StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cuts: tuple[_Cut, ...]
+    cuts: tuple[_StoredPiece, ...]
 
 
 class StoredTensors(LazyStateDict):
@@ -109,7 +109,7 @@ class StoredTensors(LazyStateDict):
         return self._read(entry, bounds)
 
     @staticmethod
-    def _read(entry: _Entry, bounds: Sequence[tuple[int, int]]) -> Tensor:
+    def _read(entry: _StoredTensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
         size = [max(stop - start, 0) for start, stop in bounds]
         if len(entry.cuts) == 1 and list(entry.shape) == size:
             return entry.cuts[0].file.read(entry.cuts[0].key)
@@ -122,14 +122,14 @@ class StoredTensors(LazyStateDict):
         return found
 
 
-def _entry(name: str, told: Any, files: Mapping[str, TensorFile]) -> _Entry:
+def _entry(name: str, told: Any, files: Mapping[str, TensorFile]) -> _StoredTensor:
     expect_map(told, {"shape": list, "dtype": str, "pieces": list})
     pieces = expect_maps(told["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
     if len(pieces) > _MAX_PIECES:
         raise ValueError(f"{name}: it has {len(pieces):,} pieces, and at most {_MAX_PIECES:,} are read")
     shape, dtype = lengths_in(told["shape"]), DTYPES[told["dtype"]]
     cuts = tuple(
-        _Cut(
+        _StoredPiece(
             file=files[piece["file"]],
             key=piece.get("key", name),
             offset=lengths_in(piece["offset"]),
@@ -143,4 +143,4 @@ def _entry(name: str, told: Any, files: Mapping[str, TensorFile]) -> _Entry:
         if cut.file.kind_of(cut.key) != (dtype, cut.size):
             found = cut.file.kind_of(cut.key)
             raise ValueError(f"a piece of {name} is {found}, not {(dtype, cut.size)}")
-    return _Entry(dtype=dtype, shape=shape, cuts=cuts)
+    return _StoredTensor(dtype=dtype, shape=shape, cuts=cuts)

@@ -32,11 +32,11 @@ from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["Part", "begin", "commit", "file_key", "prune", "save", "write_part"]
+__all__ = ["CheckpointPart", "begin", "commit", "file_key", "prune", "save", "write_part"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class CheckpointPart:
     """What one rank wrote."""
 
     file: str
@@ -118,7 +118,7 @@ def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
     return draft
 
 
-def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> Part:
+def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> CheckpointPart:
     """Write what one rank holds; every rank of a sharded model writes its own file, side by side.
 
     Args:
@@ -145,7 +145,7 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> Part:
         }
         for key, (name, piece) in held.items()
     }
-    return Part(file=file, record=record, tensors=entries)
+    return CheckpointPart(file=file, record=record, tensors=entries)
 
 
 def file_key(name: str, place: int) -> str:
@@ -162,7 +162,7 @@ def commit(
     draft: Path,
     *,
     step: int,
-    parts: Iterable[Part],
+    parts: Iterable[CheckpointPart],
     meta: Mapping[str, Any],
     aliases: Mapping[str, str],
     metric: float | None = None,
@@ -210,7 +210,7 @@ def prune(root: Path, retention: Retention, *, step: int, owner: OwnershipToken)
         retention.apply(root, step=step, owner=owner)
 
 
-def _index(parts: Iterable[Part]) -> dict[str, Any]:
+def _index(parts: Iterable[CheckpointPart]) -> dict[str, Any]:
     index: dict[str, Any] = {}
     for part in parts:
         for key, entry in part.tensors.items():

@@ -22,7 +22,7 @@ from trainkit.strategies.groups.gather_objects import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState
 from trainkit.trainer.checkpoint.disk_space import bytes_needed, refuse_lack_of_room, unwritten
 from trainkit.trainer.checkpoint.retention import Retention
-from trainkit.trainer.checkpoint.saving import Part, begin, commit, file_key, prune, write_part
+from trainkit.trainer.checkpoint.saving import CheckpointPart, begin, commit, file_key, prune, write_part
 from trainkit.trainer.checkpoint.snapshot import Snapshot
 from trainkit.trainer.cleanup import delete_temporary_folder, owner_of
 from trainkit.trainer.failpoints import hit
@@ -47,7 +47,7 @@ class _UnderWay:
     needed: int
     """Bytes that all ranks write."""
     writing: threading.Thread | None = None
-    part: Part | None = None
+    part: CheckpointPart | None = None
     error: BaseException | None = None
 
 
@@ -208,12 +208,14 @@ class ShardedSaver:
         try:
             self._agreed(lambda: _raise(found.error))
             parts = all_gather_object(None if found.part is None else found.part.to_json(), self._everyone)
-            self._agreed(lambda: self._commit(found, [Part.from_json(part) for part in parts if part is not None]))
+            self._agreed(
+                lambda: self._commit(found, [CheckpointPart.from_json(part) for part in parts if part is not None])
+            )
         finally:
             if self._completes:
                 delete_temporary_folder(found.draft, self._owner)
 
-    def _commit(self, found: _UnderWay, parts: list[Part]) -> None:
+    def _commit(self, found: _UnderWay, parts: list[CheckpointPart]) -> None:
         if not self._completes:
             return
         try:

@@ -91,7 +91,7 @@ class _Writer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Entry:
+class _TensorRecord:
     """Where a tensor lies in the file."""
 
     dtype: torch.dtype
@@ -107,7 +107,7 @@ class TensorFile:
     Every byte was compared with the SHA-256 of the manifest once; what is read again is compared with that reading.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _Entry]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _TensorRecord]) -> None:
         self._path, self._file, self._entries = path, file, entries
         weakref.finalize(self, file.close)
 
@@ -173,7 +173,7 @@ class _Scan:
         self._digest = hashlib.sha256()
         self._chunk = bytearray(min(_CHUNK, max(record.num_bytes, 1)))
 
-    def entries(self) -> dict[str, _Entry]:
+    def entries(self) -> dict[str, _TensorRecord]:
         try:
             entries = self._scanned()
         except (ValueError, KeyError):  # a crafted header
@@ -182,14 +182,16 @@ class _Scan:
             raise self._damage()
         return entries
 
-    def _scanned(self) -> dict[str, _Entry]:
+    def _scanned(self) -> dict[str, _TensorRecord]:
         length = int.from_bytes(self._take(8), "little")
         if length > min(_MAX_HEADER, self._record.num_bytes - 8):
             raise self._damage()
         first = 8 + length
         listed = self._listed(self._take(length), self._record.num_bytes - first)
         return {
-            name: _Entry(dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=self._pass(num_bytes))
+            name: _TensorRecord(
+                dtype=dtype, shape=shape, start=first + at, num_bytes=num_bytes, crc=self._pass(num_bytes)
+            )
             for name, dtype, shape, at, num_bytes in listed
         }
 

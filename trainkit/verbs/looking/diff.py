@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from trainkit.config.schema import RunConfig, load_resolved
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.verbs.support.call import Call, Flag
 
 __all__ = ["FLAGS", "USAGE", "run"]
@@ -28,7 +28,7 @@ def run(call: Call) -> int:
         sys.stdout.write("no difference\n")
     width = max((len(item.key) for item in differences), default=0)
     for item in differences:
-        change = f"{_shown(item.left)} -> {_shown(item.right)}"
+        change = f"{yaml_text(item.left)} -> {yaml_text(item.right)}"
         sys.stdout.write(f"{item.tag.value:<9}  {item.key:<{width}}  {change}\n")
     matter = sum(item.matters for item in differences)
     if differences:
@@ -44,9 +44,3 @@ def _run_at(argument: str) -> RunConfig:
         rule = "is neither a run folder nor a resolved.yaml."
         raise ConfigError([Problem(key=argument, rule=rule, origin="command line")])
     return load_resolved(file)
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from trainkit.errors import ConfigError, Problem
+from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
 from trainkit.verbs.support.call import Call, Flag
@@ -62,9 +62,9 @@ def explanation(call: Call) -> Iterator[str]:
         width = max((len(dotted((*path, *inner))) for inner, _ in leaves(value)), default=0)
         for inner, item in leaves(value):
             name = dotted((*path, *inner))
-            yield f"  {name:<{width}}  {_shown(item):<12}  {composition.origin((*path, *inner)).where}".rstrip()
+            yield f"  {name:<{width}}  {yaml_text(item):<12}  {composition.origin((*path, *inner)).where}".rstrip()
     else:
-        yield f"{key}={_shown(value)}"
+        yield f"{key}={yaml_text(value)}"
         yield f"  set by   {composition.origin(path).where or 'nothing: the default'}"
     doc, tag = _doc_and_tag(composition.cfg, path)
     if doc:
@@ -96,9 +96,3 @@ def _doc_and_tag(cfg: Any, path: tuple[str, ...]) -> tuple[str, str]:
         kind = hint if is_dataclass(hint) else None
     doc = doc_line(kind, names[-1]) if kind is not None and names else ""
     return doc, _MEANINGS[tag_of(cfg, path).tag]
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.grammar import refusal
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import Eval
+from trainkit.config.schema import EvalConfig
 from trainkit.config.texts import whole_number
 from trainkit.errors import ConfigError
 from trainkit.redaction import redacted_argument
@@ -99,7 +99,7 @@ def _goal(flags: Mapping[str, str]) -> MonitoredMetric | None:
         return None
     if mode not in (None, "min", "max"):
         raise refusal(f"--mode {mode}", "must be min or max.")
-    return MonitoredMetric.of(Eval(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
+    return MonitoredMetric.of(EvalConfig(metric=metric, mode=cast("Literal['min', 'max'] | None", mode)))
 
 
 def _count(flags: Mapping[str, str]) -> int | None:

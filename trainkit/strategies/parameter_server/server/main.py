@@ -61,7 +61,7 @@ def serve(
     Raises:
         LinkError: the chief's connection broke.
     """
-    server = _Server(shares, index, make_optimizer, on_phase or _nobody, timeout_s)
+    server = _Server(shares, index, make_optimizer, on_phase or _ignore_phase, timeout_s)
     with listener:
         listener.serve(server.serve_client)
         while not server.ended.wait(_LOOKS_S):
@@ -71,7 +71,7 @@ def serve(
         raise server.broken
 
 
-def _nobody(phase: str, version: int) -> None:
+def _ignore_phase(phase: str, version: int) -> None:
     """Nobody is told."""
 
 

@@ -64,7 +64,7 @@ class Worker:
         self._handed_over = team.first.stepper = GradientCapture()
         self._version: int | None = None
         self._loads: int | None = None
-        self._looking_up = Lock()
+        self._row_lock = Lock()
         self._tables = sparse_tables(team.first.model)
         for replica in team.replicas:
             read_when_looked_up(sparse_tables(replica.model), self._pull_rows)
@@ -110,7 +110,7 @@ class Worker:
 
     def _pull_rows(self, place: int, rows: Tensor) -> Tensor:
         """As the servers have them; threads of a team ask one after the other."""
-        with self._looking_up:
+        with self._row_lock:
             return self._servers.pull_rows(place, rows)
 
     def _stage(self, order: WorkOrder, read: int, computed: Computed) -> WorkReport:

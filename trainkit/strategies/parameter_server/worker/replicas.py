@@ -45,7 +45,7 @@ class Computed:
 
 
 @dataclass(kw_only=True)
-class _Part:
+class _ReplicaShards:
     """What a replica computes in one go."""
 
     place: int
@@ -117,7 +117,9 @@ class WorkerReplicas:
         loss_sum = sum(float(part.work.loss_sum) for part in parts if part.work.loss_sum is not None)
         return Computed(sums=sums, weights=weights, divisor=parts[0].work.divisor, loss_sum=loss_sum)
 
-    def _parts(self, ticket: Ticket, batches: Sequence[Any], training: StepContext, batch_size: int) -> list[_Part]:
+    def _parts(
+        self, ticket: Ticket, batches: Sequence[Any], training: StepContext, batch_size: int
+    ) -> list[_ReplicaShards]:
         """Shards in turn for the replicas, the first one's first; each by itself where the order is that of lanes."""
         parts = []
         for rank, replica in enumerate(self.replicas):
@@ -128,10 +130,10 @@ class WorkerReplicas:
                 if self._apart:
                     own_batches = [cloned_batch(batch) for batch in own_batches]
                 work = ThreadWork(replica, given, own_batches, training, batch_size)
-                parts.append(_Part(place=places[0], rank=rank, work=work))
+                parts.append(_ReplicaShards(place=places[0], rank=rank, work=work))
         return parts
 
-    def _run(self, parts: Sequence[_Part]) -> None:
+    def _run(self, parts: Sequence[_ReplicaShards]) -> None:
         if self._threads is None:
             _compute(parts)
             return
@@ -144,7 +146,7 @@ class WorkerReplicas:
             part.sums = moved(part.sums, self.first.device)
 
 
-def _compute(parts: Sequence[_Part]) -> None:
+def _compute(parts: Sequence[_ReplicaShards]) -> None:
     """What one thread does."""
     for part in parts:
         ((_, part.sums),) = computed(part.work)

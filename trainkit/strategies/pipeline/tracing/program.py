@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
 
-__all__ = ["Call", "Modes", "ParamRef", "Program", "StageProgram", "TensorMeta", "Value"]
+__all__ = ["Modes", "ParamRef", "Program", "RecordedCall", "StageProgram", "TensorMeta", "Value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Modes:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
+class RecordedCall:
     """One call: of a block, or of a function of torch by the model's own code."""
 
     block: str | None = None
@@ -99,7 +99,7 @@ class Call:
 class StageProgram:
     """The calls of one stage."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     received: tuple[int, ...]
     """Values that come from the stage before, by number."""
     sent: tuple[int, ...]
@@ -116,7 +116,7 @@ class StageProgram:
 class Program:
     """What a model does with inputs of one shape."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[RecordedCall, ...]
     num_inputs: int
     """Tensors among the inputs: the values 0 to `num_inputs - 1`."""
     outputs: Any

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.core.constants import first_mutable
 from trainkit.strategies.partition.blocks import Block
-from trainkit.strategies.pipeline.tracing.program import Call, Modes, ParamRef, Program, TensorMeta, Value
+from trainkit.strategies.pipeline.tracing.program import Modes, ParamRef, Program, RecordedCall, TensorMeta, Value
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, refused_object
 
 __all__ = ["CannotCut", "Recorder", "whole_functions"]
@@ -42,7 +42,7 @@ class Recorder(TorchFunctionMode):
         self._names: dict[int, Value | ParamRef] = {id(tensor): ParamRef(name) for name, tensor in own.items()}
         self._tensors: dict[Value | ParamRef, Tensor] = {ParamRef(name): tensor for name, tensor in own.items()}
         self._shapes: dict[int, TensorMeta] = {}
-        self._calls: list[Call] = []
+        self._calls: list[RecordedCall] = []
         self._written: dict[int, frozenset[int]] = {}
         self._depth = 1  # nothing counts before the model's own forward begins
         self._handles: list[Any] = []
@@ -111,7 +111,7 @@ class Recorder(TorchFunctionMode):
     def note_key(self, set_key: Callable[[], None]) -> None:
         """Set the key in every pass, where the model's own code goes on with it; a block sets its own."""
         if self._depth == 0:
-            self._calls.append(Call(function=set_key))
+            self._calls.append(RecordedCall(function=set_key))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -152,7 +152,7 @@ class Recorder(TorchFunctionMode):
         if found is not None:
             raise refused_object(said, found, self._model)
 
-    def _note(self, call: Call, before: dict[Value | ParamRef, int]) -> None:
+    def _note(self, call: RecordedCall, before: dict[Value | ParamRef, int]) -> None:
         written = {ref for ref, version in before.items() if self._tensors[ref]._version != version}  # noqa: SLF001 - has no public name
         owned = sorted(ref.name for ref in written if isinstance(ref, ParamRef) and ref.name not in self._inside)
         if owned and call.block is None:
@@ -243,10 +243,10 @@ def whole_functions(recorder: Recorder) -> Iterator[None]:
 
 def _call(
     modes: Modes, ambient: Modes, refs: Any, outputs: Any, *, block: str | None = None, function: Any = None
-) -> Call:
+) -> RecordedCall:
     args, kwargs = refs
     held = None if modes == ambient else modes
-    return Call(block=block, function=function, args=args, kwargs=kwargs, outputs=outputs, modes=held)
+    return RecordedCall(block=block, function=function, args=args, kwargs=kwargs, outputs=outputs, modes=held)
 
 
 def _title(func: Any) -> str:

@@ -28,7 +28,7 @@ from trainkit.numerics.randomness import noting_keys
 from trainkit.strategies.core.constants import same_constant
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.partition.blocks import Block
-from trainkit.strategies.pipeline.tracing.program import Call, Program
+from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
 from trainkit.strategies.pipeline.tracing.recorder import CannotCut, Recorder, whole_functions
 
 __all__ = ["CannotCut", "trace"]
@@ -146,7 +146,7 @@ def _compare(first: Program, second: Program) -> None:
         )
 
 
-def _is_same(one: Call, other: Call) -> bool:
+def _is_same(one: RecordedCall, other: RecordedCall) -> bool:
     if (one.block, one.modes) != (other.block, other.modes) or not same_constant(one.function, other.function):
         return False
     return _are_same((one.args, one.kwargs, one.outputs), (other.args, other.kwargs, other.outputs))
