@@ -1,4 +1,4 @@
-"""What composing gives: the values of a run, where each came from, and what the user should know about it."""
+"""The result of a composition: the values of a run, the origin of each, and notes for the user."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ _LAUNCHER: Final = "hydra/launcher="
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A file that took part in a composition."""
+    """A file that contributed to a composition."""
 
     group: str
     """The group, `model`; empty for config.yaml."""
     name: str
     """The choice, `mlp`."""
     package: KeyPath
-    """Where its content stands in the config."""
+    """The path in the config at which its content is merged."""
     level: Level
     document: Document
     shipped: bool
-    """Whether it is trainkit's own file."""
+    """Whether the file is shipped with trainkit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Composition:
     """A config before anything is built from it.
 
-    `problems` are those that composing itself met; `trainkit.config.check` finds the others.
+    `problems` holds the problems found while composing; `trainkit.config.check` finds the others.
     """
 
     values: dict[str, Any]
@@ -51,42 +51,42 @@ class Composition:
     choices: Mapping[str, str | list[str] | None] = field(default_factory=dict)
     """Group -> choice; a list for callbacks and logger."""
     files: tuple[ConfigFile, ...] = ()
-    """The files it was composed of, in ascending precedence."""
+    """The composed files, in ascending precedence."""
     overrides: tuple[str, ...] = ()
-    """The arguments it was composed of, without Hydra's own."""
+    """The composed arguments, without Hydra's own."""
     hydra_overrides: tuple[str, ...] = ()
-    """Those for Hydra."""
+    """The arguments for Hydra."""
     hydra: Mapping[str, Any] = field(default_factory=dict)
     """What the files set below `hydra`."""
     hydra_choices: Mapping[str, str] = field(default_factory=dict)
-    """Hydra's own groups that the files choose for, `hydra/launcher`."""
+    """Hydra's own groups for which files select a choice, such as `hydra/launcher`."""
     config_dirs: tuple[Path, ...] = ()
-    """The user's own folders of configuration."""
+    """The user's config folders."""
     packages: tuple[str, ...] = ()
     """Packages the user allows as targets."""
     notes: tuple[str, ...] = ()
-    """What the summary should say: values displaced or dropped, files shadowed."""
+    """Notes for the summary: values displaced or dropped, files shadowed."""
     problems: tuple[Problem, ...] = ()
-    """What was wrong already while composing."""
+    """Problems found while composing."""
     run_dir: Path | None = None
     """`hydra.run.dir` with its date filled in."""
     run_dir_given: bool = False
-    """Whether the user named `run_dir`: then it is this folder and no other."""
+    """Whether the user named `run_dir`: then the run must use exactly this folder."""
 
     def with_notes(self, notes: Iterable[str]) -> Composition:
-        """The same with further notes."""
+        """Return a copy with further notes."""
         return replace(self, notes=(*self.notes, *notes))
 
     def with_origins(self, error: ConfigError) -> ConfigError:
-        """An error met later, with the place that set each key where it names none."""
+        """Return a later error with the origin of each key, where the error does not name one."""
         problems = [
             item if item.origin else replace(item, origin=self.origin(item.key).where) for item in error.problems
         ]
         return ConfigError(self.without_secrets(problems))
 
     def without_secrets(self, problems: Iterable[Problem]) -> list[Problem]:
-        """Return problems whose values are no secrets, also where it is the class that marks the key as one."""
-        redacted(self.values)  # from here on no message shows what an imported class marks
+        """Return problems with secret values redacted, including keys that only an imported class marks as secret."""
+        redacted(self.values)  # from here on, messages hide what an imported class marks as secret
         secrets = secret_keys(self.values)
 
         def hidden(item: Problem) -> bool:
@@ -97,7 +97,7 @@ class Composition:
 
     @property
     def cfg(self) -> RunConfig:
-        """The run as a typed value.
+        """Return the run as a typed value.
 
         Raises:
             ConfigError: composing met problems, or values do not fit the schema.
@@ -108,25 +108,25 @@ class Composition:
 
     @property
     def sweeper(self) -> str:
-        """The choice of hydra/sweeper: what the points of a sweep are."""
+        """The choice of hydra/sweeper, which decides the points of a sweep."""
         given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_SWEEPER)]
         return given[-1] if given else self.hydra_choices.get(_SWEEPER[:-1], "basic")
 
     @property
     def launcher(self) -> str:
-        """The choice of hydra/launcher: what starts the jobs of a sweep."""
+        """The choice of hydra/launcher, which starts the jobs of a sweep."""
         given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_LAUNCHER)]
         return given[-1] if given else self.hydra_choices.get(_LAUNCHER[:-1], "slots")
 
     @property
     def asks_for_folds(self) -> bool:
-        """Whether it is cross-validation as a whole, a run for each fold."""
+        """Whether the command asks for a whole cross-validation: one run per fold."""
         cv = self.values.get("cv") or {}
         return cv.get("folds") is not None and cv.get("fold") is None
 
     @property
     def hands_on(self) -> bool:
-        """Whether its cluster has a launcher, which is handed also a single run; the job itself says hydra.mode=RUN."""
+        """Whether the cluster's launcher also submits single runs; the job itself has hydra.mode=RUN."""
         modes = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith("hydra.mode=")]
         if modes:
             return modes[-1] == "MULTIRUN"
@@ -134,11 +134,11 @@ class Composition:
 
     @property
     def is_sweep(self) -> bool:
-        """Whether it is run as a sweep also without -m."""
+        """Whether it runs as a sweep even without -m."""
         return self.asks_for_folds or self.hands_on
 
     def origin(self, key: str | KeyPath) -> Origin:
-        """Where a key was set, or the nearest key above it."""
+        """Return where a key was set, or else the nearest key above it."""
         path = path_of(key)
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
@@ -146,7 +146,7 @@ class Composition:
         return NOWHERE
 
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
-        """A problem of a key with the place that set it."""
+        """Return a problem of a key, with the place that set it."""
         where = self.origin(key).where
         name = key if isinstance(key, str) else dotted(key)
         return (
@@ -157,7 +157,7 @@ class Composition:
 
 
 def path_of(key: str | KeyPath) -> KeyPath:
-    """A key as a path.
+    """Return a key as a path.
 
     Example:
         >>> path_of("batch.micro_size")

@@ -1,4 +1,4 @@
-"""The folders of configuration that this process was started with, as a printed command names them again."""
+"""The config folders that this process was started with, so that printed commands can name them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Final
 __all__ = ["config_dir_arguments", "with_config_dirs"]
 
 _GIVEN: Final[list[tuple[Path, ...]]] = [()]
-"""The folders of the call that runs, last."""
+"""The folders of the calls that run, innermost last."""
 
 
 @contextmanager
 def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
-    """Let the commands that are printed while the block runs name these folders.
+    """Let commands that are printed while the block runs name these folders.
 
     Args:
-        folders: absolute, as `--config-dir` named them.
+        folders: absolute paths, as given to `--config-dir`.
     """
     _GIVEN.append(tuple(folders))
     try:
@@ -29,10 +29,10 @@ def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
 
 
 def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
-    """Return the arguments that name folders of configuration in a command which trainkit prints.
+    """Return the arguments that name config folders in a command printed by trainkit.
 
     Args:
-        folders: absolute; None: those of the call that runs. One below the current folder is named from there.
+        folders: absolute paths; None for those of the running call. Folders below the current one become relative.
 
     Example:
         >>> config_dir_arguments([Path("/srv/conf")]), config_dir_arguments([])

@@ -1,4 +1,4 @@
-"""The one-line docstring under a field, read from its source without importing anything more."""
+"""Read the one-line docstring under a field from the source, without importing anything more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["doc_line", "doc_lines"]
 
 
 def doc_lines(kind: Any) -> dict[str, str]:
-    """Field -> the first line of the docstring under it, inherited ones included; empty for a class without source.
+    """Return field -> first line of the docstring under it, with inherited fields; empty for a class without source.
 
     Example:
         >>> from trainkit.config.schema import ClipConfig
@@ -26,7 +26,7 @@ def doc_lines(kind: Any) -> dict[str, str]:
 
 
 def doc_line(kind: Any, name: str) -> str:
-    """The docstring line of one field, or nothing."""
+    """Return the docstring line of one field, or an empty text."""
     return doc_lines(kind).get(name, "")
 
 

@@ -20,7 +20,7 @@ _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTA
 
 
 def refusal(key: str, rule: str) -> ConfigError:
-    """The error of one argument, to be raised.
+    """Return the error of one argument.
 
     Args:
         key: the argument, as it was typed.
@@ -30,7 +30,7 @@ def refusal(key: str, rule: str) -> ConfigError:
 
 
 def is_override(argument: str) -> bool:
-    """Whether an argument is `key=value`, `+key=value` or `~key`.
+    """Return whether an argument is `key=value`, `+key=value` or `~key`.
 
     Example:
         >>> [is_override(text) for text in ("seed=1", "~recipe", "plan", "--k")]
@@ -52,7 +52,7 @@ def key_of(argument: str) -> str:
 
 
 def replacing(arguments: Sequence[str], *own: str) -> tuple[str, ...]:
-    """Return a person's arguments and trainkit's own after them, which replace those of the same keys.
+    """Return the user's arguments followed by trainkit's own, which replace those of the same keys.
 
     Example:
         >>> replacing(["seed=1", "cv.fold=null"], "cv.fold=3")
@@ -63,7 +63,7 @@ def replacing(arguments: Sequence[str], *own: str) -> tuple[str, ...]:
 
 
 def quoted_form(argument: str) -> str:
-    """The argument with its value quoted, for Hydra and for the shell.
+    """Return the argument with its value quoted, for Hydra and for the shell.
 
     Example:
         >>> print(quoted_form("data.path=~/x"))
@@ -75,7 +75,7 @@ def quoted_form(argument: str) -> str:
 
 
 def unreadable(argument: str) -> Problem:
-    """The problem of an argument that Hydra's grammar cannot read."""
+    """Return the problem of an argument that Hydra's grammar cannot parse."""
     key, separator, value = argument.partition("=")
     if not separator:
         rule = "is no key=value. A verb comes first, and its own options begin with --."

@@ -1,4 +1,4 @@
-"""What a key may change, the fingerprint of a training, and which differences of two configs can matter."""
+"""Effects of changing a key, the fingerprint of a training, and the differences of two configs that can matter."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ __all__ = ["Difference", "difference", "fingerprint", "maths_keys", "other_train
 SCALING_KEYS: Final = ("initial_scale", "growth_interval", "min_scale", "max_overflows")
 """Keys of a precision that only loss scaling reads."""
 _PLACES: Final = ("strategy", "cluster")
-"""Groups whose choice says where a training runs: another class is another place, unless it says otherwise."""
+"""Groups whose choice is placement (where a training runs), unless the class declares otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """A key that two configs give different values."""
+    """A key that has different values in two configs."""
 
     key: str
     left: Any
@@ -39,15 +39,15 @@ class Difference:
 
     @property
     def matters(self) -> bool:
-        """Whether it can change the result."""
+        """Whether the difference can change the result."""
         return self.tag is Tag.maths
 
 
 def tag_of(cfg: RunConfig, path: KeyPath) -> Tagged:
-    """What changing a key of a run may change.
+    """Return what changing a key of a run can affect.
 
     Args:
-        cfg: the run: the class behind a group's `_target_` tags the keys of its node.
+        cfg: the run; the class behind a group's `_target_` tags the keys of its node.
         path: the full key.
 
     Example:
@@ -92,7 +92,7 @@ def _target_of(node: Any) -> Callable[..., Any] | None:
 
 
 def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
-    """What choosing this class may change; it can say so itself, `changes_maths: ClassVar[bool]`."""
+    """Return what choosing this class can affect; a class can declare it: `changes_maths: ClassVar[bool]`."""
     default = group not in (*_PLACES, *LIST_GROUPS)
     if getattr(target, "changes_maths", default):
         return maths
@@ -100,7 +100,7 @@ def _tag_of_class(group: str, target: Callable[..., Any]) -> Tagged:
 
 
 def _tag_below(target: Callable[..., Any], path: KeyPath) -> Tagged:
-    """The tag of a parameter; of a key inside it where the parameter is a dataclass with tags of its own."""
+    """Return the tag of a parameter, or of a key inside a parameter that is a dataclass with tags of its own."""
     found = tags_of(target).get(path[0], maths)
     key = signature_of(target).keys.get(path[0])
     hint = plain(key.hint) if key is not None else None
@@ -110,9 +110,9 @@ def _tag_below(target: Callable[..., Any], path: KeyPath) -> Tagged:
 
 
 def maths_keys(cfg: RunConfig) -> dict[str, Any]:
-    """Every key that decides the result of a run, with its value; those at their neutral value are left out.
+    """Return every key that decides the result of a run, with its value, except keys at their baseline value.
 
-    A secret decides nothing: it is left out too, so that no fingerprint is a hash of one.
+    Secrets do not affect the result; they are left out too, so that no fingerprint is a hash of a secret.
 
     Example:
         >>> keys = maths_keys(RunConfig(seed=3))
@@ -133,19 +133,19 @@ def _tagged(cfg: RunConfig) -> Iterator[tuple[KeyPath, Any, Tagged]]:
 
 
 def _secrets_of(cfg: RunConfig) -> Mapping[KeyPath, Any]:
-    """The secrets of a run, also those that a class marks: every class is imported first."""
+    """Return the secrets of a run, including those marked by classes: every class is imported first."""
     for path, _ in leaves(cfg.to_dict()):
         tag_of(cfg, path)
     return secret_keys(cfg.to_dict())
 
 
 def _refers(value: Any) -> bool:
-    """Whether a value is a reference to a variable that holds a secret."""
+    """Return whether a value refers to an environment variable that holds a secret."""
     return variable_of(value) is not None
 
 
 def _is_unused(cfg: RunConfig, path: KeyPath) -> bool:
-    """Keys that decide nothing by the value of another: a difference in them is none."""
+    """Return whether the value of another key makes this key irrelevant to the result."""
     if path == ("numerics", "lanes"):
         return not cfg.numerics.reproducible
     if path == ("lr_scaling", "rule"):
@@ -165,9 +165,9 @@ def _neutral(value: Any, tag: Tagged) -> bool:
 
 
 def fingerprint(cfg: RunConfig) -> str:
-    """The SHA-256 of a run's maths keys: equal where the result is the same but for rounding.
+    """Return the SHA-256 of a run's maths keys: equal fingerprints mean equal results up to rounding.
 
-    `name`, placement, speed and what is only shown do not count; numbers count by value, 1 and 1.0 alike.
+    `name`, placement, speed and display keys do not count; numbers count by value, 1 and 1.0 alike.
 
     Example:
         >>> fingerprint(RunConfig(name="a")) == fingerprint(RunConfig(name="b")) != fingerprint(RunConfig(seed=1))
@@ -186,7 +186,7 @@ def _canonical(value: Any) -> Any:
 
 
 def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """The keys in which two runs differ, those that can matter first.
+    """Return the keys in which two runs differ, those that can change the result first.
 
     Example:
         >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]
@@ -203,7 +203,7 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
             continue
         if _canonical(one) == _canonical(other) and type(one) is type(other):
             continue
-        # A key that only one of the two has: mirrored's compression, against a run of one device.
+        # A key that only one of the two runs has: mirrored's compression, for example, compared with one device.
         sides = [
             (tag_of(cfg, path), values[path], cfg) for cfg, values in ((left, ours), (right, theirs)) if path in values
         ]
@@ -219,12 +219,12 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 
 def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
-    """What makes a config another training than that of the run to resume, key by key.
+    """Return a problem for each key by which a config is a different training than the run to resume.
 
     Args:
-        earlier: what the run resolved.
-        cfg: what would go on with it; keys left auto have the run's values already.
-        run: the run folder, for the words.
+        earlier: the resolved config of the run.
+        cfg: the config that resumes it; keys left auto already have the run's values.
+        run: the run folder, for the messages.
 
     Example:
         >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]

@@ -1,4 +1,4 @@
-"""The figure that best, early stop and leaderboards go by."""
+"""The metric that selects the best checkpoint and drives early stopping and leaderboards."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _LESS_IS_BETTER = frozenset({"loss", "perplexity", "error", "mse", "mae"})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitoredMetric:
-    """The figure that best, early stop and leaderboards go by."""
+    """The metric that selects the best checkpoint and drives early stopping and leaderboards."""
 
     metric: str
-    """Its name, `val/accuracy`."""
+    """Its name, such as `val/accuracy`."""
     mode: Literal["min", "max"]
-    """Whether less or more of it is better."""
+    """Whether lower or higher values are better."""
 
     @classmethod
     def of(cls, settings: EvalConfig) -> MonitoredMetric:
-        """As the config says; without a word, the validation loss.
+        """Return the metric of the settings; the default is the validation loss.
 
         Example:
             >>> MonitoredMetric.of(EvalConfig()), MonitoredMetric.of(EvalConfig(metric="val/accuracy"))
@@ -37,7 +37,7 @@ class MonitoredMetric:
 
     @property
     def sign(self) -> float:
-        """What to multiply a figure by so that less is better."""
+        """The factor that makes lower values better."""
         return -1.0 if self.mode == "max" else 1.0
 
 

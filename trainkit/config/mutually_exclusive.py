@@ -1,7 +1,7 @@
-"""Keys that say one thing in several ways: the one set at the higher place counts, the other is displaced.
+"""Keys that set the same thing in several ways: the key of the higher level counts, the other is displaced.
 
-{epochs, steps}; {warmup.epochs, warmup.steps}; and of {batch.global_size, batch.micro_size, batch.accumulation} any
-two. Of the three, `global_size` is the last to be displaced.
+The sets are {epochs, steps}; {warmup.epochs, warmup.steps}; and any two of {batch.global_size, batch.micro_size,
+batch.accumulation}. Of these three, `global_size` is displaced last.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _ACCUMULATION: Final = ("batch", "accumulation")
 
 
 def resolve(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
-    """Displace what a higher place contradicts, in the tree itself.
+    """Displace keys that a key of a higher level contradicts, in the tree itself.
 
     Returns:
-        Notes on values given up that a person had set, and problems: two of equal rank.
+        Notes on displaced values that the user had set, and problems of two keys at the same level.
     """
     notes: list[str] = []
     problems: list[Problem] = []

@@ -1,4 +1,4 @@
-"""Where trainkit's own YAMLs lie: inside the package once installed, beside it in a checkout."""
+"""Paths of trainkit's own YAMLs: inside the package once installed, beside it in a checkout."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ __all__ = ["shipped_conf", "shipped_recipes"]
 
 
 def shipped_conf() -> Path:
-    """The folder of trainkit's own YAMLs."""
+    """Return the folder of trainkit's own YAMLs."""
     return _shipped("conf")
 
 
 def shipped_recipes() -> Path:
-    """The folder of trainkit's recipes."""
+    """Return the folder of trainkit's recipes."""
     return _shipped("recipes")
 
 

@@ -1,4 +1,4 @@
-"""Values with the place each one came from, and which place outranks which."""
+"""Values with the origin of each, and the precedence of origins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KeyPath = tuple[str, ...]
 
 
 class Level(IntEnum):
-    """The four places of a value; a higher one wins."""
+    """The four levels at which a value can be set; a higher one wins."""
 
     defaults = 0
     """conf/config.yaml."""
@@ -37,11 +37,11 @@ class Origin:
     file_rank: int = 0
     """Order among the files of one level; a later file outranks an earlier one."""
     shipped: bool = False
-    """Whether the file is trainkit's own."""
+    """Whether the file is shipped with trainkit."""
 
     @property
     def rank(self) -> tuple[int, int]:
-        """What decides between two origins."""
+        """The sort key by which the higher of two origins wins."""
         return (int(self.level), self.file_rank)
 
 
@@ -49,7 +49,7 @@ NOWHERE = Origin(level=Level.defaults, where="")
 
 
 class TrackedTree:
-    """A tree of plain values that remembers the origin of every key, as layers are put over one another.
+    """A tree of plain values that records the origin of every key while layers are merged.
 
     Example:
         >>> tree = TrackedTree()
@@ -63,7 +63,7 @@ class TrackedTree:
         self.origins: dict[KeyPath, Origin] = {}
 
     def put(self, path: KeyPath, value: Any, origin: Origin) -> None:
-        """Set a key; a mapping is merged into the mapping that is there, anything else replaces."""
+        """Set a key; a mapping is merged into an existing mapping, any other value replaces it."""
         here = self.values
         for depth, name in enumerate(path[:-1], start=1):
             if not isinstance(here.get(name), dict):
@@ -85,7 +85,7 @@ class TrackedTree:
                 self.put((*path, str(key)), item, origin)
 
     def remove(self, path: KeyPath) -> bool:
-        """Take a key away; False where there is none."""
+        """Remove a key; return False if there is none."""
         parent = lookup(self.values, path[:-1])
         if not isinstance(parent, dict) or path[-1] not in parent:
             return False
@@ -94,7 +94,7 @@ class TrackedTree:
         return True
 
     def origin_of(self, path: KeyPath) -> Origin:
-        """The origin of a key, or of the nearest key above that has one."""
+        """Return the origin of a key, or of the nearest key above it that has one."""
         for length in range(len(path), 0, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
@@ -107,7 +107,7 @@ class TrackedTree:
 
 
 def lookup(values: Any, path: KeyPath) -> Any:
-    """The value at a path, or None."""
+    """Return the value at a path, or None."""
     for name in path:
         if not isinstance(values, Mapping):
             return None
@@ -116,7 +116,7 @@ def lookup(values: Any, path: KeyPath) -> Any:
 
 
 def leaves(values: Mapping[Any, Any], path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every key that holds no further keys, in order; an empty mapping is a leaf.
+    """Yield every key that holds no further keys, in order; an empty mapping is a leaf.
 
     Example:
         >>> list(leaves({"a": {"b": 1}, "c": {}}))
@@ -144,5 +144,5 @@ def is_path_key(name: str) -> bool:
 
 
 def dotted(path: KeyPath) -> str:
-    """The key as the user writes it."""
+    """Return the key as the user writes it."""
     return ".".join(path)

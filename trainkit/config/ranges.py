@@ -1,4 +1,4 @@
-"""Values that no file, tensor or file system holds, whatever the key."""
+"""Values out of range for any key: integers beyond 64 bits and paths that are too long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["beyond_64_bits", "paths_too_long"]
 
 
 def beyond_64_bits(composition: Composition) -> Iterator[Problem]:
-    """Whole numbers that no tensor, no counter and no file of trainkit's holds."""
+    """Yield a problem for each integer that does not fit into 64 bits, as tensors and counters need."""
     for path, value in leaves(composition.values):
         large = [one for one in _numbers_in(value) if not -(2**63) <= one < 2**63]
         if large:
@@ -22,7 +22,7 @@ def beyond_64_bits(composition: Composition) -> Iterator[Problem]:
 
 
 def paths_too_long(composition: Composition) -> Iterator[Problem]:
-    """Paths that no file system takes, the folder of the run among them."""
+    """Yield a problem for each path that no file system accepts, including the folder of the run."""
     for path, value in leaves(composition.values):
         rule = path_rule(value) if isinstance(value, str) and is_path_key(path[-1]) else None
         if rule is not None:

@@ -1,4 +1,4 @@
-"""The config of a run that goes on, or is trained anew: what it had, and what the command line changes about it."""
+"""The config of a run that is resumed or trained again: the run's values, with the changes of the command line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainkit.errors import ConfigError, Problem
 __all__ = ["compose_anew", "compose_resumed"]
 
 _NO_RECIPE: Final = "recipe=null"
-"""Run-level values come from the run, so that no recipe is composed beneath the changes."""
+"""Run-level values come from the run, so no recipe is composed below the changes."""
 
 
 def compose_resumed(
@@ -32,19 +32,19 @@ def compose_resumed(
         run: the run folder.
         overrides: arguments; a choice replaces the run's own node of that group.
         config_dirs: folders of the user's own YAMLs, for choices.
-        packages: packages that targets may come from besides.
+        packages: further packages that targets may come from.
 
     Returns:
         The composition; it continues in the run's folder.
 
     Raises:
-        ConfigError: there is no such run, or an argument cannot be read.
+        ConfigError: there is no such run, or an argument cannot be parsed.
     """
     file = run / "resolved.yaml"
     if not file.is_file():
         raise ConfigError([Problem(key="resume", value=str(run), rule=NO_RUN, origin="command line")])
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
-    # What ended the run early is what is gone on from.
+    # The key that ended the run early does not end the resumed run.
     tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
     notes, problems = resolve(tree)
     tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
@@ -54,19 +54,19 @@ def compose_resumed(
 def compose_anew(
     run: Path, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), packages: Sequence[str] = ()
 ) -> Composition:
-    """Compose the training of a run once more, with changes: from its beginning, to its end, on all of its samples.
+    """Compose the training of a run again, with changes: from the beginning to the end, on all of its samples.
 
-    Keys that the run had left auto are auto again, so that they follow what is changed; what resumed it, ended it early
-    or held a fold out is gone.
+    Keys that the run had left auto are auto again, so that they adapt to the changes. Keys that resumed it, ended it
+    early or held a fold out are dropped.
 
     Args:
         run: the run folder.
         overrides: arguments; a choice replaces the run's own node of that group.
         config_dirs: folders of the user's own YAMLs, for choices.
-        packages: packages that targets may come from besides.
+        packages: further packages that targets may come from.
 
     Raises:
-        ConfigError: there is no such run, or an argument cannot be read.
+        ConfigError: there is no such run, or an argument cannot be parsed.
     """
     found = [file for file in (run / ".hydra" / "config.yaml", run / "resolved.yaml") if file.is_file()]
     if not found:
@@ -82,12 +82,12 @@ def compose_anew(
 
 
 def _beneath(changes: Composition, earlier: RunConfig, file: Path, overrides: Sequence[str]) -> TrackedTree:
-    """The run's values, and over them what the command line says."""
+    """Return the run's values, with those of the command line merged over them."""
     document = read_document(file)
     tree = TrackedTree()
     for name, value in earlier.to_dict().items():
         where = f"{file}:{document.lines.get((name,), 1)}"
-        # Resolved values are nobody's wish: what has no effect among them was told when the run began.
+        # The user did not set these resolved values; keys without effect were reported when the run began.
         tree.put((name,), value, Origin(level=Level.choice, where=where, shipped=True))
     _replace_chosen_groups(tree, changes, overrides)
     for path, origin in changes.origins.items():
@@ -115,7 +115,7 @@ def _unused(overrides: Sequence[str]) -> list[str]:
 
 
 def _replace_chosen_groups(tree: TrackedTree, changes: Composition, overrides: Sequence[str]) -> None:
-    """A choice on the command line replaces the run's node as a whole, with the new choice's values below it."""
+    """Replace the run's node by the values of a choice given on the command line."""
     chosen = {line.partition("=")[0] for line in overrides}
     for group in GROUPS:
         if group in chosen and group in changes.values:

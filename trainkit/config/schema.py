@@ -1,7 +1,7 @@
-"""The run as a value: what `resolved.yaml` holds, read by every process.
+"""The schema of a run: what `resolved.yaml` holds and every process reads.
 
-Run-level keys are fields here, with their type, limits, tag and one line of meaning. A group (`model`, `data`, ...)
-stays the plain mapping it was written as: the class behind its `_target_` is its schema.
+Run-level keys are fields here, with type, limits, tag and a line of documentation. A group (`model`, `data`, ...) stays
+a plain mapping: the class behind its `_target_` is its schema.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ __all__ = [
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",
 )  # fmt: skip
-"""The groups whose node is part of a run; `recipe` composes one and leaves nothing but its name."""
+"""The groups whose node is part of a run. `recipe` only composes a run, which keeps nothing but its name."""
 LIST_GROUPS: Final = ("callbacks", "logger")
 """The groups that take any number of choices at once."""
 
 NO_RUN: Final = "is no run folder: it has no resolved.yaml."
-"""What is said of a folder that is taken for a run's."""
+"""The message about a folder that was expected to be a run folder."""
 
 Node = dict[str, Any]
 
@@ -70,7 +70,7 @@ _MOST_EPOCHS: Final = 10**12
 _NAME: Final = pattern(
     r"(?!\.+$)[A-Za-z0-9._-]{1,200}", "may hold letters, digits, . _ and - only, 200 at most, and not dots alone."
 )
-"""What a folder of trainkit's can be called."""
+"""Names that trainkit's folders can have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,7 +275,7 @@ class SweepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training, whole: run-level values and the node of every group.
+    """One complete training: run-level values and the node of every group.
 
     Example:
         >>> cfg = RunConfig.from_dict({"seed": 3, "batch": {"micro_size": 8}})
@@ -354,10 +354,10 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """A run from plain values; an absent key takes its default.
+        """Return a run from plain values; an absent key takes its default.
 
         Raises:
-            ConfigError: unknown keys and values that do not fit, all at once.
+            ConfigError: every unknown key and every value that does not fit.
         """
         problems = list(_misfits(cls, values, ()))
         if problems:
@@ -365,16 +365,16 @@ class RunConfig:
         return typing.cast("RunConfig", _built(cls, with_current_targets(values)))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `resolved.yaml` holds them."""
+        """Return plain values, as `resolved.yaml` stores them."""
         return typing.cast("dict[str, Any]", _plain_values(self))
 
 
 def load_resolved(path: str | Path) -> RunConfig:
-    """The run that `resolved.yaml` describes, without Hydra.
+    """Return the run that `resolved.yaml` describes, without Hydra.
 
     Raises:
-        ConfigError: the file is no config of a run.
-        UnreadableError: it is no regular file, is too large, or is no UTF-8 text.
+        ConfigError: the file does not hold the config of a run.
+        UnreadableError: it is not a regular file, is too large, or is not UTF-8 text.
     """
     from trainkit.bounded_yaml import MAX_BYTES, parse_yaml  # noqa: PLC0415 - few processes read their config
 
@@ -389,7 +389,7 @@ def load_resolved(path: str | Path) -> RunConfig:
 
 
 def hints_of(kind: type) -> dict[str, Any]:
-    """Annotations of a dataclass of the schema, with their tags and limits."""
+    """Return the annotations of a dataclass of the schema, with their tags and limits."""
     if kind not in _HINTS:
         _HINTS[kind] = typing.get_type_hints(kind, include_extras=True)
     return _HINTS[kind]

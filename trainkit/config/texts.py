@@ -1,4 +1,4 @@
-"""Numbers and paths as a person or a launcher writes them: arguments, flags and environment variables."""
+"""Numbers and paths as a user or a launcher writes them: arguments, flags and environment variables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["path_rule", "whole_number"]
 
 
 def whole_number(text: str, *, low: int, high: int) -> int | None:
-    """Return the number that a text writes in plain digits; None where it writes none, or one outside of the limits.
+    """Return the number that a text writes in plain digits; None for any other text, or a number outside of the limits.
 
     Example:
         >>> whole_number("12", low=1, high=100), whole_number("1e3", low=1, high=10_000)
@@ -19,7 +19,7 @@ def whole_number(text: str, *, low: int, high: int) -> int | None:
 
 
 def path_rule(path: str) -> str | None:
-    """Say why no file system of Linux takes a path; None where it does.
+    """Return why no file system of Linux accepts a path; None if it does.
 
     Example:
         >>> path_rule("runs/" + "x" * 300), path_rule("runs/1")

@@ -1,7 +1,7 @@
-"""Does a plain value fit an annotation? Numbers, text, enums, Literal, Path, and containers and unions of these.
+"""Check whether a plain value fits an annotation: numbers, text, enums, Literal, Path, their containers and unions.
 
-What an annotation says that has no plain form (a tensor, a callable, a type variable) is not judged: a class is
-trusted to know what it takes. A bool is no number, text is no number, and numbers are finite.
+Parts of an annotation without a plain form (a tensor, a callable, a type variable) are not checked: the class is
+trusted to validate them. A bool is not a number, text is not a number, and numbers are finite.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _PLURALS: Final[Mapping[Any, str]] = {bool: "true or false", int: "whole numbers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """A rule on a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
+    """A rule about a value beyond its type, part of an annotation: `Annotated[int, at_least(1)]`."""
 
     rule: str
-    """The rule as the message says it: `must be at least 1.`."""
+    """The rule as messages show it: `must be at least 1.`."""
     low: float = -math.inf
     """Smallest value."""
     high: float = math.inf
@@ -61,10 +61,10 @@ class Limit:
     open_high: bool = False
     """True where `high` itself is refused."""
     regex: str | None = None
-    """What text must match as a whole."""
+    """The regular expression that the whole text must match."""
 
     def broken_by(self, value: Any) -> bool:
-        """Whether a value of a fitting type is outside; null and words pass.
+        """Return whether a value of a fitting type breaks the limit; null and words pass.
 
         Example:
             >>> at_least(1).broken_by(0), at_least(1).broken_by("auto")
@@ -82,42 +82,42 @@ class Limit:
 
 
 def at_least(low: float) -> Limit:
-    """`low` or more."""
+    """Require `low` or more."""
     return Limit(rule=f"must be at least {low}.", low=low)
 
 
 def at_most(high: float) -> Limit:
-    """`high` or less."""
+    """Require `high` or less."""
     return Limit(rule=f"must be {high:,} or less.", high=high)
 
 
 def above(low: float) -> Limit:
-    """More than `low`."""
+    """Require more than `low`."""
     return Limit(rule=f"must be more than {low}.", low=low, open_low=True)
 
 
 def within(low: float, high: float) -> Limit:
-    """From `low` to `high`, both included."""
+    """Require a value from `low` to `high`, both included."""
     return Limit(rule=f"must be at least {low} and at most {high}.", low=low, high=high)
 
 
 def below(low: float, high: float) -> Limit:
-    """From `low` up to, not including, `high`."""
+    """Require a value from `low` up to, not including, `high`."""
     return Limit(rule=f"must be at least {low} and less than {high}.", low=low, high=high, open_high=True)
 
 
 def pattern(regex: str, rule: str) -> Limit:
-    """Text of one shape."""
+    """Require text that matches a regular expression."""
     return Limit(rule=rule, regex=regex)
 
 
 def limits_in(hint: Any) -> list[Limit]:
-    """The limits an annotation carries."""
+    """Return the limits of an annotation."""
     return [extra for extra in getattr(hint, "__metadata__", ()) if isinstance(extra, Limit)]
 
 
 def closest(word: str, words: Iterable[str]) -> str | None:
-    """The word most like a misspelt one, or None.
+    """Return the word most similar to a misspelt one, or None.
 
     Example:
         >>> closest("epohs", ["epochs", "steps"])
@@ -128,21 +128,21 @@ def closest(word: str, words: Iterable[str]) -> str | None:
 
 
 def plain(hint: Any) -> Any:
-    """The annotation without Annotated, Final, ClassVar and Required around it."""
+    """Return the annotation without the Annotated, Final, ClassVar and Required around it."""
     while (origin := typing.get_origin(hint)) is typing.Annotated or origin in (typing.Final, typing.ClassVar):
         hint = typing.get_args(hint)[0]
     return hint
 
 
 def misfit(value: Any, hint: Any) -> str | None:
-    """What is wrong with a value by its annotation; None where it fits or cannot be judged.
+    """Return what is wrong with a value by its annotation; None if it fits or cannot be checked.
 
     Args:
         value: a plain value, as YAML gives it.
-        hint: an annotation; strings and type variables are not judged.
+        hint: an annotation; strings and type variables are not checked.
 
     Returns:
-        The rule as a message says it, `must be a whole number.`
+        The rule as messages show it, `must be a whole number.`
 
     Example:
         >>> misfit(True, int), misfit(3, float), misfit("sqr", Literal["linear", "sqrt"])
@@ -160,7 +160,7 @@ def misfit(value: Any, hint: Any) -> str | None:
 
 
 def expected(hint: Any) -> str:
-    """What an annotation takes, in words.
+    """Return what an annotation accepts, in words.
 
     Example:
         >>> expected(int | None), expected(list[float]), expected(Literal["auto", True])
@@ -212,7 +212,7 @@ def _fits_union(value: Any, hint: Any) -> bool:
     unjudged = [member for member in members if not _kind(member)]
     if not unjudged:
         return False
-    # A scalar is never the tensor of `float | Tensor`: where the union names scalars, they are all it takes.
+    # A scalar is never the tensor of `float | Tensor`: a union that names scalars accepts only these.
     names_scalars = any(member in _NAMES and member is not type(None) for member in judged)
     opaque = any(not isinstance(member, type) or getattr(member, "_is_protocol", False) for member in unjudged)
     return not (isinstance(value, _SCALARS) and names_scalars and not opaque)
@@ -238,7 +238,7 @@ def _fits_mapping(value: Any, hint: Any) -> bool:
 
 
 def _kind(hint: Any) -> str | None:
-    """What sort of annotation it is; None for one that has no plain form to compare with."""
+    """Return the sort of an annotation; None for one without a plain form."""
     origin = typing.get_origin(hint)
     kind = origin or hint
     sorts = (
@@ -283,7 +283,7 @@ def _takes_numbers(hint: Any) -> bool:
 
 
 def _words(hint: Any) -> list[str]:
-    """The words an annotation takes: of a Literal, an enum, or a union with one."""
+    """Return the words an annotation accepts: of a Literal, an enum, or a union with one."""
     hint = plain(hint)
     if typing.get_origin(hint) is Literal:
         return [_word(choice) for choice in typing.get_args(hint)]

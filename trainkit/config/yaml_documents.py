@@ -1,4 +1,4 @@
-"""YAML files read with the line of every key, and the scalars that YAML 1.1 rewrites found out."""
+"""Read YAML files with the line of every key, and find the scalars that YAML 1.1 reinterprets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TRAPS: Final = (
 
 
 class _Loader(SafeLoader):
-    """A safe loader, with floats as people write them (1e-3) and without dates, as OmegaConf reads them."""
+    """A safe loader, which reads floats like 1e-3 and does not read dates, as in OmegaConf."""
 
 
 _Loader.yaml_implicit_resolvers = {
@@ -48,7 +48,7 @@ _Loader.add_implicit_resolver(
 
 @dataclass(frozen=True, slots=True)
 class YamlGotcha:
-    """A plain scalar that YAML 1.1 reads as something else than it looks."""
+    """A plain scalar that YAML 1.1 reads as something else than it looks like."""
 
     path: KeyPath
     line: int
@@ -62,21 +62,21 @@ class Document:
 
     file: Path
     values: dict[str, Any]
-    """Its content without the defaults list."""
+    """The content without the defaults list."""
     lines: Mapping[KeyPath, int]
-    """Line of each key, from 1; mappings too."""
+    """Line of each key, from 1, including keys of mappings."""
     traps: tuple[YamlGotcha, ...] = ()
-    """Scalars that are not what they look like."""
+    """Scalars that YAML 1.1 reinterprets."""
     defaults: list[Any] = field(default_factory=list)
     """The defaults list, as written."""
     defaults_lines: tuple[int, ...] = ()
-    """The line of each of its items."""
+    """The line of each item of the defaults list."""
     package: str | None = None
-    """Where the header `# @package X` puts the content."""
+    """The package given by the header `# @package X`: the path at which the content is merged."""
 
     @property
     def description(self) -> str:
-        """The first comment of the file that is no header and no command, in one line."""
+        """The first comment of the file that is neither a header nor a command, in one line."""
         with self.file.open(encoding="utf-8") as stream:
             for line in stream:
                 text = line.lstrip("#").strip()
@@ -91,7 +91,7 @@ def read_document(file: Path) -> Document:
     """Read one YAML file of the configuration.
 
     Raises:
-        ConfigError: the file cannot be read, is no YAML, or is no mapping, with file and line.
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping; with file and line.
     """
     text = _text_of(file)
     loader = _Loader(text)
@@ -127,11 +127,11 @@ def read_document(file: Path) -> Document:
 
 
 def shown_text(document: Document, group: str) -> str:
-    """Return the text of a file without the secrets in it.
+    """Return the text of a file without its secrets.
 
     Args:
         document: the file.
-        group: the group that it is a choice of; in `logger` and `callbacks` more keys are secrets.
+        group: the group of the choice; in `logger` and `callbacks` more keys are secret.
     """
     lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
     above = () if group == "recipe" else (group,) if group not in ("logger", "callbacks") else (group, "NAME")
@@ -158,7 +158,9 @@ def _text_of(file: Path) -> str:
 
 
 def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator[YamlGotcha]:
-    """Note the line of every key below a mapping, refuse keys given twice, and yield the traps."""
+    """Record the line of every key below a mapping, refuse duplicate keys, and yield the scalars that YAML
+    reinterprets.
+    """
     if isinstance(node, yaml.ScalarNode):
         if trap := _trap_in(node, path):
             yield trap
@@ -180,7 +182,7 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
 
 
 def _trap_in(node: yaml.Node, path: KeyPath) -> YamlGotcha | None:
-    if not isinstance(node, yaml.ScalarNode) or node.style:  # quoted, or a block
+    if not isinstance(node, yaml.ScalarNode) or node.style:  # quoted, or a block scalar
         return None
     if node.tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
         return None
@@ -200,7 +202,7 @@ def _item_lines(root: yaml.MappingNode) -> Iterator[int]:
 
 
 def _item_problems(file: Path, defaults: Sequence[Any], lines: Sequence[int]) -> Iterator[Problem]:
-    """Refuse items of a defaults list that name no choice, or a file outside of the folders of the config."""
+    """Yield problems of items of a defaults list that name no choice, or a file outside of the config folders."""
     for item, line in zip(defaults, lines, strict=True):
         group, names = _item_parts(item)
         if not all(isinstance(name, str) for name in (group, *names)) or not (names or isinstance(item, Mapping)):
@@ -213,7 +215,7 @@ def _item_problems(file: Path, defaults: Sequence[Any], lines: Sequence[int]) ->
 
 
 def _item_parts(item: Any) -> tuple[Any, list[Any]]:
-    """Return the group that an item names, empty for one that names a choice alone, and its choices."""
+    """Return the group that an item names, empty for an item that names only a choice, and its choices."""
     if not isinstance(item, Mapping):
         return "", [item]
     if len(item) != 1 or not str(next(iter(item))).strip():

@@ -1,7 +1,7 @@
-"""Every problem of a config, found before a process, port, file or folder exists.
+"""Find every problem of a config before a process, port, file or folder exists.
 
-The first phase looks at names, choices, keys and run-level values, and imports no target, so that it answers at
-once. The second imports the targets (those of allowed packages) and holds their signatures against the config.
+The first phase looks at names, choices, keys and run-level values and imports no target, so that it is fast. The second
+phase imports the targets (only those of allowed packages) and checks their signatures against the config.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
 
 def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...]:
-    """Both phases.
+    """Run both phases of the check.
 
     Args:
-        composition: what `compose` gave.
-        multirun: whether it is a point of a sweep, where keys about sweeps have an effect.
+        composition: the result of `compose`.
+        multirun: whether the composition is a point of a sweep, in which keys about sweeps have an effect.
 
     Returns:
         Notes: keys of a recipe or of the user's files that have no effect in this composition, and keys that no
-        signature tells about.
+        signature describes.
 
     Raises:
-        ConfigError: every problem of the first phase, or else of the second.
+        ConfigError: every problem of the first phase; if there are none, those of the second.
     """
     for phase in (check_names(composition, multirun=multirun), check_values(composition)):
         if phase:
@@ -52,7 +52,7 @@ def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:
-    """The first phase: no target is imported."""
+    """Run the first phase, which imports no target."""
     problems = list(composition.problems)
     problems += _run_level(composition, RunConfig, composition.values, ())
     neighbours = OtherChoices(composition)
@@ -65,14 +65,14 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
     if not problems:
         problems = list(_rules(composition)) or unused_keys(composition, multirun=multirun)[0]
-    # What composing said of a key is the cause of what is wrong with its value.
+    # A problem found while composing a key is the cause of a problem with its value.
     told = {(problem.key, problem.origin) for problem in composition.problems}
     others = [problem for problem in problems if (problem.key, problem.origin) not in told]
     return _once([*composition.problems, *others])
 
 
 def check_values(composition: Composition) -> list[Problem]:
-    """The second phase: imports every target and checks its keys and their values."""
+    """Run the second phase: import every target and check its keys and their values."""
     problems: list[Problem] = []
     neighbours = OtherChoices(composition)
     with allow_packages(composition.packages):
@@ -83,7 +83,7 @@ def check_values(composition: Composition) -> list[Problem]:
 
 
 def _watched(composition: Composition) -> Iterator[Problem]:
-    """Whether `eval.metric` is a figure that the objective gives."""
+    """Report `eval.metric` where the objective computes no metric of this name."""
     metric = composition.values["eval"]["metric"]
     metrics = getattr(build(composition.values["objective"], "objective"), "metrics", None)
     if metric is None or not callable(metrics):
@@ -97,7 +97,7 @@ def _watched(composition: Composition) -> Iterator[Problem]:
 
 
 def _run_level(composition: Composition, kind: Any, values: Mapping[str, Any], path: KeyPath) -> Iterator[Problem]:
-    """Unknown keys, and values that do not fit the schema."""
+    """Yield unknown keys, and values that do not fit the schema."""
     hints = hints_of(kind)
     for name, value in values.items():
         inner = (*path, name)
@@ -135,7 +135,7 @@ def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Co
 
 
 def _group(composition: Composition, group: str, neighbours: OtherChoices) -> Iterator[Problem]:
-    """The nodes of one group: that they are there, come from an allowed package, and have known keys."""
+    """Check the nodes of one group: they exist, come from an allowed package, and have known keys."""
     value = composition.values.get(group)
     if value is None or (not value and group not in _OPTIONAL):
         if not any(problem.key == group for problem in composition.problems):
@@ -174,7 +174,7 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, neighbours: O
 
 
 def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Targets that no config may name, by their text: of packages that are not allowed, for one."""
+    """Check targets by their text alone and yield those that no config may name, such as classes of other packages."""
     allowed = (*ALLOWED_PACKAGES, *composition.packages)
     for inner, value in targets_in(node, path):
         rule = name_problem(value, allowed)
@@ -185,7 +185,7 @@ def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -
 def _keys_of_shipped(
     composition: Composition, path: KeyPath, node: Mapping[str, Any], neighbours: OtherChoices
 ) -> Iterator[Problem]:
-    """Unknown keys of a shipped choice: its YAML lists every key that its class takes."""
+    """Yield unknown keys of a shipped choice, whose YAML lists every key that its class takes."""
     file = _file_of(composition, path)
     if file is None or not file.shipped or lookup(file.document.values, (TARGET,)) != node.get(TARGET):
         return
@@ -198,7 +198,7 @@ def _keys_of_shipped(
 
 
 def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
-    """The choice file whose content stands at a path."""
+    """Return the choice file whose content was merged at `path`, if there is one."""
     return next((file for file in composition.files if file.package == path and file.group == path[0]), None)
 
 
@@ -209,7 +209,7 @@ def _missing_values(composition: Composition) -> Iterator[Problem]:
 
 
 def _about_hydra(composition: Composition) -> list[Problem]:
-    """Whether Hydra takes the arguments meant for it; asked only where there are some."""
+    """Ask Hydra to check the arguments meant for it, where there are any."""
     own = [file for file in composition.files if not file.shipped and _says_hydra(file)]
     told = [line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
     if not own and not told:
@@ -224,7 +224,7 @@ def _says_hydra(file: ConfigFile) -> bool:
 
 
 def _nodes(composition: Composition) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Every node with a `_target_` of its own, by path."""
+    """Yield every node with a `_target_` of its own, with its path."""
     for group in GROUPS:
         value = composition.values.get(group) or {}
         nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
@@ -232,7 +232,7 @@ def _nodes(composition: Composition) -> Iterator[tuple[KeyPath, Mapping[str, Any
 
 
 def _rules(composition: Composition) -> Iterator[Problem]:
-    """What run-level values say about one another."""
+    """Check run-level values against each other."""
     values = composition.values
     batch = values["batch"]
     if values["epochs"] is None and values["steps"] is None:
@@ -267,7 +267,7 @@ _OPTIMIZER_LIMITS: Final[Sequence[tuple[str, float, float | None, str]]] = (
 
 
 def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
-    """Limits that every optimizer of torch shares, told before torch is imported."""
+    """Check the limits that all optimizers of torch share, before torch is imported."""
     node = composition.values["optimizer"]
     yield from _parameter_groups(composition, node)
     if node.get("lr") is None:
@@ -290,7 +290,7 @@ def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
 
 
 def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """`optimizer.groups`: name -> the parameters it matches and the optimizer's keys that differ for them."""
+    """Check `optimizer.groups`: name -> patterns of its parameters, and the optimizer's keys that differ for them."""
     groups = node.get("groups")
     if groups is None:
         return
@@ -316,5 +316,5 @@ def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iter
 
 
 def _once(problems: Sequence[Problem]) -> list[Problem]:
-    """The problems without repetitions, in order."""
+    """Return the problems without repetitions, in order."""
     return list({str(problem): problem for problem in problems}.values())

@@ -1,4 +1,4 @@
-"""The other choices of a group: what they are called, and which of them has a key."""
+"""The other choices of a group: their names, and which of them has a given key."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["OtherChoices"]
 
 
 class OtherChoices:
-    """Looks at other choices, only when a message needs them."""
+    """Reads the other choices of a group, only when a message needs them."""
 
     def __init__(self, composition: Composition) -> None:
         self._composition = composition
         self._documents: dict[str, dict[str, Document]] = {}
 
     def choices(self, group: str) -> list[str]:
-        """The names of a group's choices."""
+        """Return the names of a group's choices."""
         return sorted(self.documents(group))
 
     def documents(self, group: str) -> dict[str, Document]:
-        """Choice -> its file; a broken file is left out, since it is not the one being used."""
+        """Return choice -> its file, without broken files: the composition does not use them."""
         if group not in self._documents:
             found: dict[str, Document] = {}
             for folder in (*self._composition.config_dirs, shipped_conf()):
@@ -41,12 +41,12 @@ class OtherChoices:
         return self._documents[group]
 
     def takes_more(self, file: ConfigFile) -> bool:
-        """Whether a choice says that its class takes further keys: `# @takes more`."""
+        """Return whether the file of a choice declares that its class takes further keys: `# @takes more`."""
         text = file.document.file.read_text(encoding="utf-8") if file.document.file.is_file() else ""
         return "# @takes more" in text
 
     def unknown(self, path: KeyPath, name: str, choice: str, known: Iterable[str]) -> Problem:
-        """The problem of a key that a choice does not have: who has it, or what is closest."""
+        """Return the problem of an unknown key, with the choices that have this key or the closest known key."""
         group = path[0]
         rule = f"no such key in {choice}."
         owners = [other for other, document in self.documents(group).items() if name in document.values]

@@ -1,4 +1,4 @@
-"""Which keys of a sweep its sweeper reads."""
+"""Keys of `sweep` that the chosen sweeper does not read."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "reduction": ("halving", "optuna"),
     "rungs": ("halving",),
 }
-"""Key of `sweep` -> the choices of hydra/sweeper that it is for."""
+"""Key of `sweep` -> the choices of hydra/sweeper that read it."""
 
 
 def idle_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) -> Iterator[tuple[str, str]]:
-    """Keys about a search that change nothing in this one, and why.
+    """Yield the keys of a search that have no effect with this sweeper, and why.
 
     Args:
         sweep: the values below `sweep`.
         sweeper: the choice of hydra/sweeper.
-        multirun: whether it is a sweep at all.
+        multirun: whether the command is a sweep.
 
     Example:
         >>> dict(idle_search_keys({}, sweeper="random", multirun=True))["sweep.rungs"]

@@ -1,7 +1,7 @@
-"""Keys that a person set and that change nothing in this composition: never silently ignored.
+"""Keys that the user set and that have no effect in this composition. They are never silently ignored.
 
-On the command line such a key is a problem; in a recipe or a file, where another choice may have taken its effect
-away, it is a note.
+On the command line such a key is a problem. In a recipe or a file it is a note, because another choice may have removed
+its effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["unused_keys", "unused_keys_in_launch", "unused_keys_with_classes"]
 
 
 def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
-    """What can be told without importing anything.
+    """Find the keys without effect that can be found without importing a target.
 
     Returns:
         Problems (set on the command line) and notes (set in a recipe or in the user's own files).
@@ -44,7 +44,7 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
 
 
 def unused_keys_in_launch(composition: Composition) -> list[Problem]:
-    """What depends on the classes and on this machine; torch is imported by now."""
+    """Find the keys without effect that depend on the classes and on this machine; torch is imported by now."""
     problems = []
     for key, rule in _ineffective_here(composition.values):
         if composition.origin(key).level is Level.command_line or key == "precision":
@@ -65,11 +65,11 @@ def _value(composition: Composition, key: str) -> Any:
 
 
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
-    """Arguments about the processes of a run that concern those of somebody else.
+    """Return problems for supervisor keys that have no effect because an external launcher owns the processes.
 
     Args:
         composition: a checked composition.
-        launcher: what started this process among others; None: nobody.
+        launcher: the external launcher that started this process; None if there is none.
     """
     rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
     if launcher is not None:
@@ -81,7 +81,7 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
 
 
 def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple[str, str]]:
-    """Key and reason for every key that is idle by the values of others."""
+    """Yield key and reason for every key that has no effect because of the values of other keys."""
     yield from _unused_schedule_keys(values)
     yield from _unused_numerics_keys(values["numerics"])
     if values["compile"]["mode"] == "off":
@@ -110,7 +110,7 @@ def _ineffective(values: Mapping[str, Any], *, multirun: bool) -> Iterator[tuple
 
 
 def _unused_numerics_keys(numerics: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Those of the order of summation, and of steps that are left out."""
+    """Yield unused keys of the order of summation and of skipped steps."""
     if not numerics["reproducible"]:
         yield "numerics.lanes", "has no effect without numerics.reproducible=true."
     if numerics["on_nonfinite"] != "skip":
@@ -119,11 +119,11 @@ def _unused_numerics_keys(numerics: Mapping[str, Any]) -> Iterator[tuple[str, st
 
 
 _ENGINES: Final = ("joblib", "ray", "submitit_local", "submitit_slurm")
-"""Launchers of trainkit's that hand jobs to something else; the sweep stays what it is."""
+"""Launchers of trainkit that submit jobs to another system."""
 
 
 def _unused_launcher_keys(launcher: str) -> Iterator[tuple[str, str]]:
-    """Those that say how jobs share this machine, where something else starts them."""
+    """Yield unused keys about sharing this machine between jobs, where another system starts the jobs."""
     reason = f"has no effect with hydra/launcher={launcher}: it is for slots."
     if launcher in _ENGINES:
         yield from ((f"sweep.{name}", f"{reason} Give hydra.launcher.jobs_at_once.") for name in _SHARES)
@@ -136,7 +136,7 @@ _SHARES: Final = ("slots", "jobs_per_device")
 
 
 def _unused_schedule_keys(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Those that say how fast to learn."""
+    """Yield unused keys about the learning rate."""
     warmup, scaling, optimizer = values["warmup"], values["lr_scaling"], values["optimizer"]
     unscaled = scaling["reference_batch"] is None or scaling["rule"] == "none"
     if not warmup["epochs"] and not warmup["steps"]:
@@ -175,18 +175,18 @@ def _ineffective_here(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _processes(values: Mapping[str, Any]) -> int | None:
-    """The processes that the strategy will start; None where it cannot say without more."""
+    """Return the number of processes that the strategy starts; None where that depends on more than the config."""
     from trainkit.config.targets.build import build  # noqa: PLC0415 - imports targets: second phase only
 
     count = getattr(build(values["strategy"], "strategy"), "num_processes", None)
     try:
         return int(count(_num_gpus())) if callable(count) else None
     except ConfigError:
-        return None  # the plan says what is wrong with it
+        return None  # planning reports the problem
 
 
 def _started_elsewhere(values: Mapping[str, Any]) -> bool:
-    """Whether something else than this machine's supervisor starts, or has started, the processes."""
+    """Return whether an external launcher, not this machine's supervisor, starts the processes."""
     from trainkit.config.targets.build import TARGET, build  # noqa: PLC0415 - imports targets: second phase only
 
     if TARGET not in values["cluster"]:
@@ -195,7 +195,7 @@ def _started_elsewhere(values: Mapping[str, Any]) -> bool:
         cluster = build(values["cluster"], "cluster")
         return getattr(cluster, "starts_processes", False) or cluster.launch(os.environ) is not None
     except ConfigError:
-        return False  # the run says what is wrong with it
+        return False  # the run reports the problem
 
 
 def _num_gpus() -> int:

@@ -1,16 +1,17 @@
-"""Composition before Hydra runs. The one place that touches Hydra's internals.
+"""Composition of a run's config, before Hydra runs.
 
-Hydra supplies its grammar of overrides, its search path and its defaults list. The values are then put over one
-another here, layer by layer, so that every key remembers the file and line, or the argument, that set it; unknown
-keys arrive at the check together instead of ending the program one by one.
+Hydra supplies its grammar of overrides, its search path and its defaults list. The values are then merged here, layer
+by layer, so that every key records the file and line, or the argument, that set it. Unknown keys are all reported
+together by the check; Hydra would end the program at the first one.
 
-    files       Hydra's repository, read with line numbers; its global state, put back
-    composer    one search path: parse arguments, compose runs, count out sweeps
-    composing   one composition: arguments and the defaults list
-    layers      values over values, exclusive keys, interpolations
-    space       the arguments of a sweep as axes, and every point of a grid
-    loader      Hydra's config loader around composed values; the command of a sweep's job
-    jobs        composed runs in Hydra's frame: a job in its folder, a sweep, completion
+    hydra_adapter   Hydra's internal classes: the only import of them
+    files           Hydra's config repository, read with line numbers; saving and restoring its global state
+    composer        one search path: parse arguments, compose runs, enumerate sweeps
+    composing       one composition: arguments and the defaults list
+    layers          merging of values, exclusive keys, interpolations
+    space           the arguments of a sweep as axes, and every point of a grid
+    loader          Hydra's config loader around composed values; the command of a sweep's job
+    jobs            composed runs as Hydra jobs: a job in its folder, a sweep, completion
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ def compose(
         packages: packages that `_target_` may name besides the allowed ones.
 
     Returns:
-        The composition; what was wrong stands in its `problems`.
+        The composition; its `problems` lists the errors.
     """
     return Composer(config_dirs, packages).compose(overrides)
 
 
 def choices_of(group: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]:
-    """The choices of a group, the user's own included.
+    """Return the choices of a group, including the user's own.
 
     Example:
         >>> "cosine" in choices_of("schedule")

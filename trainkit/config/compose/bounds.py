@@ -1,7 +1,7 @@
-"""Bounds on what Hydra and OmegaConf are given to parse and to resolve.
+"""Limits on what Hydra and OmegaConf parse and resolve.
 
-Both parse by recursion and resolve a reference each time that it is met: without bounds, an argument of nested brackets
-or a few lines of references to one another take the stack, the memory or a year.
+Both parse recursively and resolve a reference each time they meet it. Without limits, an argument of nested brackets or
+a few lines of references to one another exhaust the stack or the memory, or take a year.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ __all__ = [
 ]
 
 MAX_ARGUMENT: Final = 10_000
-"""Characters of one argument, and of one text that holds references."""
+"""Largest number of characters of one argument, and of one text that contains references."""
 _MAX_KEY: Final = 200
-"""Characters of a key; a file system takes 255 bytes as a name."""
+"""Largest number of characters of a key; a file system takes 255 bytes as a name."""
 _MAX_ITEMS: Final = 1_000
-"""Commas of one argument: Hydra's grammar takes about a millisecond for each."""
+"""Largest number of commas in one argument: Hydra's grammar takes about a millisecond for each."""
 _MAX_NESTED: Final = 10
-"""References within each other, in one text."""
+"""Largest depth of references nested in one text."""
 _MAX_IN_TEXT: Final = 100
-"""References of one text."""
+"""Largest number of references in one text."""
 _MAX_CHAIN: Final = 50
-"""References that lead to one another."""
+"""Largest length of a chain of references, each of which refers to the next."""
 _MAX_RESOLVED: Final = 3_000
-"""References that one config may need to be resolved."""
+"""Largest number of references that one config may resolve."""
 _MAX_CHARACTERS: Final = 1 << 20
-"""Characters of the texts that they come to."""
+"""Largest number of characters of all resolved references together."""
 _TO_FILE: Final = "Put it into a YAML file of your own: --config-dir."
 _MAX_DIGITS: Final = 500
 _DIGITS: Final = re.compile(rf"\d{{{_MAX_DIGITS + 1}}}")
@@ -53,11 +53,11 @@ _CONTROL: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]
 
 
 class TooManyReferencesError(Exception):
-    """The references of a config lead too far; the message is the rule that they break."""
+    """The references of a config exceed a limit; the message names the rule that they break."""
 
 
 def argument_problem(argument: str) -> Problem | None:
-    """Say why an argument is not handed to Hydra's grammar; None where it is.
+    """Return the problem of an argument that must not be passed to Hydra's grammar; None where there is none.
 
     Example:
         >>> print(argument_problem("model.hidden=" + "[" * 60))
@@ -83,7 +83,7 @@ def argument_problem(argument: str) -> Problem | None:
 
 
 def _nesting(text: str) -> int:
-    """Return how deep brackets lie within each other, in quotes or not."""
+    """Return how deep brackets are nested, inside quotes or not."""
     depth = deepest = 0
     for character in text:
         if character in "([{":
@@ -108,7 +108,7 @@ def _rule_of_references(text: str) -> str | None:
 
 
 def reference_problem(value: Any) -> str | None:
-    r"""Say what is wrong with the references of a value of a file, before one is resolved; None where nothing is.
+    r"""Return what is wrong with the references in a value of a file, before any is resolved; None if nothing is.
 
     Example:
         >>> reference_problem("${a}"), reference_problem("${a")
@@ -136,10 +136,10 @@ def _rule_of_text(value: str) -> str | None:
 
 @contextmanager
 def bounded_references() -> Iterator[_Budget]:
-    """Bound the references that OmegaConf resolves while the block runs.
+    """Limit the references that OmegaConf resolves while the block runs.
 
-    OmegaConf has no bound of its own, and wraps what is raised while it resolves: the budget that comes with the block
-    says whether a bound was broken.
+    OmegaConf has no limit of its own and wraps exceptions raised while it resolves, so the yielded budget records
+    whether a limit was exceeded.
     """
     budget = _Budget()
     node, resolver = Container._resolve_node_interpolation, Container._evaluate_custom_resolver  # noqa: SLF001
@@ -153,9 +153,9 @@ def bounded_references() -> Iterator[_Budget]:
 
 
 def refuse_endless(config: DictConfig) -> None:
-    """Refuse references in Hydra's own node that lead back to themselves, or too far.
+    """Refuse references in Hydra's own node that are circular or exceed the limits.
 
-    References that only a job can resolve, such as the job's number, are let through.
+    References that only a job can resolve, such as the job's number, are accepted.
 
     Raises:
         ConfigError: every such reference.
@@ -183,15 +183,15 @@ def _rule_of_resolving(config: DictConfig, path: KeyPath) -> str | None:
 
 
 class _Budget:
-    """What the references of one config may still take."""
+    """Counts what resolving one config has used of the limits."""
 
     def __init__(self) -> None:
         self._resolved = self._characters = self._depth = 0
         self.broken: str | None = None
-        """The rule that was broken first."""
+        """The first limit that was exceeded."""
 
     def bounding(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function of OmegaConf's that resolves one reference, within the bounds."""
+        """Wrap a function of OmegaConf that resolves one reference, so that it counts against the limits."""
 
         def bounded(*arguments: Any, **named: Any) -> Any:
             self._resolved += 1

@@ -1,4 +1,4 @@
-"""The composer: one search path, and the runs, points and arguments read through it."""
+"""One search path, and the runs, points and arguments composed with it."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ class Composer:
         return path
 
     def choices_of(self, group: str) -> list[str]:
-        """The choices of a group."""
+        """Return the choices of a group."""
         return list(self.loader.repository.get_group_options(group))
 
     def groups(self) -> list[str]:
-        """The groups there are, the user's own included."""
+        """Return the names of all groups, including the user's own."""
         found = self.loader.repository.get_group_options("", results_filter=ObjectType.GROUP)
         return [name for name in found if name != "hydra"]
 
     def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-        """Arguments by Hydra's grammar, and those that it cannot read."""
+        """Parse arguments with Hydra's grammar; return problems for those that it cannot read."""
         if self._parser is None:
             self._parser = OverridesParser.create(config_loader=self.loader)
         parsed, problems = [], []
@@ -74,20 +74,22 @@ class Composer:
                 continue
             try:
                 override = self._parser.parse_override(argument)
-                override.config_loader = self.loader  # glob(...) asks it for the choices
+                override.config_loader = self.loader  # glob(...) reads the choices from it
                 parsed.append(override)
             except (HydraException, RecursionError, ValueError):
                 problems.append(unreadable(argument))
         return parsed, problems
 
     def is_group(self, override: Override) -> bool:
-        """Whether an argument chooses, rather than sets a value."""
+        """Return whether an argument selects a choice of a group, not the value of a key."""
         if override.is_sweep_override():
             return bool(self.loader.repository.group_exists(override.key_or_group))
         return self.loader.repository.group_exists(override.key_or_group) and not isinstance(override.value(), dict)
 
     def without_null(self, override: Override) -> Override:
-        """`recipe=null` as Hydra's grammar has it: `~recipe`, and an empty list for a group that takes one."""
+        """Return `recipe=null` as Hydra's grammar expects it: `~recipe`, or an empty list for a group that takes a
+        list.
+        """
         if override.is_sweep_override() or override.is_delete() or not self.is_group(override):
             return override
         if override.value() is not None:
@@ -101,22 +103,22 @@ class Composer:
 
         Args:
             overrides: the arguments.
-            for_others: whether other choices are composed beside this one: then a group's keys that this choice does
-                not have, and another has, are left out.
+            for_others: whether arguments may be meant for other choices that are composed too: keys of a group that
+            this choice does not have, but another choice has, are then left out.
         """
         with hydra_state():
             composition = CompositionBuilder(self, overrides).run()
             if for_others and (foreign := foreign_keys(composition)):
                 kept = [line for line in overrides if _key_of(line) not in foreign]
                 composition = CompositionBuilder(self, kept).run()
-        hide_from_process_list(overrides)  # by now it is known what the user's classes mark as secret
+        hide_from_process_list(overrides)  # the secrets that the user's classes mark are known by now
         return composition
 
     def space(self, overrides: Sequence[str]) -> Space:
-        """What the points of a sweep have in common, and the axes they differ along.
+        """Return the arguments that all points of a sweep share, and the axes along which the points differ.
 
         Raises:
-            ConfigError: arguments that cannot be read, and sweeps that cannot be searched.
+            ConfigError: an argument cannot be parsed, or a sweep cannot be searched.
         """
         with hydra_state():
             parsed, problems = self.parse(overrides)
@@ -127,10 +129,10 @@ class Composer:
             return read_space(parsed)
 
     def points(self, overrides: Sequence[str]) -> list[list[str]]:
-        """The arguments of every point of a grid, in order; a single point where nothing is swept.
+        """Return the arguments of every point of a grid, in order; a single point where nothing is swept.
 
         Raises:
-            ConfigError: arguments that cannot be read, or sweeps that cannot be counted out.
+            ConfigError: an argument cannot be parsed, or the points of a sweep cannot be enumerated.
         """
         return self.space(overrides).grid()
 
@@ -140,7 +142,7 @@ def _key_of(argument: str) -> str:
 
 
 def foreign_keys(composition: Composition) -> set[str]:
-    """Keys on the command line that the chosen choices do not have and other choices of their groups do."""
+    """Return keys of the command line that the selected choices lack and other choices of their groups have."""
     found = set()
     for path, origin in composition.origins.items():
         file = next((item for item in composition.files if item.package == path[:1]), None)

@@ -1,4 +1,4 @@
-"""One composition on its way: arguments and files in, values with their origins out."""
+"""Build one composition: merge arguments and files into values with their origins."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 
 class CompositionBuilder:
-    """One composition on its way."""
+    """Collects the state of one composition while it is built."""
 
     def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
         self.composer = composer
@@ -46,7 +46,7 @@ class CompositionBuilder:
         self.layers = Layers()
 
     def run(self) -> Composition:
-        """Defaults list, layers, arguments, exclusive keys, interpolations."""
+        """Compose: defaults list, layers, arguments, exclusive keys, interpolations."""
         task = [item for item in self.parsed if not item.is_hydra_override()]
         about_hydra = [item for item in self.parsed if item.is_hydra_override()]
         task = [item for item in task if not self._refused(item)]
@@ -65,7 +65,7 @@ class CompositionBuilder:
                 self._apply(override, layers.hydra)
         self._remember_arguments()
         values = layers.finish(files, choices, self.composer.packages)
-        redacted(values)  # from here on no message shows a secret
+        redacted(values)  # from here on, messages hide secrets
         run_dir = layers.folder(lookup(layers.hydra.values, ("hydra", "run", "dir")), values)
         return Composition(
             values=values,
@@ -85,7 +85,7 @@ class CompositionBuilder:
         )
 
     def _remember_arguments(self) -> None:
-        """Let no message quote a secret that stands in an argument, also in one that cannot be read."""
+        """Register secrets in arguments, even in ones that cannot be parsed, so that no message quotes them."""
         for argument in self.given:
             if redacted_argument(argument).endswith(f"={REDACTED}"):
                 remember(argument.partition("=")[2].strip("'\""))
@@ -93,7 +93,7 @@ class CompositionBuilder:
     # -- the arguments ------------------------------------------------------------------------------------------
 
     def _refused(self, override: Override) -> bool:
-        """Report an argument that no defaults list can take; True where there was something to report."""
+        """Report an argument that no defaults list can take; return True if there was a problem."""
         key = override.key_or_group
         if override.is_sweep_override():
             rule = f"is a list of choices to try one after the other: add -m. As one text: {key}='...'."
@@ -140,7 +140,7 @@ class CompositionBuilder:
     # -- the files ----------------------------------------------------------------------------------------------
 
     def _defaults(self, task: Sequence[Override]) -> DefaultsList:
-        """Hydra's defaults list; choices that files name and that do not exist are reported, all of them."""
+        """Return Hydra's defaults list; report every choice that a file names and that does not exist."""
         remaining = [self.composer.without_null(item) for item in task]
         while True:
             self.repository.begin_list()
@@ -163,7 +163,7 @@ class CompositionBuilder:
                 remaining.remove(culprit)
 
     def _missing(self, config_path: str) -> Problem:
-        """The problem of a choice that a file names, with the line that names it."""
+        """Return the problem of a missing choice, with the line that names it."""
         group, _, name = config_path.rpartition("/")
         for document in self.repository.documents.values():
             for item, line in zip(document.defaults, document.defaults_lines, strict=False):
@@ -174,7 +174,7 @@ class CompositionBuilder:
         return Problem(key=group or config_path, value=name, rule=self._no_choice(group, name))
 
     def _several(self) -> Iterator[Problem]:
-        """Lists of choices that files name for a group of one choice, which would be put over one another."""
+        """Yield problems of lists of choices that files give to a group of one choice; Hydra would merge them."""
         for document in self.repository.documents.values():
             for item, line in zip(document.defaults, document.defaults_lines, strict=False):
                 for key, value in item.items() if isinstance(item, Mapping) else ():
@@ -184,7 +184,7 @@ class CompositionBuilder:
                         yield Problem(key=group, value=value, rule="takes one choice, not a list.", origin=where)
 
     def _files(self, defaults: DefaultsList) -> list[ConfigFile]:
-        """The files in ascending precedence: config.yaml, choices, recipes."""
+        """Return the files in ascending precedence: config.yaml, choices, recipes."""
         files = []
         shipped = (shipped_conf(), shipped_recipes())
         for default in defaults.defaults:
@@ -212,7 +212,7 @@ class CompositionBuilder:
     def _swapped(
         self, task: Sequence[Override], files: Sequence[ConfigFile], choices: Mapping[str, Any]
     ) -> dict[str, str]:
-        """Groups whose choice in the recipe the command line replaced -> what to say about it."""
+        """Return group -> note, for groups whose choice in the recipe was replaced on the command line."""
         recipes = [file.document for file in files if file.level == Level.recipe]
         primary = [file.document for file in files if file.level == Level.defaults]
         swapped = {}
@@ -226,7 +226,7 @@ class CompositionBuilder:
         return swapped
 
     def _apply(self, override: Override, tree: TrackedTree) -> None:
-        """Put one argument over the files."""
+        """Merge one argument over the values of the files."""
         path = tuple(override.key_or_group.split("."))
         if override.package is not None:
             self._report(override, f"{override.key_or_group} is no group, so it takes no @package.")
@@ -236,12 +236,12 @@ class CompositionBuilder:
         else:
             value = override.value()
             if value == {}:
-                tree.remove(path)  # merging nothing would do nothing: an empty mapping empties
+                tree.remove(path)  # merging an empty mapping would change nothing, but it means to clear the node
             tree.put(path, value, _ARGUMENT)
 
 
 def _hydra_choices(files: Sequence[ConfigFile]) -> dict[str, str]:
-    """What files choose for Hydra's own groups; the file of the highest precedence decides."""
+    """Return the choices that files make for Hydra's own groups; the file of highest precedence decides."""
     items = [item for file in files for item in file.document.defaults if is_about_hydra(item)]
     return {group_in(str(key)): value for item in items for key, value in item.items()}
 
@@ -253,7 +253,7 @@ def _names(value: Any) -> list[str]:
 
 
 def _chosen_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
-    """What the defaults lists of documents choose for a group, first document first."""
+    """Yield the choices that the defaults lists of documents make for a group, first document first."""
     for item in itertools.chain.from_iterable(document.defaults for document in documents):
         if isinstance(item, Mapping):
             yield from (value for key, value in item.items() if group_in(str(key)) == group)

@@ -1,4 +1,4 @@
-"""Hydra's files and state: its repository read with line numbers, its globals put back."""
+"""Hydra's files and state: its config repository read with line numbers, and its global state saved and restored."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from trainkit.errors import ConfigError, Problem
 CONFIG: Final = "config"
 """The primary config, conf/config.yaml."""
 _MAX_FILES: Final = 200
-"""Files of one composition, those that are loaded again counted again."""
+"""Largest number of file loads in one composition; repeated loads count again."""
 
 __all__ = ["CONFIG", "HydraFiles", "Repository", "group_in", "hydra_state", "is_about_hydra"]
 
 
 @contextlib.contextmanager
 def hydra_state() -> Iterator[None]:
-    """Hydra's resolvers and version base set as it needs them, and put back afterwards."""
+    """Set Hydra's resolvers and version base as Hydra needs them, and restore them afterwards."""
     resolvers = dict(BaseContainer._resolvers)  # noqa: SLF001 - OmegaConf offers no way to restore them
     base = Singleton._instances.get(hydra_version.VersionBase)  # noqa: SLF001
     held = base.getbase() if base is not None else None  # type: ignore[attr-defined]
@@ -51,21 +51,23 @@ def hydra_state() -> Iterator[None]:
 
 
 class Repository(CachingConfigRepository):
-    """Hydra's files, read with their line numbers, and without what a file says about Hydra itself."""
+    """Hydra's config repository, which records line numbers and drops what a file sets about Hydra itself."""
 
     def __init__(self, delegate: ConfigRepository) -> None:
         super().__init__(delegate)
         self.documents: dict[str, Document] = {}
         self.absent: set[str] = set()
-        """Choices that do not exist: read as empty once reported, so that the others are looked at too."""
+        """Choices that do not exist. Once reported, they are read as empty, so that the remaining choices are checked
+        too.
+        """
         self._asked: Counter[str] = Counter()
 
     def begin_list(self) -> None:
-        """Count the files of a defaults list from here on."""
+        """Reset the count of loaded files at the start of a defaults list."""
         self._asked.clear()
 
     def endless(self) -> Problem:
-        """Return the problem of defaults lists that lead back to their own files."""
+        """Return the problem of defaults lists that are circular."""
         times = self._asked.most_common(1)[0][1]
         names = [name for name, count in self._asked.items() if times > 1 and count >= times - 1 and name != CONFIG]
         many = f"{', '.join(names[:3])}, {times} times" if names else f"{len(self._asked)} of them"
@@ -75,7 +77,7 @@ class Repository(CachingConfigRepository):
         return Problem(key="defaults", rule=rule, origin=where)
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """A file's defaults list and header for Hydra; its content is kept in `documents`.
+        """Return the defaults list and header of a file for Hydra; the content is kept in `documents`.
 
         Raises:
             ConfigError: the defaults lists lead to too many files.
@@ -89,13 +91,13 @@ class Repository(CachingConfigRepository):
         return result
 
     def config_exists(self, config_path: str) -> bool:
-        """Whether there is such a file below a folder of the config, or its absence is reported already."""
+        """Return whether the file exists below a folder of the config, or was already reported as absent."""
         if not is_choice_path(config_path):
             return False
         return config_path in self.absent or super().config_exists(config_path)
 
     def forgive(self, config_path: str) -> None:
-        """Take an absent file for an empty one from here on."""
+        """Treat an absent file as empty from now on."""
         self.absent.add(config_path)
         self.cache.pop(config_path, None)
 
@@ -114,7 +116,7 @@ class Repository(CachingConfigRepository):
         return self._result(config_path, document)
 
     def file_of(self, config_path: str) -> Path | None:
-        """The YAML file behind a config path; None where another kind of source has it."""
+        """Return the YAML file of a config path; None where another kind of source holds it."""
         source = self.delegate._find_object_source(config_path, ObjectType.CONFIG)  # type: ignore[attr-defined]  # noqa: SLF001
         if source is None:
             return None
@@ -139,17 +141,17 @@ class Repository(CachingConfigRepository):
 
 
 def is_about_hydra(item: Any) -> bool:
-    """Whether an item of a defaults list chooses for one of Hydra's own groups."""
+    """Return whether an item of a defaults list selects a choice of one of Hydra's own groups."""
     return isinstance(item, Mapping) and any(group_in(str(key)).startswith("hydra/") for key in item)
 
 
 def group_in(key: str) -> str:
-    """The group that an item of a defaults list names: `override /model@x` is model."""
+    """Return the group that an item of a defaults list names: `override /model@x` is model."""
     return key.rsplit(" ", maxsplit=1)[-1].lstrip("/").split("@")[0]
 
 
 def _package(config_path: str, document: Document) -> str | None:
-    """Where a file's content stands: a recipe at the root, a callback or logger under its own name."""
+    """Return where a file's content is merged: a recipe at the root, a callback or logger under its own name."""
     group, _, name = config_path.rpartition("/")
     if document.package is not None:
         return document.package
@@ -161,7 +163,7 @@ def _package(config_path: str, document: Document) -> str | None:
 
 
 class HydraFiles(Repository):
-    """What a composition says about Hydra, as a primary config; Hydra's own files stand beside it."""
+    """Presents what a composition sets about Hydra as the primary config, beside Hydra's own files."""
 
     def __init__(self, delegate: ConfigRepository, composition: Composition) -> None:
         super().__init__(delegate)

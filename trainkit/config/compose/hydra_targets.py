@@ -1,7 +1,7 @@
-"""What Hydra's own node may name: its plugins and callbacks, and the handlers of Python's `logging`.
+"""Which classes and functions Hydra's own node may name: its plugins and callbacks, and handlers of Python's `logging`.
 
-Hydra and `logging.config` call whatever a text in this node names, so it is held to the rule of every `_target_`
-(`trainkit.config.targets.allowed`) before either of them reads it.
+Hydra and `logging.config` call anything that a text in this node names, so the rule for every `_target_`
+(`trainkit.config.targets.allowed`) is applied to it before either of them reads it.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _OWN: Final = "To trust it: --allow-package {}."
 
 
 def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
-    """Refuse a node of Hydra's that names what neither Hydra nor Python's `logging` defines.
+    """Refuse a Hydra node that names something that neither Hydra nor Python's `logging` defines.
 
     Args:
         node: `hydra`, with its interpolations.
-        packages: those that the person allowed.
+        packages: packages that the user allowed.
 
     Raises:
-        ConfigError: every one of them.
+        ConfigError: every such name.
     """
     values = OmegaConf.to_container(node, resolve=False)
     problems = [
@@ -62,7 +62,7 @@ def _texts(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...],
 
 
 def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
-    """Say what is wrong with one text of the node."""
+    """Return what is wrong with one text of the node; None if nothing is."""
     is_called = path[-1] == TARGET or (path[0].endswith("_logging") and path[-1] in _CALLED)
     names_code = is_called or text.startswith("ext://")
     if any(resolver in text for resolver in _MAKES_NODES) or (names_code and "${" in text):
@@ -77,9 +77,9 @@ def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | No
 
 
 def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:
-    """Say what is wrong with a text that names what will be called."""
+    """Return what is wrong with a text that names something that will be called; None if nothing is."""
     if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
-        return None  # Hydra refuses what is no plugin of one of the two kinds
+        return None  # Hydra itself refuses anything that is not a plugin of these two kinds
     if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
         return _unless(text, (Callback,), "is no callback of Hydra's.")
     if path[-1] != TARGET and root_of(text) == "logging":

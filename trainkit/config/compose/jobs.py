@@ -1,4 +1,4 @@
-"""Running composed configs under Hydra: one job in its folder, or many through a sweeper and its launcher."""
+"""Run composed configs under Hydra: one job in its folder, or many through a sweeper and its launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 def hydra_config(composition: Composition) -> DictConfig:
-    """The composition with Hydra's node, as `.hydra/` keeps it."""
+    """Return the composition with Hydra's node, as `.hydra/` stores it."""
     composer = Composer(composition.config_dirs, composition.packages)
     parsed, _ = composer.parse([*composition.overrides, *composition.hydra_overrides])
     cfg = ComposedConfigLoader(composer).configuration(composition, parsed, RunMode.RUN)
@@ -41,7 +41,7 @@ def hydra_config(composition: Composition) -> DictConfig:
 
 
 def hydra_problems(composition: Composition) -> list[Problem]:
-    """What Hydra says about the arguments meant for it; asked only where there are some."""
+    """Return Hydra's errors about the arguments meant for it; Hydra is only called where there are any."""
     try:
         with hydra_state():
             hydra_config(composition)
@@ -63,19 +63,19 @@ def _key(argument: str) -> str:
 
 
 def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, configure_logging: bool = True) -> T:
-    """Run a task as a Hydra job in a folder that exists: `.hydra/`, logging, callbacks, environment.
+    """Run a task as a Hydra job in an existing folder: `.hydra/`, logging, callbacks, environment.
 
-    A folder that has a `.hydra/` keeps it: it tells how the run began, and a resumed run begins no second time.
+    An existing `.hydra/` in the folder is kept: it records how the run began, and resuming does not begin it again.
 
     Args:
         composition: a checked composition.
         folder: the run folder.
         task: what to run; it is called in this process.
-        configure_logging: whether Hydra sets up the loggers of this process. Its file beside the console is left out:
-            `train.log` takes what the console shows.
+        configure_logging: whether Hydra sets up the loggers of this process. Its log file is left out: `train.log`
+        already holds the console output.
 
     Returns:
-        What the task returns. What it raises is raised unchanged.
+        The task's return value. Its exceptions are raised unchanged.
     """
     with hydra_state():
         cfg = hydra_config(composition)
@@ -94,7 +94,7 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
 
         def guarded(_: DictConfig) -> T | None:
             try:
-                with env_override(variables):  # Hydra has set those without secrets
+                with env_override(variables):  # Hydra has set these variables with their secrets redacted
                     return task()
             except Exception as error:
                 raised.append(error)
@@ -118,7 +118,7 @@ def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, co
 
 
 def _log_to_the_console_alone(cfg: DictConfig) -> None:
-    """Take away Hydra's default file handler, whose file would hold the lines of `train.log` twice."""
+    """Remove Hydra's default file handler, whose file would duplicate the lines of `train.log`."""
     logging = cfg.hydra.job_logging
     plain = OmegaConf.to_container(logging) if logging is not None else {}
     if not isinstance(plain, dict):
@@ -140,14 +140,14 @@ def multirun(
     task: Callable[[DictConfig], Any],
     check: Callable[[Composition], None],
 ) -> Any:
-    """Hand a sweep to Hydra's sweeper, and its jobs to the launcher that the cluster chose.
+    """Run a sweep with Hydra's sweeper, and its jobs with the launcher that the cluster chose.
 
     Args:
-        overrides: arguments, Hydra's own among them.
-        config_dirs: the user's own folders of configuration.
-        packages: packages that targets may come from besides.
+        overrides: arguments, including Hydra's own.
+        config_dirs: the user's config folders.
+        packages: further packages that targets may come from.
         task: a module-level function that runs one job; launchers may pickle it.
-        check: raises where a point that a sweeper thought of is no good.
+        check: raises if a point that the sweeper proposes is invalid.
 
     Returns:
         What the sweeper returns: for the basic one a list of lists of `JobReturn`.
@@ -176,7 +176,9 @@ def multirun(
 
 
 def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str], str]:
-    """The command of the job that Hydra is in, its secrets, and its folder: for launchers that know of no trainkit."""
+    """Return the command of the current Hydra job, its secrets, and its folder: for launchers that do not know
+    trainkit.
+    """
     hydra = HydraConfig.get()
     dirs = [source.path for source in hydra.runtime.config_sources if source.provider == "command-line"]
     loader = ComposedConfigLoader(Composer(dirs, packages))
@@ -186,11 +188,11 @@ def job_command(packages: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str
 
 
 _given: dict[str, str] = {}
-"""Arguments without their secrets -> as they were given; of the sweep that this process runs."""
+"""Arguments without their secrets -> the original arguments, for the sweep that this process runs."""
 
 
 def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]:
-    """Completions of the last word of a line of overrides.
+    """Return completions of the last word of a line of overrides.
 
     Example:
         >>> complete("schedule=cos")

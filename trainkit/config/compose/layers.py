@@ -1,4 +1,4 @@
-"""Values put over one another, file by file, each key with its own line."""
+"""Merging of values, file by file; each key records the line that set it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ __all__ = ["Layers", "first_line", "shown"]
 
 
 class Layers:
-    """The values of one composition on their way, and what there is to say about them."""
+    """The values of one composition while they are merged, with notes and problems about them."""
 
     def __init__(self) -> None:
         self.tree = TrackedTree()
         self.hydra = TrackedTree()
-        """What the files and arguments say about Hydra itself."""
+        """What the files and arguments set about Hydra itself."""
         self.notes: list[str] = []
         self.problems: list[Problem] = []
 
     def merge(self, files: Sequence[ConfigFile], swapped: Mapping[str, str]) -> None:
-        """Put files over one another, in ascending precedence.
+        """Merge files in ascending precedence.
 
         Args:
-            files: in their order.
-            swapped: groups whose choice in the recipe the command line replaced -> what to say about it.
+            files: in ascending precedence.
+            swapped: groups whose choice in the recipe the command line replaced -> the text of the note.
         """
         for rank, file in enumerate(files):
             self._lay(file, rank, swapped)
@@ -49,12 +49,13 @@ class Layers:
     def finish(
         self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
     ) -> dict[str, Any]:
-        """Once the arguments lie on top: names, exclusive keys, interpolations, and reports on the files.
+        """Finish the values after the arguments were applied: names, exclusive keys, interpolations, reports on the
+        files.
 
         Args:
-            files: in their order.
+            files: in ascending precedence.
             choices: group -> choice.
-            packages: the user's own, whose classes can mark secrets.
+            packages: the user's packages, whose classes can mark secrets.
         """
         import_marks(self.tree.values, packages)
         self._complete(choices)
@@ -67,7 +68,7 @@ class Layers:
         return values
 
     def _lay(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
-        """Put one file's values over those below."""
+        """Merge one file's values over the values below it."""
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
         dropped: dict[str, list[str]] = {}
         for name, value in file.document.values.items():
@@ -89,7 +90,7 @@ class Layers:
             self.notes.append(f"{swapped[group]}: {what}")
 
     def _put(self, tree: TrackedTree, file: ConfigFile, rank: int, path: KeyPath, value: Any) -> None:
-        """Put a value and everything below it, each key with its own line."""
+        """Set a value and everything below it, each key with its own line."""
         inner = path[len(file.package) :]
         line = file.document.lines.get(inner)
         name = shown(file.document.file)
@@ -104,7 +105,7 @@ class Layers:
             self._put(tree, file, rank, (*path, str(key)), item)
 
     def _complete(self, choices: Mapping[str, Any]) -> None:
-        """The name, the recipe, `~` in paths, and a node for every group."""
+        """Add the name, the recipe and a node for every group; expand `~` in paths."""
         for group in GROUPS:
             if group not in self.tree.values and (group in LIST_GROUPS or choices.get(group) is not None):
                 self.tree.put((group,), {}, Origin(level=Level.defaults, where=""))
@@ -119,10 +120,10 @@ class Layers:
                 self.tree.put(path, str(Path(value).expanduser()), self.tree.origin_of(path))
 
     def _resolved(self) -> dict[str, Any]:
-        """The values with `${...}` filled in; a secret that is a reference to a variable stays one."""
+        """Return the values with `${...}` resolved; secrets that refer to environment variables stay references."""
         values = self.tree.values
         kept = self._references(values)
-        redacted(values)  # from here on no message shows a secret
+        redacted(values)  # from here on, messages hide secrets
         open_leaves = [(path, value) for path, value in leaves(values) if _has_interpolation(value)]
         open_leaves = [(path, value) for path, value in open_leaves if path not in kept]
         readable = [(path, value) for path, value in open_leaves if not self._unreadable(values, path, value)]
@@ -132,14 +133,14 @@ class Layers:
             config = OmegaConf.create(values)
             for path, value in readable:
                 self._resolve(values, config, path, value)
-                if budget.broken:  # every further one would break it too
+                if budget.broken:  # every further reference would exceed it too
                     where = self.tree.origin_of(path).where
                     problem = Problem(key=dotted(path), value=value, rule=budget.broken, origin=where)
                     raise ConfigError([*self.problems[:-1], problem])
         return values
 
     def _resolve(self, values: dict[str, Any], config: Any, path: KeyPath, value: Any) -> None:
-        """Fill in one value; report what cannot be resolved."""
+        """Resolve one value; report it if it cannot be resolved."""
         try:
             found = _as_plain(OmegaConf.select(config, dotted(path), throw_on_missing=True))
         except (OmegaConfBaseException, RecursionError, TooManyReferencesError) as error:
@@ -149,7 +150,7 @@ class Layers:
         self._set(values, path, found)
 
     def _unreadable(self, values: dict[str, Any], path: KeyPath, value: Any) -> bool:
-        """Report a value whose references cannot be read, and take it away."""
+        """Report a value whose references cannot be parsed, and set it to None."""
         rule = reference_problem(value)
         if rule is not None:
             where = self.tree.origin_of(path).where
@@ -158,7 +159,7 @@ class Layers:
         return rule is not None
 
     def _references(self, values: Mapping[str, Any]) -> set[KeyPath]:
-        """The keys of secrets that are references to environment variables, each of which must be set."""
+        """Return the keys of secrets that refer to environment variables; report variables that are not set."""
         kept = set(reference_paths(values))
         for path in kept:
             try:
@@ -175,7 +176,7 @@ class Layers:
         values[path[-1]] = value
 
     def _traps(self, files: Sequence[ConfigFile]) -> None:
-        """Report scalars that YAML 1.1 rewrites, unless another place set the key anew."""
+        """Report scalars that YAML 1.1 reinterprets, unless another source set the key again."""
         for file in files:
             name = shown(file.document.file)
             for trap in file.document.traps:
@@ -186,7 +187,7 @@ class Layers:
                     self.problems.append(Problem(key=dotted(path), value=trap.text, rule=trap.rule, origin=where))
 
     def _shadowed(self, files: Sequence[ConfigFile]) -> None:
-        """Say which shipped files the user's own folders hide."""
+        """Note the shipped files that the user's own folders hide."""
         for file in files:
             if file.shipped:
                 continue
@@ -198,7 +199,7 @@ class Layers:
                 self.notes.append(f"{shown(file.document.file)} shadows the shipped {path.as_posix()}.yaml")
 
     def folder(self, pattern: Any, values: Mapping[str, Any]) -> Path | None:
-        """`hydra.run.dir` with its interpolations filled in; None where only a job knows them."""
+        """Return `hydra.run.dir` with its interpolations resolved; None where only a job can resolve them."""
         if not isinstance(pattern, str):
             return None
         rule = reference_problem(pattern)
@@ -209,7 +210,7 @@ class Layers:
         except (OmegaConfBaseException, RecursionError, TooManyReferencesError, TypeError) as error:
             rule = _unresolved(error)
         origin = self.hydra.origin_of(("hydra", "run", "dir"))
-        if origin.level > Level.defaults:  # without a word, the run would go elsewhere
+        if origin.level > Level.defaults:  # silently, the run would be written elsewhere
             self.problems.append(Problem(key="hydra.run.dir", value=pattern, rule=rule, origin=origin.where))
         return None
 
@@ -235,12 +236,12 @@ def _unresolved(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def shown(file: Path) -> str:
-    """A file as short as it can be said: relative below the current folder."""
+    """Return the shortest form of a file's path: relative if it is below the current folder."""
     with contextlib.suppress(ValueError):
         return str(file.relative_to(Path.cwd()))
     return str(file)

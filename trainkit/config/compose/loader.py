@@ -1,7 +1,7 @@
-"""Hydra's config loader around the values of trainkit's composition.
+"""Hydra's config loader with the values of trainkit's composition.
 
-Hydra's own composition is replaced by trainkit's, so that `.hydra/config.yaml`, every launcher and every sweeper see
-the values that were checked.
+Trainkit's composition replaces Hydra's, so that `.hydra/config.yaml`, every launcher and every sweeper see the values
+that were checked.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         self.composer = composer
         self._composition = Composition(values={})
         self.hydra_arguments: list[str] = []
-        """Arguments for Hydra of the sweep, with their secrets: the config of a sweep has none."""
+        """Arguments for Hydra of the sweep, with their secrets, which the config of a sweep does not hold."""
         self.check = check
         """Called with every composition that a sweep makes."""
         self.lenient = lenient
-        """Whether a composition with problems will do: a line that is still being typed has some."""
+        """Whether a composition with problems is accepted: completion reads lines that are still being typed."""
 
     def load_configuration(
         self,
@@ -54,7 +54,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         from_shell: bool = True,
         validate_sweep_overrides: bool = True,
     ) -> DictConfig:
-        """Hydra's own node by Hydra, everything else by trainkit."""
+        """Let Hydra load its own node, and take all other values from trainkit."""
         del config_name, from_shell, validate_sweep_overrides
         parsed, problems = self.composer.parse(overrides)
         single = [item for item in parsed if not item.is_sweep_override()]
@@ -66,7 +66,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         return self.configuration(composition, parsed, run_mode)
 
     def configuration(self, composition: Composition, parsed: Sequence[Override], run_mode: RunMode) -> DictConfig:
-        """The config of a job as Hydra wants it, around values that are composed already."""
+        """Return the config of a job in Hydra's form, with values that are already composed."""
         self._composition = composition
         lines = [item.input_line or "" for item in parsed if item.is_hydra_override()]
         cfg = super().load_configuration(CONFIG, lines, run_mode, from_shell=False)
@@ -96,14 +96,14 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         return cfg
 
     def load_sweep_config(self, master_config: DictConfig, sweep_overrides: list[str]) -> DictConfig:
-        """The config of a job of a sweep, without secrets."""
+        """Return the config of a sweep's job, without secrets."""
         config = self.load_configuration(CONFIG, [*self.hydra_arguments, *sweep_overrides], RunMode.RUN)
         OmegaConf.copy_cache(from_config=master_config, to_config=config)
         redact_hydra(config)
         return config
 
     def command(self, overrides: Sequence[str], folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Return the command that runs one point of a sweep in a folder, in a process of its own.
+        """Return the command that runs one point of a sweep in a folder, in its own process.
 
         Keys of a group that this point's choice does not have are left out: they are meant for the other choices.
 
@@ -114,7 +114,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         applicable: Sequence[str] = [*composition.overrides, *composition.hydra_overrides]
         flags = [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
-        if composition.hands_on:  # the job itself is to train, not to be handed on once more
+        if composition.hands_on:  # the job itself must train, and not be submitted again
             applicable = replacing(applicable, "hydra.mode=RUN")
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
         shown, secrets = hidden_arguments([*flags, *applicable, f'hydra.run.dir="{escaped}"'])
@@ -128,7 +128,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
 
 
 def redact_hydra(cfg: DictConfig) -> dict[tuple[str, ...], Any]:
-    """Take the secrets out of Hydra's own node, `hydra.job.env_set` or `hydra.launcher`; return them by their path."""
+    """Redact the secrets in Hydra's own node (`hydra.job.env_set`, `hydra.launcher`); return them by their path."""
     values: Any = OmegaConf.to_container(cfg.hydra, resolve=False, throw_on_missing=False)
     found = dict(secrets_in(values))
     with open_dict(cfg):
@@ -144,14 +144,14 @@ def redacted_lines(lines: Iterable[str | None]) -> list[str]:
 
 
 def _sweep_folder(sweep: Mapping[str, Any]) -> str | None:
-    """The folder that `sweep.*` names, if it names one."""
+    """Return the folder that `sweep.*` names, if any."""
     if sweep.get("resume"):
         return str(Path(sweep["resume"]).expanduser())
     return f"outputs/sweeps/{sweep['name']}" if sweep.get("name") else None
 
 
 def about_one_job(overrides: Sequence[str]) -> list[str]:
-    """Return the arguments that concern a single job: those about the sweep have no effect in it."""
+    """Return the arguments that concern a single job: arguments about the sweep have no effect in a job."""
     about_sweep = (
         "sweep.",
         "hydra.sweep",

@@ -1,4 +1,4 @@
-"""Keys and groups that one call gives several times: which value counts would be a matter of their order."""
+"""Keys and groups that one call gives several times: their order would decide which value counts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["repeated"]
 def repeated(arguments: Sequence[Override]) -> list[Problem]:
     """Return a problem for each key or group that several arguments give.
 
-    `optimizer=adamw optimizer.lr=1` gives a group and a key of it, each once. A mapping gives every key in it.
+    `optimizer=adamw optimizer.lr=1` names a group and one of its keys, each once. A mapping names every key in it.
 
     Args:
         arguments: of Hydra's grammar, in their order.

@@ -1,4 +1,4 @@
-"""The arguments of a sweep as a space: what each key may be, which keys move together, and every point of a grid."""
+"""The arguments of a sweep as a search space: values of each key, keys that vary together, points of a grid."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ __all__ = ["Choices", "Interval", "Space", "read_space"]
 
 _SEARCH: Final = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
 _TAGS: Final = ("zip", "log")
-"""zip: keys that move together; log: an interval that is searched by orders of magnitude."""
+"""zip: keys that vary together; log: an interval that is searched by orders of magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
-    """Values that are listed, of one key or of several that move together."""
+    """Listed values of one key, or of several keys that vary together."""
 
     keys: tuple[str, ...]
-    """As in the arguments, with a leading + where there was one."""
+    """Keys as given in the arguments, with a leading + where there was one."""
     rows: tuple[tuple[str, ...], ...]
-    """The values as texts of Hydra's grammar; one of each key in a row."""
+    """The values as texts of Hydra's grammar; each row holds one value per key."""
     ordered: bool = False
-    """Whether neighbours are alike: those of a range are."""
+    """Whether adjacent values are similar, as those of a range are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """Numbers from low to high, of one key."""
+    """Numbers from low to high, for one key."""
 
     key: str
     low: float
     high: float
     log: bool = False
-    """Whether their logarithm is even, not they themselves."""
+    """Whether values are uniform in their logarithm."""
     whole: bool = False
-    """Whether they are whole numbers; both ends are among them."""
+    """Whether values are integers; both ends are included."""
 
     def text(self, value: float) -> str:
-        """A number of it as an argument, in six digits: enough for any setting, and the same wherever it is read.
+        """Return a number of the interval as an argument, with six digits: enough for any setting, and portable.
 
         Example:
             >>> axis = Interval(key="optimizer.lr", low=0.001, high=0.1)
@@ -62,7 +62,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What the points of a sweep have in common, and the axes that they differ along.
+    """The arguments that all points of a sweep share, and the axes along which the points differ.
 
     Example:
         >>> rates = Choices(keys=("optimizer.lr",), rows=(("0.1",), ("0.03",)))
@@ -72,22 +72,22 @@ class Space:
     """
 
     lines: Mapping[str, str]
-    """Key -> its argument, in the order given; empty text where an axis says it."""
+    """Key -> its argument, in the order given; an empty text where an axis supplies the argument."""
     axes: tuple[Choices | Interval, ...]
 
     def point(self, values: Mapping[str, str]) -> list[str]:
-        """The arguments of one point, in the order given.
+        """Return the arguments of one point, in the order given.
 
         Args:
-            values: of every key of every axis, by key.
+            values: key -> value, for every key of every axis.
         """
         return [line or f"{key}={values[key]}" for key, line in self.lines.items()]
 
     def grid(self) -> list[list[str]]:
-        """Every point, the last axis quickest; without an axis the only one.
+        """Return every point, the last axis varying fastest; a single point without axes.
 
         Raises:
-            ConfigError: intervals, which have no end of points, or too many points.
+            ConfigError: an axis is an interval, which has no finite number of points, or there are too many points.
         """
         endless = [axis for axis in self.axes if isinstance(axis, Interval)]
         if endless:
@@ -101,9 +101,9 @@ class Space:
         return [self.point(_by_key(listed, chosen)) for chosen in rows]
 
     def corners(self) -> list[list[str]]:
-        """Few points that together hold every value listed and both ends of every interval.
+        """Return a few points that together hold every listed value and both ends of every interval.
 
-        What is wrong with a value shows in them, before a search thinks of it.
+        The check of these points finds invalid values before the search starts.
         """
         ends = [_ends(axis) for axis in self.axes]
         number = max((len(axis.rows) for axis in ends), default=1)
@@ -125,16 +125,16 @@ def _ends(axis: Choices | Interval) -> Choices:
 
 
 def read_space(arguments: Sequence[Override]) -> Space:
-    """The space that parsed arguments span.
+    """Build the search space of parsed arguments.
 
-    `a,b`, `choice(a,b)`, `range(0,4)` and `glob(*)` list values, `interval(0.1,1)` does not; `tag(zip,...)` lets keys
-    move together, `tag(log,interval(...))` searches orders of magnitude.
+    `a,b`, `choice(a,b)`, `range(0,4)` and `glob(*)` list values, `interval(0.1,1)` is continuous; `tag(zip,...)` lets
+    keys vary together, `tag(log,interval(...))` searches orders of magnitude.
 
     Args:
-        arguments: of Hydra's grammar, in their order; each key once.
+        arguments: parsed by Hydra's grammar, in order; each key once.
 
     Raises:
-        ConfigError: everything that cannot be searched.
+        ConfigError: every argument that cannot be searched.
     """
     problems: list[Problem] = []
     lines: dict[str, str] = {}
@@ -153,7 +153,7 @@ def read_space(arguments: Sequence[Override]) -> Space:
 
 
 def _misuse(override: Override) -> Iterator[Problem]:
-    """What is wrong with one argument by itself."""
+    """Yield what is wrong with one argument by itself."""
     sweep: Any = override.value()
     tags = set(getattr(sweep, "tags", ()))
     if override.key_or_group.startswith(("sweep.", "hydra.", "hydra/")):
@@ -194,7 +194,7 @@ def _misuse_of_interval(override: Override, sweep: IntervalSweep) -> Iterator[Pr
 
 
 def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list[Problem]]:
-    """The axes in the order of their first keys."""
+    """Return the axes in the order of their first keys."""
     zipped = {key: _values(item) for key, item in swept.items() if "zip" in getattr(item.value(), "tags", ())}
     problems = [*_unlike(swept, zipped)]
     axes: list[Choices | Interval] = []
@@ -215,7 +215,7 @@ def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list
 
 
 def _unlike(swept: Mapping[str, Override], zipped: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
-    """Keys that are to move together and cannot."""
+    """Yield problems of keys that should vary together and cannot."""
     first = next(iter(zipped), "")
     if len(zipped) == 1:
         yield _of(swept[first], "zip moves keys together, and no other key has the tag.")
@@ -234,7 +234,7 @@ def _values(override: Override) -> list[str]:
 
 
 def _interval(key: str, sweep: IntervalSweep) -> Interval:
-    whole = {type(sweep.start), type(sweep.end)} == {int}  # as int(interval(1,9)) has it; all others are floats
+    whole = {type(sweep.start), type(sweep.end)} == {int}  # int(interval(1,9)) gives ints; all others are floats
     low, high = float(sweep.start or 0), float(sweep.end or 0)
     return Interval(key=key, low=low, high=high, log="log" in sweep.tags, whole=whole)
 

@@ -1,1 +1,1 @@
-"""Values that are secrets: which keys hold one, and references to environment variables in their place."""
+"""Secrets of a config: which keys hold one, and references to environment variables in their place."""

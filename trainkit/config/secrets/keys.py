@@ -1,4 +1,4 @@
-"""Where the secrets of a config stand: under keys with the name of a secret, and where a class marks a field as one."""
+"""Which keys of a config hold secrets: keys with the name of a secret, and fields that a class marks as secret."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _TARGET: Final = "_target_"
 
 
 def secret_keys(values: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
-    """Return the secrets of a config that stand under a key of their own, by their path.
+    """Return the secrets of a config that have a key of their own, by their path.
 
-    Which names are secret, `trainkit.redaction` decides; a class that is imported adds the fields that it marks.
+    `trainkit.redaction` decides which names are secret; imported classes add the fields that they mark.
     """
     return dict(secrets_in(values, marks=_marks))
 
 
 def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
-    """Import the classes of the user's own packages, so that what they mark as secret is known before it is shown.
+    """Import the classes of the user's own packages, so that the secrets they mark are known before anything is shown.
 
-    One that cannot be imported is left to the check, which says why.
+    Import errors are ignored here; the check reports them.
 
     Args:
-        values: of a config.
-        packages: those that the user allows.
+        values: the values of a config.
+        packages: the packages that the user allows.
     """
     for path, text in texts_in(values) if packages else ():
         if path[-1] == _TARGET and text.partition(".")[0] in packages:
@@ -42,7 +42,7 @@ def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
 
 
 def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, ...]]:
-    """Return the paths of what a class marks as secret, also inside of its dataclass fields."""
+    """Return the paths that a class marks as secret, including those inside of its dataclass fields."""
     found = {(*path, name) for name in secret_fields(target)}
     for name, hint in signature_hints(target).items():
         kind = plain(hint)
@@ -52,13 +52,13 @@ def marked_in(target: Any, path: tuple[str, ...] = ()) -> frozenset[tuple[str, .
 
 
 def _marks(node: Mapping[str, Any]) -> frozenset[tuple[str, ...]]:
-    """Marks of the class that a node names, where it has been imported: nothing is imported to look."""
+    """Return the paths marked by the class of a node, if it has been imported already; import nothing."""
     named = node.get(_TARGET)
     parts = named.split(".") if isinstance(named, str) else []
     for length in range(len(parts) - 1, 0, -1):
         target: Any = sys.modules.get(".".join(parts[:length]))
         if target is not None:
-            with contextlib.suppress(Exception):  # whatever the module's own __getattr__ raises
+            with contextlib.suppress(Exception):  # a module's own __getattr__ may raise anything
                 for name in parts[length:]:
                     target = getattr(target, name)
                 return marked_in(target)
@@ -72,7 +72,7 @@ def is_below(path: tuple[str, ...], found: Mapping[tuple[str, ...], Any]) -> boo
 
 
 def texts_in(values: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Find every text below a value, also in lists, each with its path."""
+    """Yield every text below a value, also in lists, with its path."""
     if isinstance(values, Mapping):
         for key, value in values.items():
             yield from texts_in(value, (*path, str(key)))

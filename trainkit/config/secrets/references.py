@@ -1,6 +1,6 @@
-"""References to environment variables, `${oc.env:X}`, in the place of secrets.
+"""References to environment variables, `${oc.env:X}`, in place of secrets.
 
-A reference stays in the config and in every file: the process that builds the object looks the variable up.
+The reference stays in the config and in every file. The process that builds the object reads the variable.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from trainkit.redaction import REDACTED, is_secret_name, remember, variable_of
 __all__ = ["dereferenced", "is_reference", "reference", "reference_paths", "with_variables"]
 
 _CONTAINERS: Final = ("headers", "tokens")
-"""Ends of keys whose value is a mapping or list."""
+"""Suffixes of keys whose value is a mapping or list."""
 
 
 def reference(key: str) -> str:
-    """Return the argument that refers to an environment variable for a key, as a shell takes it.
+    """Return the argument that sets a key to a reference to an environment variable, quoted for a shell.
 
     Example:
         >>> print(reference("logger.wandb.api_key"), reference("logger.w.headers"))
@@ -35,7 +35,7 @@ def reference(key: str) -> str:
 
 
 def dereferenced(value: Any, *, key: str) -> Any:
-    """Return a value with its references to environment variables filled in, in mappings and lists too.
+    """Return a value with its references to environment variables resolved, also in mappings and lists.
 
     Raises:
         ConfigError: a variable is not set.
@@ -61,11 +61,11 @@ def dereferenced(value: Any, *, key: str) -> Any:
 
 
 def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Return a node with the environment variables that its secrets refer to filled in.
+    """Return a node in which secrets that refer to environment variables are replaced by their values.
 
     Args:
-        node: plain values; where it stands in the config need not be known.
-        target: the class that it describes.
+        node: plain values; its position in the config need not be known.
+        target: the class that the node describes.
 
     Raises:
         ConfigError: a variable is not set.
@@ -89,15 +89,15 @@ def _filled(node: Mapping[str, Any], marked: frozenset[tuple[str, ...]], path: t
 
 
 def reference_paths(values: Mapping[str, Any]) -> set[tuple[str, ...]]:
-    """Return the keys of secrets that are references to environment variables; of a list of them, that of the list."""
-    hidden = secret_keys(_opaque(values))  # a reference counts as a secret here, so that its key is found
+    """Return the keys of secrets that refer to environment variables; for items of a list, the key of the list."""
+    hidden = secret_keys(_opaque(values))  # count a reference as a secret here, so that its key is found
     below = [(path, text) for path, text in texts_in(values) if path in hidden or is_below(path, hidden)]
     found = {path for path, text in below if variable_of(text) is not None}
     return {_of_mapping(values, path) for path in found}
 
 
 def is_reference(values: Mapping[str, Any], path: tuple[str, ...]) -> bool:
-    """Return whether the value of a key is a secret that refers to an environment variable, or a container of such."""
+    """Return whether the value of a key refers to an environment variable, or contains such references."""
     return any(path == one[: len(path)] for one in reference_paths(values))
 
 
@@ -110,7 +110,9 @@ def _opaque(values: Any) -> Any:
 
 
 def _of_mapping(values: Mapping[str, Any], path: tuple[str, ...]) -> tuple[str, ...]:
-    """The path of the leaf that holds an item, as `trainkit.config.provenance.leaves` has it: a list is a leaf."""
+    """Return the path of the leaf that holds an item, as `trainkit.config.provenance.leaves` defines it: a list is a
+    leaf.
+    """
     here: Any = values
     for depth, name in enumerate(path):
         if not isinstance(here, Mapping):

@@ -1,8 +1,7 @@
-"""The secrets of a config: out of what is written, and back in place where a process needs them.
+"""Remove the secrets of a config from everything that is written, and restore them in the processes that need them.
 
-A secret that is given as it is goes to the workers of its run through their environment. One that is given as a
-reference, `${oc.env:X}`, stays a reference in the config and in every file: the process that builds the object looks
-the variable up.
+A secret given literally reaches the workers of its run through their environment. A secret given as a reference,
+`${oc.env:X}`, stays a reference in the config and in every file; the process that builds the object reads the variable.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ ARGUMENTS: Final = "TRAINKIT_SECRET_ARGUMENTS"
 def redacted(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a copy without secrets, and the secrets by their full key.
 
-    A text that holds a password in a URL, or the value of another secret, keeps the rest of it.
+    In a text that contains a password in a URL, or the value of another secret, only that part is redacted.
 
     Example:
         >>> redacted({"logger": {"w": {"api_key": "k7", "project": "digits"}}})
@@ -73,13 +72,13 @@ def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str,
     """Return the values with their secrets back in place.
 
     Raises:
-        ConfigError: a secret is needed that was not given.
+        ConfigError: a needed secret was not given.
     """
     stored = dict(texts_in(values))
     for key, value in secrets.items():
         if stored.get(tuple(key.split(".")), REDACTED) == REDACTED:
             remember(value)
-        else:  # a part of it is no secret: a URL but for its password
+        else:  # only part of the text is secret, such as the password of a URL
             remember_passwords(str(value))
     whole: dict[str, Any] = _replaced(values, (), secrets)
     if problems := missing_secrets(whole):
@@ -88,10 +87,10 @@ def restored(values: Mapping[str, Any], secrets: Mapping[str, Any]) -> dict[str,
 
 
 def in_environment(environ: MutableMapping[str, str]) -> dict[str, Any]:
-    """Take the secrets of a run out of an environment, so that no further process inherits them.
+    """Take the secrets of a run out of an environment, so that later child processes do not inherit them.
 
     Raises:
-        ConfigError: the variable holds no JSON of keys and values.
+        ConfigError: the variable does not hold a JSON object of keys and values.
     """
     return _read(environ.pop(VARIABLE, ""))
 
@@ -100,7 +99,7 @@ def from_environment() -> dict[str, Any]:
     """Return the secrets that the user set in the environment for commands that take no `key=value`.
 
     Raises:
-        ConfigError: the variable holds no JSON of keys and values.
+        ConfigError: the variable does not hold a JSON object of keys and values.
     """
     return _read(os.environ.get(VARIABLE, ""))
 
@@ -119,10 +118,10 @@ def _read(text: str) -> dict[str, Any]:
 
 
 def with_own_secrets(cfg: RunConfig, groups: Sequence[str]) -> RunConfig:
-    """Return the config of a run with the secrets of some groups back in place, from the environment.
+    """Return the config of a run with the secrets of some groups restored from the environment.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: a secret is missing.
     """
     values = cfg.to_dict()
     given = from_environment()
@@ -142,7 +141,7 @@ def _by_variable(key: str) -> str:
 
 
 def missing_secrets(values: Mapping[str, Any]) -> list[Problem]:
-    """Return a problem for each secret that a run folder does not keep and that was not given again."""
+    """Return a problem for each secret that the run folder does not store and that was not given again."""
     return [
         Problem(
             key=key,
@@ -155,7 +154,7 @@ def missing_secrets(values: Mapping[str, Any]) -> list[Problem]:
 
 
 def keys_to_add(resolved: Path) -> list[str]:
-    """Return arguments that a command about this run needs, one for each secret that its folder does not keep."""
+    """Return the arguments that a command about this run needs, one for each secret that its folder does not store."""
     try:
         text = read_text(resolved, limit=MAX_BYTES)
         values = parse_yaml(text) if REDACTED in text else {}
@@ -165,15 +164,15 @@ def keys_to_add(resolved: Path) -> list[str]:
 
 
 def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:
-    """Refuse secrets that would have to be written down to reach the processes that need them.
+    """Refuse secrets that would have to be written to a disk to reach the processes that need them.
 
     Args:
         secrets: their full keys, or arguments without their values.
-        carrier: what would carry them, in words.
-        key: the key that chose it.
+        carrier: what would write them, in words.
+        key: the key that selected the carrier.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: there is such a secret.
     """
     names = [text.partition("=")[0] for text in secrets]
     rule = f"{carrier} would write it to a disk. Set a variable where the processes run, and refer to it: "
@@ -183,7 +182,7 @@ def refuse_to_carry(secrets: Sequence[str], carrier: str, *, key: str) -> None:
 
 
 def hidden_arguments(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return a command line without secrets, and the variable that hands them to its process.
+    """Return a command line without secrets, and the environment variable that passes them to its process.
 
     Example:
         >>> hidden_arguments(["seed=1", "logger.w.api_key=k7"])
@@ -195,7 +194,7 @@ def hidden_arguments(arguments: Sequence[str]) -> tuple[tuple[str, ...], dict[st
 
 
 def given_arguments(arguments: Sequence[str], environ: MutableMapping[str, str]) -> list[str]:
-    """Return a command line with the arguments that `hidden_arguments` took out of it."""
+    """Return a command line with the arguments that `hidden_arguments` removed."""
     hidden = json.loads(environ.pop(ARGUMENTS, "{}"))
     return [hidden.get(str(place), text) for place, text in enumerate(arguments)]
 

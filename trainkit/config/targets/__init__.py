@@ -1,1 +1,1 @@
-"""What a `_target_` may name, which class stands behind it, and objects built from it."""
+"""What a `_target_` may name, the class behind it, and building objects from it."""

@@ -1,8 +1,8 @@
 """Which packages a `_target_` may name, decided by its text alone: nothing is imported here.
 
-Six packages may be named in every run, for classes and builders of known kinds (`trainkit.config.targets.kinds`). Every
-other package has to be opened by the person who starts the process: `--allow-package` on the command line, `packages=`
-from Python, and `TRAINKIT_ALLOW_PACKAGES` for the workers that such a process starts. A run folder opens none.
+Six packages may be named in every run, for classes and builders of known kinds (`trainkit.config.targets.kinds`). The
+user who starts the process must allow every other package: `--allow-package` on the command line, `packages=` from
+Python, and `TRAINKIT_ALLOW_PACKAGES` for the workers that such a process starts. A run folder cannot allow a package.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ TARGET: Final = "_target_"
 ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
 """Packages that a `_target_` may name without being allowed on the command line."""
 VARIABLE: Final = "TRAINKIT_ALLOW_PACKAGES"
-"""The environment variable that hands the allowed packages to a worker, with commas between them."""
+"""The environment variable that passes the allowed packages to a worker, separated by commas."""
 OWN_CODE: Final = "To use it, call it in a class or function of your own, and allow its package: --allow-package NAME."
-"""The remedy for whatever no config may name."""
+"""The remedy for targets that no config may name."""
 
 _TORCH: Final = ("torch.nn", "torch.optim", "torch.utils.data")
 _OPENED: Final[Counter[str]] = Counter()
-"""Package -> how many open blocks of this process allow it."""
+"""Package -> number of open blocks in this process that allow it."""
 
 
 @contextmanager
@@ -50,10 +50,10 @@ def allow_packages(packages: Sequence[str]) -> Iterator[None]:
     """Allow targets of these packages in this process while the block runs.
 
     Args:
-        packages: named by the person who starts the process, never by a file of a run.
+        packages: names given by the user who starts the process, never by a file of a run.
 
     Raises:
-        ConfigError: a package that is absent, or one of the six that need no flag.
+        ConfigError: a package is not installed, or is one of the six that need no flag.
 
     Example:
         >>> with allow_packages(["fractions"]):
@@ -74,16 +74,16 @@ def allowed_packages() -> tuple[str, ...]:
 
 
 def package_environ() -> dict[str, str]:
-    """Return the variables that allow a worker what is allowed here."""
+    """Return the variables that allow a worker the packages allowed here."""
     opened = _opened()
     return {VARIABLE: ",".join(opened)} if opened else {}
 
 
 def package_arguments(packages: Sequence[str] | None = None) -> list[str]:
-    """Return the arguments that allow packages in a command which trainkit prints.
+    """Return the arguments that allow packages in a command printed by trainkit.
 
     Args:
-        packages: the packages; None: those that are allowed in this process besides the six.
+        packages: the packages; None for those that this process allows in addition to the six.
 
     Example:
         >>> package_arguments(["mine", "ours"]), package_arguments([])
@@ -98,7 +98,7 @@ def _opened() -> tuple[str, ...]:
 
 
 def packages_from(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the packages that the process which started this one allows.
+    """Return the packages that the parent process allows.
 
     Example:
         >>> packages_from({"TRAINKIT_ALLOW_PACKAGES": "mine,ours"}), packages_from({})
@@ -111,7 +111,7 @@ def refuse_packages(packages: Sequence[str]) -> None:
     """Refuse packages that cannot be allowed.
 
     Raises:
-        ConfigError: every one of them, with what to do about it.
+        ConfigError: every such package, with the remedy.
     """
     refused = [(name, rule) for name in dict.fromkeys(packages) if (rule := _package_problem(name))]
     if refused:
@@ -144,7 +144,7 @@ def _is_there(package: str) -> bool:
 
 
 def root_of(path: str) -> str:
-    """Return the package that a dotted path begins with.
+    """Return the first component of a dotted path, its package.
 
     Example:
         >>> root_of("torch.nn.Linear")
@@ -154,7 +154,7 @@ def root_of(path: str) -> str:
 
 
 def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Find every `_target_` below a value, also in lists, each with its path.
+    """Yield every `_target_` below a value, also in lists, with its path.
 
     Example:
         >>> list(targets_in({"inner": [{"_target_": "a.B"}]}))
@@ -171,11 +171,11 @@ def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
-    """Say what is wrong with a target by its text alone; None where its module may be imported.
+    """Return what is wrong with a target by its text alone; None where its module may be imported.
 
     Args:
         target: the value of `_target_`.
-        allowed: packages that it may name, the six among them.
+        allowed: packages that it may name, including the six.
 
     Example:
         >>> name_problem("torch.nn.Linear", ALLOWED_PACKAGES)
@@ -197,7 +197,7 @@ def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
 
 
 def _shadow_problem(package: str) -> str | None:
-    """Refuse a folder of the current one that stands for a package which is not installed: it may be anybody's."""
+    """Return the problem of a local folder that hides a package which is not installed: anyone may own it."""
     if package in ("trainkit", "torch") or package in sys.modules:
         return None
     spec = importlib.util.find_spec(package)

@@ -1,4 +1,4 @@
-"""From a node with `_target_` to the object it describes, and what its class takes."""
+"""Build the object that a node with `_target_` describes, and read the signature of its class."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
-"""Group -> the parameters of its classes that trainkit gives: no keys of the config."""
+"""Group -> parameters of its classes that trainkit supplies; they are not keys of the config."""
 GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",)}
-"""Group -> the keys of its node that belong to the group, not to the class."""
+"""Group -> keys of its node that belong to the group, not to the class."""
 
 
 _EXTRAS: Final[Mapping[str, str]] = {"PIL": "images", "torchmetrics": "metrics", "transformers": "huggingface"}
-"""Package -> the extra of trainkit's that installs it."""
+"""Package -> the extra of trainkit that installs it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +48,7 @@ class Key:
     """A parameter of a target, as a key of the config."""
 
     hint: Any
-    """Its annotation; Any where it has none that can be resolved."""
+    """The annotation; Any if it cannot be resolved."""
     required: bool
     """Whether it has no default."""
     default: Any = None
@@ -56,25 +56,25 @@ class Key:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """What a target takes."""
+    """The parameters of a target."""
 
     keys: Mapping[str, Key]
     """Parameters that can be given by name."""
     takes_more: bool
-    """Whether it takes `**kwargs`: further keys are accepted, unchecked."""
+    """Whether it takes `**kwargs`: further keys are accepted without a check."""
 
 
 def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
-    """Import what a `_target_` names, a class or a function, and refuse what may not be called where it stands.
+    """Import the class or function that a `_target_` names, and refuse one that must not be called at its place.
 
-    Nothing is imported of a package that is not allowed, and what is found is not called.
+    Modules of packages that are not allowed are not imported, and the target is not called.
 
     Args:
         path: package.module.Name.
-        expected: what its place takes (`trainkit.config.targets.kinds.PLACES`).
+        expected: what its place accepts (`trainkit.config.targets.kinds.PLACES`).
 
     Raises:
-        ConfigError: there is no such module or name, or it is none that a config may name here.
+        ConfigError: there is no such module or name, or a config must not name it here.
 
     Example:
         >>> resolve_target("torch.nn.Linear").__name__
@@ -91,10 +91,10 @@ def resolve_target(path: str, expected: Expected = ANY_KIND) -> Any:
 
 
 def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
-    """Return the target of a node, once it and its arguments may be given to one another; nothing is called.
+    """Return the target of a node once it and its arguments are known to be allowed; call nothing.
 
     Raises:
-        ConfigError: as `resolve_target`; or an argument makes the target run what it downloads or reads.
+        ConfigError: as `resolve_target`; or an argument would make the target run what it downloads or reads.
     """
     target = resolve_target(node[TARGET], expected)
     refused = argument_problem(node[TARGET], target, node)
@@ -105,7 +105,7 @@ def admitted(node: Mapping[str, Any], expected: Expected = ANY_KIND) -> Any:
 
 
 def imported(path: str) -> Any:
-    """Return what a dotted path names, which is not called; the package is an allowed one.
+    """Return the object of a dotted path without calling it; the package must be an allowed one.
 
     Raises:
         ConfigError: there is no such module or name.
@@ -134,7 +134,7 @@ def imported(path: str) -> Any:
 
 
 def _install(package: str | None) -> str:
-    """What to do about a package that is not installed."""
+    """Return what is wrong and how to install a package that is missing."""
     extra = _EXTRAS.get((package or "").split(".")[0])
     hint = f' Install it: pip install "trainkit[{extra}]"' if extra else ""
     return f"its module needs {package}, which is not installed.{hint}"
@@ -145,10 +145,10 @@ def _unknown(path: str, rule: str) -> ConfigError:
 
 
 def signature_of(target: Callable[..., Any]) -> Signature:
-    """What a class or function takes by name.
+    """Return the parameters that a class or function takes by name.
 
     Returns:
-        Its keys in order; without a readable signature none, and it takes more.
+        Its keys in order; without a readable signature, no keys and `takes_more`.
 
     Example:
         >>> def f(size: int, *, rate: float = 0.5): ...
@@ -173,7 +173,7 @@ def signature_of(target: Callable[..., Any]) -> Signature:
 
 
 def signature_keys(target: Callable[..., Any]) -> tuple[str, ...]:
-    """The names a target takes.
+    """Return the names of a target's parameters.
 
     Example:
         >>> signature_keys(lambda a, *, b=1: None)
@@ -183,19 +183,19 @@ def signature_keys(target: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:
-    """Build the object that a node describes, and those inside it first.
+    """Build the object that a node describes, after the objects inside it.
 
     Args:
         node: plain values with `_target_`; nested nodes with `_target_`, also in lists, are built too.
-        place: the group that the node is of, which says what kind of class it takes; None takes any kind.
+        place: the group of the node, which decides what kind of class it accepts; None accepts any kind.
         injected: further arguments, such as an optimizer's `params`.
 
     Returns:
-        What the target returns. Lists become tuples, text a Path or enum member, where the annotation says so. A
-        secret that is a reference to an environment variable becomes its value.
+        The object that the target returns. Lists become tuples, and text a Path or enum member, where the annotation
+        requires it. A secret that refers to an environment variable becomes its value.
 
     Raises:
-        ConfigError: there is no `_target_`, it cannot be imported, no config may name it there, or a variable of a
+        ConfigError: there is no `_target_`, it cannot be imported, no config may name it there, or the variable of a
             secret is not set.
 
     Example:
@@ -233,7 +233,7 @@ def _built(value: Any, path: tuple[str, ...], expected: Expected) -> Any:
 
 
 def _as(value: Any, hint: Any) -> Any:
-    """A plain value as its annotation has it: the conversions that lose nothing."""
+    """Convert a plain value to its annotated type, by conversions that lose nothing."""
     hint = plain(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if arguments and origin not in (list, tuple, dict):

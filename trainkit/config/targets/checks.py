@@ -1,4 +1,4 @@
-"""The second phase of the check: what classes take, held against the config."""
+"""The second phase of the check: compare the signatures of classes with the config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from trainkit.errors import ConfigError, Problem
 __all__ = ["target_problems", "unchecked_keys"]
 
 _CHEAP: Final = ("schedule", "strategy", "precision", "cluster", "objective", "callbacks", "logger")
-"""Groups whose own dataclasses are built to let them judge their values: none touches data or a device."""
+"""Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 
 
 def target_problems(
@@ -38,14 +38,14 @@ def target_problems(
     neighbours: OtherChoices,
     expected: Expected | None = None,
 ) -> list[Problem]:
-    """Everything wrong with a node by its class: keys unknown or missing, values of a wrong type.
+    """Return everything wrong with a node by its class: unknown or missing keys, values of a wrong type.
 
     Args:
-        composition: for the places that set the keys.
-        path: where the node stands.
+        composition: the composition, for the origins of the keys.
+        path: the path of the node.
         node: the node, with `_target_`.
         neighbours: the other choices of its group.
-        expected: what a nested node has to be; None: what its group takes.
+        expected: what a nested node must be; None for what its group takes.
 
     Returns:
         Problems with their full keys.
@@ -68,7 +68,7 @@ def target_problems(
 
 
 def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
-    """Keys that a class only takes because it takes any, `**kwargs`: nothing is known about them."""
+    """Return keys that a class accepts only through `**kwargs`: they cannot be checked."""
     signature = signature_of(resolve_target(node[TARGET]))
     if not signature.takes_more:
         return []
@@ -111,7 +111,7 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
         if is_dataclass(hint):
             yield from _section_problems(composition, path, value, hint)
             return
-    # A default of None says that null is taken, whatever the annotation forgot to say.
+    # A default of None means that null is accepted, even where the annotation lacks it.
     if value is None and key.default is None and not key.required:
         return
     try:
@@ -127,7 +127,7 @@ def _value_problems(composition: Composition, path: KeyPath, value: Any, key: Ke
 def _section_problems(
     composition: Composition, path: KeyPath, values: Mapping[str, Any], kind: Any
 ) -> Iterator[Problem]:
-    """A mapping that stands for a dataclass: its fields are the keys."""
+    """Yield problems of a mapping given for a dataclass, whose fields are the keys."""
     keys = signature_of(kind).keys
     for name, value in values.items():
         if name in keys:
@@ -139,7 +139,7 @@ def _section_problems(
 
 
 def _name_of(composition: Composition, path: KeyPath, target: Any) -> str:
-    """What to call a node's class: the choice, unless another class stands in it."""
+    """Return the name of a node's class for messages: the choice, unless the node holds another class."""
     choice = path[1] if len(path) == 2 else composition.choices.get(path[0])
     from_choice = any(
         file.package == path
@@ -150,7 +150,7 @@ def _name_of(composition: Composition, path: KeyPath, target: Any) -> str:
 
 
 def _nested(node: Mapping[str, Any], path: KeyPath) -> Iterator[tuple[KeyPath, Mapping[str, Any]]]:
-    """Nodes with a `_target_` inside a node, at any depth, the outermost only."""
+    """Yield the nodes with a `_target_` inside a node, at any depth, the outermost only."""
     for name, value in node.items():
         yield from _nodes_in(value, (*path, str(name)))
 
@@ -169,7 +169,7 @@ def _validates_itself(path: KeyPath, target: Any) -> bool:
 
 
 def _construction_errors(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """What the class says about its values when it is made."""
+    """Yield the problems that the class reports when it is built."""
     try:
         build(node, path[0])
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""What kind of class a place of the config takes, and whether a target is one, decided before it is called.
+"""What kind of class each place of the config accepts, checked before a target is called.
 
-A class of the six packages is of a kind by its base classes, or by the module that defines it. Classes and functions
-of a package that the person allowed are of any kind: that package is trusted.
+A class of the six packages has a kind by its base classes, or by the module that defines it. Classes and functions of a
+package that the user allowed are of any kind: that package is trusted.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ class Kind:
     """A kind of classes that a config may name."""
 
     name: str
-    """What messages call it."""
+    """The name in messages."""
     bases: tuple[str, ...] = ()
     """Full names of base classes: a class that has one of them is of this kind."""
     home: str = ""
-    """A module: a public class defined in it or below it is of this kind, where it has all `methods`."""
+    """A module: a public class defined in it or below it is of this kind if it has all `methods`."""
     methods: tuple[str, ...] = ()
 
     def holds(self, target: type) -> bool:
-        """Say whether a class is of this kind."""
+        """Return whether a class is of this kind."""
         if any(_full_name(base) in self.bases for base in target.__mro__):
             return True
         if not self.home or not _within(target.__module__, (self.home,)):
@@ -41,14 +41,14 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expected:
-    """What a place takes."""
+    """What a place of the config accepts."""
 
     kinds: tuple[Kind, ...]
-    """A target is of one of them."""
+    """The accepted kinds."""
     classes: tuple[type, ...] = ()
-    """A target is one of them or derived from one, where there are any."""
+    """The accepted classes and their subclasses; empty accepts any class of these kinds."""
     place: str = ""
-    """What messages call the place."""
+    """The name of the place in messages."""
 
 
 _MODEL: Final = Kind(name="torch.nn.Module", bases=("torch.nn.modules.module.Module",))
@@ -85,13 +85,13 @@ _NESTED: Final = (
     _CONFIG,
     _TOKENIZER,
 )
-"""Kinds that only stand inside another node."""
+"""Kinds that occur only inside another node."""
 ANY_KIND: Final = Expected(kinds=tuple(dict.fromkeys((*_OF_PLACES.values(), *_NESTED))))
-"""What a place without an annotation takes."""
+"""What a place without an annotation accepts."""
 PLACES: Final[Mapping[str, Expected]] = {
     group: Expected(kinds=(kind,), place=group) for group, kind in _OF_PLACES.items()
 }
-"""Group of the config -> what its nodes are."""
+"""Group of the config -> what its nodes must be."""
 
 _HOMES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch": (
@@ -102,7 +102,7 @@ _HOMES: Final[Mapping[str, tuple[str, ...]]] = {
         "torch.utils.data.distributed",
     )
 }
-"""Package -> the modules whose classes may be named; data pipes of torch, for one, unpickle what they read."""
+"""Package -> the modules whose classes may be named; torch's data pipes, for example, unpickle what they read."""
 _UNPICKLES: Final = ("torchvision.datasets.lsun.",)
 """Classes that unpickle files beside their data, without a checksum."""
 _AUTO: Final[Mapping[str, Kind]] = {
@@ -110,7 +110,7 @@ _AUTO: Final[Mapping[str, Kind]] = {
     "transformers.models.auto.configuration_auto.AutoConfig": _CONFIG,
     "transformers.models.auto.tokenization_auto.AutoTokenizer": _TOKENIZER,
 }
-"""Classes of transformers that are of no kind themselves -> what their builders make."""
+"""Classes of transformers that have no kind themselves -> the kind of what their builders make."""
 _BUILDERS: Final[Mapping[str, str]] = {
     "torchvision": " and the builders of torchvision.models.list_models()",
     "timm": " and timm.create_model",
@@ -119,16 +119,16 @@ _BUILDERS: Final[Mapping[str, str]] = {
 
 
 def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str | None:
-    """Say why what a path names may not be called where it stands; None where it may.
+    """Return why the target of a path must not be called at its place; None if it may be.
 
     Args:
         path: the text of `_target_`; its package is an allowed one.
-        target: what it names. It is not called.
-        expected: what the place takes.
+        target: the object that it names. It is not called.
+        expected: what the place accepts.
     """
     package, home = root_of(path), _home_of(target)
     if _is_builder_of_transformers(target):
-        home = package  # a class of the person's own inherits them; what they are given is checked
+        home = package  # a class of the user's package inherits these methods; their arguments are checked
     if root_of(home) != package:
         where = f"is defined in {home}" if home else "is defined in no module"
         return f"{where}, not in {package}. Name it where it is defined."
@@ -155,7 +155,7 @@ def _class_problem(package: str, target: type, expected: Expected) -> str | None
 
 
 def _misplaced(made: Kind | type, expected: Expected) -> str | None:
-    """Say why what a builder makes does not fit its place."""
+    """Return why the result of a builder does not fit its place; None if it does."""
     if isinstance(made, type):
         return _class_problem(root_of(made.__module__), made, expected)
     wanted = [kind for kind in expected.kinds if not expected.classes or any(map(kind.holds, expected.classes))]
@@ -171,7 +171,7 @@ def _unfit(expected: Expected) -> str:
 
 
 def _made_by(path: str, target: Any) -> Kind | type | None:
-    """Return what a builder of the six packages makes; None for any other function."""
+    """Return the kind or class of what a builder of the six packages makes; None for any other function."""
     if path == "timm.create_model":
         return _MODEL
     if _is_builder_of_transformers(target):
@@ -199,7 +199,7 @@ def _is_builder_of_transformers(target: Any) -> bool:
 
 
 def argument_problem(path: str, target: Any, node: Mapping[str, Any]) -> tuple[str, Any, str] | None:
-    """Find the argument that would make an allowed target run or unpickle what it downloads or reads.
+    """Return the argument that would make an allowed target run or unpickle what it downloads or reads.
 
     Returns:
         The key, its value and what is wrong with it.
@@ -235,7 +235,7 @@ def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
 
 
 def expected_by(hint: Any) -> Expected:
-    """Return what a parameter takes by its annotation; any kind where that leaves it open.
+    """Return what a parameter accepts by its annotation; any kind where the annotation leaves it open.
 
     Example:
         >>> expected_by(Any) is ANY_KIND, expected_by(dict[str, Any]) is ANY_KIND, expected_by(int).classes
@@ -247,7 +247,7 @@ def expected_by(hint: Any) -> Expected:
 
 
 def _classes_in(hint: Any) -> Iterator[type | None]:
-    """The classes of an annotation, None for a part that anything may fill."""
+    """Yield the classes of an annotation, and None for a part that accepts anything."""
     hint = plain(hint)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal or hint in (None, type(None), Ellipsis):
@@ -270,7 +270,7 @@ def _is_container(kind: type) -> bool:
 
 
 def _home_of(target: Any) -> str:
-    """Return the module that defines a class or function; of anything else, that of its class."""
+    """Return the module that defines a class or function; for any other object, the module of its class."""
     if isinstance(target, ModuleType):
         return target.__name__
     function = target.__func__ if isinstance(target, MethodType) else target
