@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.verdicts import plain
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import Limit
@@ -170,7 +170,7 @@ def stopped():
 def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, stopped) -> None:
     beat(folder, 0, 4)
     beat(folder, 1, 5)
-    evidence = ProcessEvidence(folder, lambda: {0: ProcessId.own(), 1: stopped})
+    evidence = ProcessEvidence(folder, lambda: {0: ProcessId.of(os.getpid()), 1: stopped})
     limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
     overdue = OverdueRank(rank=0, pulse=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
     found = hanging(folder, overdue, [0, 1], evidence)

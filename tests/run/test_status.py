@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from tests.run.faking import wait_for
-from trainkit.cluster.machine import Machine
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import Machine, ProcessId
 from trainkit.errors import HangupError
 from trainkit.run.folder import status
 from trainkit.run.folder.run_folder import RunFolder
@@ -31,7 +30,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def written(folder: RunFolder, **changes: Any) -> None:
     """A status that this process could have written a moment ago."""
-    here, mark = Machine.here(), ProcessId.own()
+    here, mark = Machine.here(), ProcessId.of(os.getpid())
     content = {
         "state": "running", "step": 3, "pid": mark.pid, "process_start": mark.started, "host": here.host,
         "boot_id": here.boot_id, "processes": here.processes, "resumable": True, "updated": time.time(),
@@ -91,7 +90,7 @@ def test_a_run_whose_process_is_gone_was_killed(folder: RunFolder) -> None:
 
 
 def test_a_later_process_of_the_same_number_is_another(folder: RunFolder) -> None:
-    written(folder, process_start=ProcessId.own().started - 1)
+    written(folder, process_start=ProcessId.of(os.getpid()).started - 1)
     assert read_status(folder).state == "killed"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.support.pool import Place, Pool
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.groups.collective import GroupCollective
@@ -22,6 +22,7 @@ from trainkit.strategies.reducers.shared_segment import SharedMemorySegment
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
+OWN = ProcessId.of(os.getpid())
 
 
 @dataclass
@@ -95,9 +96,13 @@ def test_a_rank_that_lives_and_does_not_come_is_named_when_the_time_is_over(
 @pytest.mark.parametrize(
     ("peer", "numel", "text"),
     [
-        (Peer(ProcessId.own(), host=7), 8, "rank 1 is not on the host of rank 0, whose memory it would share."),
-        (Peer(ProcessId.own(), opened=0), 8, "rank 1 may not open the memory that rank 0 would share."),
-        (Peer(ProcessId.own()), 1 << 50, "there are no 12884901888 MiB of memory to share gradients in."),
+        (
+            Peer(OWN, host=7),
+            8,
+            "rank 1 is not on the host of rank 0, whose memory it would share.",
+        ),
+        (Peer(OWN, opened=0), 8, "rank 1 may not open the memory that rank 0 would share."),
+        (Peer(OWN), 1 << 50, "there are no 12884901888 MiB of memory to share gradients in."),
     ],
 )
 def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, numel: int, text: str) -> None:
@@ -148,6 +153,6 @@ def test_a_rank_that_failed_and_lives_on_tells_the_others_that_it_comes_no_more(
 
 def test_shared_memory_has_no_name_anywhere(pool: Pool) -> None:
     before = sorted(Path("/dev/shm").iterdir())
-    segment = SharedMemorySegment(Peer(ProcessId.own()), numel=8, dtype=torch.float32)
+    segment = SharedMemorySegment(Peer(OWN), numel=8, dtype=torch.float32)
     assert sorted(Path("/dev/shm").iterdir()) == before
     segment.close()

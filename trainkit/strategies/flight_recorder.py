@@ -24,7 +24,7 @@ from typing import Any, Final, Self
 import torch.distributed as dist
 from torch import Tensor
 
-from trainkit.cluster.process_id import host_id
+from trainkit.cluster.host import host_id
 from trainkit.errors import CollectiveMismatchError, UnreadableError
 from trainkit.reading import open_descriptor, open_regular
 from trainkit.strategies.collective_records import HEAD, SIZE, Collective, mismatch, read_record, slot_of, write_record

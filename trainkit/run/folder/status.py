@@ -18,8 +18,7 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Any, Final, Self
 
-from trainkit.cluster.machine import Machine
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import Machine, ProcessId
 from trainkit.errors import TrainkitError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import RunFolder
@@ -55,7 +54,7 @@ class StatusFile:
     def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> None:
         self._folder = folder
         self._confirm = confirm or (lambda: None)
-        machine, mark = Machine.here(), ProcessId.own()
+        machine, mark = Machine.here(), ProcessId.of(os.getpid())
         self._constant = {
             "version": _VERSION,
             "pid": mark.pid,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
 

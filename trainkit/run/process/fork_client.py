@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.run.process.fork_server import HEADER, send
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 

@@ -25,7 +25,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_descriptor
 from trainkit.run.process import parent_death_pipe as lifeline
 from trainkit.run.process.signals import stop_signals

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Protocol, Self
 
-from trainkit.cluster.process_id import ProcessId
+from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run.process import parent_death_pipe as lifeline

@@ -8,6 +8,7 @@ has said what there is to say.
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Final
 
-from trainkit.cluster.process_id import ProcessId, host_id
+from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import PeerError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.skipped import skipped_in
@@ -160,7 +161,7 @@ def _first_failure(
 
 
 def _own_process() -> dict[str, Any]:
-    return {**asdict(ProcessId.own()), "at": host_id(), "host": socket.gethostname()}
+    return {**asdict(ProcessId.of(os.getpid())), "at": host_id(), "host": socket.gethostname()}
 
 
 def _evidence(folder: RunFolder, processes: _Processes) -> ProcessEvidence:

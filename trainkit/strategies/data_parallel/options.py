@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import torch
 import torch.distributed as dist
 
-from trainkit.cluster.process_id import host_id
+from trainkit.cluster.host import host_id
 from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths, placement, speed

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from trainkit.cluster.process_id import ProcessId, host_id
+from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
 
@@ -124,7 +124,7 @@ class SharedMemorySegment:
 
 def _hand_round(collective: Collective, size: int) -> tuple[list[ProcessId], int]:
     """Every rank's mark, and an open descriptor of rank 0's memory; collective."""
-    mine = ProcessId.own()
+    mine = ProcessId.of(os.getpid())
     descriptor = _make(size) if collective.rank == 0 else -1
     row = torch.tensor([[host_id(), mine.pid, mine.started, descriptor]], dtype=torch.int64)
     rows: list[list[int]] = torch.cat(collective.gather(row)).tolist()

@@ -1,0 +1,119 @@
+"""The host of this process and the identity of processes, read from /proc on Linux."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["Machine", "ProcessId", "host_id"]
+
+_DEAD: Final = frozenset({"Z", "X", "x", "gone"})
+"""States of a process that has exited; a zombie (Z) has not been reaped by its parent yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The scope in which process ids are unique: a machine since its last boot, or a container on it."""
+
+    host: str
+    """The host name."""
+    boot_id: str
+    """The kernel's random id of this boot; empty if unknown."""
+    boot_time: int
+    """Seconds since the epoch at which the kernel booted; 0 if unknown."""
+    processes: str
+    """The PID namespace; empty if unknown."""
+
+    @classmethod
+    def here(cls) -> Machine:
+        """Return the machine of this process."""
+        boot_time = 0
+        with contextlib.suppress(OSError, ValueError, StopIteration):
+            lines = Path("/proc/stat").read_text(encoding="ascii").splitlines()
+            boot_time = next(int(line.split()[1]) for line in lines if line.startswith("btime "))
+        inode = _namespace("pid")
+        return cls(
+            host=socket.gethostname(),
+            boot_id=_boot_id().strip(),
+            boot_time=boot_time,
+            processes=f"pid:[{inode}]" if inode else "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessId:
+    """A process id together with the start time, so that a later process with the same number is another one."""
+
+    pid: int
+    started: int
+    """Clock ticks after boot at which the process started; 0 if unknown."""
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId:
+        """Return the id of this process, or of a child that was not reaped yet."""
+        found = _stat(pid)
+        return cls(pid, found[1] if found else 0)
+
+    @property
+    def state(self) -> str:
+        """The state letter in /proc/PID/stat; `gone` after the process has exited; empty on a system without /proc.
+
+        Example:
+            >>> import os
+            >>> ProcessId.of(os.getpid()).state
+            'R'
+        """
+        found = _stat(self.pid)
+        if found is None and not Path("/proc/self/stat").exists():
+            return ""
+        return found[0] if found is not None and found[1] == self.started else "gone"
+
+    @property
+    def lives(self) -> bool:
+        """Whether the process has not exited.
+
+        Example:
+            >>> import os
+            >>> ProcessId.of(os.getpid()).lives
+            True
+        """
+        return self.state not in _DEAD
+
+
+def host_id() -> int:
+    """Return a 63-bit number that two processes share only if they can share memory and the loopback interface.
+
+    Two containers, or two network namespaces, of one machine count as two hosts.
+    """
+    parts = [socket.gethostname(), _boot_id(), _namespace("pid"), _namespace("net")]
+    return int.from_bytes(hashlib.sha256("\n".join(parts).encode()).digest()[:8], "little") >> 1
+
+
+def _stat(pid: int) -> tuple[str, int] | None:
+    """Return the state and start time of a process; None if it does not exist."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the process name before it may contain any character
+    return fields[0], int(fields[19])
+
+
+def _boot_id() -> str:
+    """Return the content of the kernel's boot id file; empty if unreadable."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return ""
+
+
+def _namespace(kind: str) -> str:
+    """Return the inode number of a namespace of this process; empty if unknown."""
+    try:
+        return str(Path(f"/proc/self/ns/{kind}").stat().st_ino)
+    except OSError:
+        return ""
