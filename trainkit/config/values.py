@@ -16,6 +16,8 @@ from enum import Enum
 from pathlib import PurePath
 from typing import Any, Final, Literal, Union
 
+from trainkit.errors import yaml_text
+
 __all__ = [
     "MOST_PROCESSES",
     "Limit",
@@ -170,7 +172,7 @@ def expected(hint: Any) -> str:
     arguments = typing.get_args(hint)
     words: dict[str | None, Callable[[], str]] = {
         "scalar": lambda: _NAMES[hint],
-        "literal": lambda: _either(_word(choice) for choice in arguments),
+        "literal": lambda: _either(yaml_text(choice) for choice in arguments),
         "union": lambda: _either(expected(member) for member in arguments if _kind(plain(member))),
         "enum": lambda: _either(str(member.value) for member in hint),
         "path": lambda: "a path",
@@ -192,8 +194,8 @@ def _expected_items(arguments: tuple[Any, ...]) -> str:
 
 def _fits(value: Any, hint: Any) -> bool:
     hint = plain(hint)
-    judge = _JUDGES.get(_kind(hint))
-    return judge is None or judge(value, hint)
+    check = _CHECKS.get(_kind(hint))
+    return check is None or check(value, hint)
 
 
 def _fits_scalar(value: Any, hint: Any) -> bool:
@@ -262,7 +264,7 @@ def _fits_enum(value: Any, hint: Any) -> bool:
     return not isinstance(value, bool) and any(value in (member.value, member.name) for member in hint)
 
 
-_JUDGES: Final[Mapping[str | None, Callable[[Any, Any], bool]]] = {
+_CHECKS: Final[Mapping[str | None, Callable[[Any, Any], bool]]] = {
     "scalar": _fits_scalar,
     "literal": _fits_literal,
     "union": _fits_union,
@@ -286,7 +288,7 @@ def _words(hint: Any) -> list[str]:
     """Return the words an annotation accepts: of a Literal, an enum, or a union with one."""
     hint = plain(hint)
     if typing.get_origin(hint) is Literal:
-        return [_word(choice) for choice in typing.get_args(hint)]
+        return [yaml_text(choice) for choice in typing.get_args(hint)]
     if isinstance(hint, type) and issubclass(hint, Enum):
         return [str(member.value) for member in hint]
     return (
@@ -294,12 +296,6 @@ def _words(hint: Any) -> list[str]:
         if _is_union(typing.get_origin(hint))
         else []
     )
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _either(words: Iterable[str]) -> str:
