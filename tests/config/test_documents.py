@@ -52,24 +52,24 @@ def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document) -> 
 
 
 def test_only_plain_scalars_are_traps(document) -> None:
-    assert [(trap.path, trap.line, trap.text) for trap in document.traps] == [(("batch", "sizes", "0"), 10, "no")]
+    assert [(one.path, one.line, one.text) for one in document.gotchas] == [(("batch", "sizes", "0"), 10, "no")]
 
 
 @pytest.mark.parametrize("text", ["1_000", "1e5", "true", "'0777'", '"on"', "0", "10", "-3", "0.5", "null", "x:1"])
 def test_what_reads_as_it_looks_is_no_trap(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
-    assert read_document(tmp_path / "mine.yaml").traps == ()
+    assert read_document(tmp_path / "mine.yaml").gotchas == ()
 
 
 @pytest.mark.parametrize("text", ["no", "Yes", "ON", "off", "1:30", "12:30:45", "0777", "-017", "190:20:30.15"])
 def test_what_yaml_rewrites_is_a_trap(tmp_path: Path, text: str) -> None:
     (tmp_path / "mine.yaml").write_text(f"key: {text}\n")
-    assert [trap.text for trap in read_document(tmp_path / "mine.yaml").traps] == [text]
+    assert [gotcha.text for gotcha in read_document(tmp_path / "mine.yaml").gotchas] == [text]
 
 
 def test_a_key_that_yaml_rewrites_is_a_trap_too(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("on: 3\n")
-    assert [trap.line for trap in read_document(tmp_path / "mine.yaml").traps] == [1]
+    assert [gotcha.line for gotcha in read_document(tmp_path / "mine.yaml").gotchas] == [1]
 
 
 def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:

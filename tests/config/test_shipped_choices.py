@@ -35,7 +35,7 @@ def test_a_choice_says_in_a_line_what_it_is(file) -> None:
 @pytest.mark.parametrize("file", FILES, ids=ids)
 def test_a_choice_belongs_to_a_group_and_has_no_trap(file) -> None:
     assert file.parent.name in GROUPS
-    assert read_document(file).traps == ()
+    assert read_document(file).gotchas == ()
 
 
 @pytest.mark.parametrize("group", ["optimizer", "schedule", "strategy"])

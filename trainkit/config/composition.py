@@ -125,7 +125,7 @@ class Composition:
         return cv.get("folds") is not None and cv.get("fold") is None
 
     @property
-    def hands_on(self) -> bool:
+    def submits_single_runs(self) -> bool:
         """Whether the cluster's launcher also submits single runs; the job itself has hydra.mode=RUN."""
         modes = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith("hydra.mode=")]
         if modes:
@@ -135,7 +135,7 @@ class Composition:
     @property
     def is_sweep(self) -> bool:
         """Whether it runs as a sweep even without -m."""
-        return self.asks_for_folds or self.hands_on
+        return self.asks_for_folds or self.submits_single_runs
 
     def origin(self, key: str | KeyPath) -> Origin:
         """Return where a key was set, or else the nearest key above it."""

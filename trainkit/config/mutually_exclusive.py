@@ -31,12 +31,12 @@ def resolve(tree: TrackedTree) -> tuple[list[str], list[Problem]]:
     notes: list[str] = []
     problems: list[Problem] = []
     for pair in _PAIRS:
-        _settle_pair(tree, pair, notes, problems)
-    _settle_batch(tree, notes, problems)
+        _resolve_pair(tree, pair, notes, problems)
+    _resolve_batch(tree, notes, problems)
     return notes, problems
 
 
-def _settle_pair(tree: TrackedTree, pair: tuple[KeyPath, KeyPath], notes: list[str], problems: list[Problem]) -> None:
+def _resolve_pair(tree: TrackedTree, pair: tuple[KeyPath, KeyPath], notes: list[str], problems: list[Problem]) -> None:
     given = [path for path in pair if lookup(tree.values, path) is not None]
     if len(given) < 2:
         return
@@ -51,7 +51,7 @@ def _settle_pair(tree: TrackedTree, pair: tuple[KeyPath, KeyPath], notes: list[s
     problems.append(_problem(tree, pair[1], rule))
 
 
-def _settle_batch(tree: TrackedTree, notes: list[str], problems: list[Problem]) -> None:
+def _resolve_batch(tree: TrackedTree, notes: list[str], problems: list[Problem]) -> None:
     if any(lookup(tree.values, path) is None for path in (_GLOBAL, _MICRO, _ACCUMULATION)):
         return
     whole, micro, accumulation = (tree.origin_of(path).rank for path in (_GLOBAL, _MICRO, _ACCUMULATION))

@@ -65,7 +65,7 @@ class Document:
     """The content without the defaults list."""
     lines: Mapping[KeyPath, int]
     """Line of each key, from 1, including keys of mappings."""
-    traps: tuple[YamlGotcha, ...] = ()
+    gotchas: tuple[YamlGotcha, ...] = ()
     """Scalars that YAML 1.1 reinterprets."""
     defaults: list[Any] = field(default_factory=list)
     """The defaults list, as written."""
@@ -103,7 +103,7 @@ def read_document(file: Path) -> Document:
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError([Problem(key=file.name, rule="must hold keys and values.", origin=f"{file}:1")])
         lines: dict[KeyPath, int] = {}
-        traps = tuple(_scan(root, (), lines))
+        gotchas = tuple(_scan(root, (), lines))
         values = loader.construct_document(root)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(file, error)]) from error
@@ -119,7 +119,7 @@ def read_document(file: Path) -> Document:
         file=file,
         values=values,
         lines=lines,
-        traps=tuple(trap for trap in traps if trap.path[:1] != ("defaults",)),
+        gotchas=tuple(gotcha for gotcha in gotchas if gotcha.path[:1] != ("defaults",)),
         defaults=defaults,
         defaults_lines=item_lines,
         package=_package_in(text),
@@ -162,8 +162,8 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
     reinterprets.
     """
     if isinstance(node, yaml.ScalarNode):
-        if trap := _trap_in(node, path):
-            yield trap
+        if gotcha := _gotcha_in(node, path):
+            yield gotcha
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
             yield from _scan(item, (*path, str(index)), lines)
@@ -176,12 +176,12 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
                 message = f"key {'.'.join(inner)} is here twice, first in line {lines[inner]}"
                 raise yaml.constructor.ConstructorError(None, None, message, key.start_mark)
             lines[inner] = key.start_mark.line + 1
-            if trap := _trap_in(key, inner):
-                yield trap
+            if gotcha := _gotcha_in(key, inner):
+                yield gotcha
             yield from _scan(value, inner, lines)
 
 
-def _trap_in(node: yaml.Node, path: KeyPath) -> YamlGotcha | None:
+def _gotcha_in(node: yaml.Node, path: KeyPath) -> YamlGotcha | None:
     if not isinstance(node, yaml.ScalarNode) or node.style:  # quoted, or a block scalar
         return None
     if node.tag not in ("tag:yaml.org,2002:bool", "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):

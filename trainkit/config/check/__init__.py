@@ -55,34 +55,34 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     """Run the first phase, which imports no target."""
     problems = list(composition.problems)
     problems += _run_level(composition, RunConfig, composition.values, ())
-    neighbours = OtherChoices(composition)
+    alternatives = OtherChoices(composition)
     for group in GROUPS:
-        problems += _group(composition, group, neighbours)
+        problems += _group(composition, group, alternatives)
     problems += _missing_values(composition)
     problems += beyond_64_bits(composition)
     problems += paths_too_long(composition)
-    problems += _about_hydra(composition)
+    problems += _hydra_problems(composition)
     problems += [replace(one, origin=composition.origin(one.key).where) for one in missing_secrets(composition.values)]
     if not problems:
         problems = list(_rules(composition)) or unused_keys(composition, multirun=multirun)[0]
     # A problem found while composing a key is the cause of a problem with its value.
     told = {(problem.key, problem.origin) for problem in composition.problems}
     others = [problem for problem in problems if (problem.key, problem.origin) not in told]
-    return _once([*composition.problems, *others])
+    return _deduplicated([*composition.problems, *others])
 
 
 def check_values(composition: Composition) -> list[Problem]:
     """Run the second phase: import every target and check its keys and their values."""
     problems: list[Problem] = []
-    neighbours = OtherChoices(composition)
+    alternatives = OtherChoices(composition)
     with allow_packages(composition.packages):
         for path, node in _nodes(composition):
-            problems += target_problems(composition, path, node, neighbours)
-        problems = problems or [*_watched(composition), *unused_keys_in_launch(composition)]
-        return _once(composition.without_secrets(problems))
+            problems += target_problems(composition, path, node, alternatives)
+        problems = problems or [*_unknown_metric(composition), *unused_keys_in_launch(composition)]
+        return _deduplicated(composition.without_secrets(problems))
 
 
-def _watched(composition: Composition) -> Iterator[Problem]:
+def _unknown_metric(composition: Composition) -> Iterator[Problem]:
     """Report `eval.metric` where the objective computes no metric of this name."""
     metric = composition.values["eval"]["metric"]
     metrics = getattr(build(composition.values["objective"], "objective"), "metrics", None)
@@ -134,12 +134,12 @@ def _unknown(name: str, path: KeyPath, hints: Mapping[str, Any], composition: Co
     return f"no such key. Did you mean {dotted((*path, near))}?"
 
 
-def _group(composition: Composition, group: str, neighbours: OtherChoices) -> Iterator[Problem]:
+def _group(composition: Composition, group: str, alternatives: OtherChoices) -> Iterator[Problem]:
     """Check the nodes of one group: they exist, come from an allowed package, and have known keys."""
     value = composition.values.get(group)
     if value is None or (not value and group not in _OPTIONAL):
         if not any(problem.key == group for problem in composition.problems):
-            choices = ", ".join(neighbours.choices(group))
+            choices = ", ".join(alternatives.choices(group))
             rule = f"needs a choice. There are: {choices}."
             asked = any(line.lstrip("+~").partition("=")[0] == group for line in composition.overrides)
             origin = "command line" if asked else composition.origin(group).where
@@ -151,16 +151,16 @@ def _group(composition: Composition, group: str, neighbours: OtherChoices) -> It
     nodes = [((group, name), node) for name, node in value.items()] if group in LIST_GROUPS else [((group,), value)]
     for path, node in nodes:
         if not isinstance(node, Mapping) or (TARGET not in node and group not in _OPTIONAL[:1]):
-            yield from _no_target(composition, path, node, neighbours)
+            yield from _no_target(composition, path, node, alternatives)
             continue
-        yield from _foreign(composition, path, node)
-        yield from _keys_of_shipped(composition, path, node, neighbours)
+        yield from _disallowed_targets(composition, path, node)
+        yield from _keys_of_shipped(composition, path, node, alternatives)
 
 
-def _no_target(composition: Composition, path: KeyPath, node: Any, neighbours: OtherChoices) -> Iterator[Problem]:
+def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives: OtherChoices) -> Iterator[Problem]:
     group = path[0]
     if group in LIST_GROUPS:
-        choices = neighbours.choices(group)
+        choices = alternatives.choices(group)
         if path[1] in choices:
             rule = f"is not among the chosen {group}: add it, {group}=[...,{path[1]}]."
         else:
@@ -173,7 +173,7 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, neighbours: O
         yield composition.problem((*path, TARGET), "is missing: the class or function to build.", show_value=False)
 
 
-def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
+def _disallowed_targets(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
     """Check targets by their text alone and yield those that no config may name, such as classes of other packages."""
     allowed = (*ALLOWED_PACKAGES, *composition.packages)
     for inner, value in targets_in(node, path):
@@ -183,7 +183,7 @@ def _foreign(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -
 
 
 def _keys_of_shipped(
-    composition: Composition, path: KeyPath, node: Mapping[str, Any], neighbours: OtherChoices
+    composition: Composition, path: KeyPath, node: Mapping[str, Any], alternatives: OtherChoices
 ) -> Iterator[Problem]:
     """Yield unknown keys of a shipped choice, whose YAML lists every key that its class takes."""
     file = _file_of(composition, path)
@@ -193,8 +193,8 @@ def _keys_of_shipped(
     for name in node:
         if name in INJECTED.get(path[0], ()):
             yield composition.problem((*path, name), "is given by trainkit: no key of the config.", show_value=False)
-        elif name not in known and not neighbours.takes_more(file):
-            yield neighbours.unknown(path, name, file.name, known)
+        elif name not in known and not alternatives.takes_more(file):
+            yield alternatives.unknown(path, name, file.name, known)
 
 
 def _file_of(composition: Composition, path: KeyPath) -> ConfigFile | None:
@@ -208,9 +208,9 @@ def _missing_values(composition: Composition) -> Iterator[Problem]:
             yield composition.problem(path, f"needs a value: {dotted(path)}=VALUE.", show_value=False)
 
 
-def _about_hydra(composition: Composition) -> list[Problem]:
+def _hydra_problems(composition: Composition) -> list[Problem]:
     """Ask Hydra to check the arguments meant for it, where there are any."""
-    own = [file for file in composition.files if not file.shipped and _says_hydra(file)]
+    own = [file for file in composition.files if not file.shipped and _configures_hydra(file)]
     told = [line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
     if not own and not told:
         return []
@@ -219,7 +219,7 @@ def _about_hydra(composition: Composition) -> list[Problem]:
     return hydra_problems(composition)
 
 
-def _says_hydra(file: ConfigFile) -> bool:
+def _configures_hydra(file: ConfigFile) -> bool:
     return "hydra" in file.document.values or any("hydra/" in str(item) for item in file.document.defaults)
 
 
@@ -315,6 +315,6 @@ def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iter
                     yield composition.problem((*path, key), wrong, value=group[key])
 
 
-def _once(problems: Sequence[Problem]) -> list[Problem]:
+def _deduplicated(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems without repetitions, in order."""
     return list({str(problem): problem for problem in problems}.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-__all__ = ["idle_search_keys"]
+__all__ = ["unused_search_keys"]
 
 _READERS: Final[Mapping[str, tuple[str, ...]]] = {
     "trials": ("random", "optuna", "halving"),
@@ -18,7 +18,7 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
 """Key of `sweep` -> the choices of hydra/sweeper that read it."""
 
 
-def idle_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) -> Iterator[tuple[str, str]]:
+def unused_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) -> Iterator[tuple[str, str]]:
     """Yield the keys of a search that have no effect with this sweeper, and why.
 
     Args:
@@ -27,7 +27,7 @@ def idle_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) 
         multirun: whether the command is a sweep.
 
     Example:
-        >>> dict(idle_search_keys({}, sweeper="random", multirun=True))["sweep.rungs"]
+        >>> dict(unused_search_keys({}, sweeper="random", multirun=True))["sweep.rungs"]
         'has no effect with hydra/sweeper=random: it is for halving.'
     """
     for name, readers in _READERS.items():

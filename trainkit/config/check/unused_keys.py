@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from trainkit.config.check.search_keys import idle_search_keys
+from trainkit.config.check.search_keys import unused_search_keys
 from trainkit.config.composition import Composition, path_of
 from trainkit.config.identity import SCALING_KEYS
 from trainkit.config.provenance import Level, lookup
@@ -29,7 +29,7 @@ def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Probl
     problems: list[Problem] = []
     notes: list[str] = []
     values = composition.values
-    searching = idle_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
+    searching = unused_search_keys(values["sweep"], sweeper=composition.sweeper, multirun=multirun)
     launching = _unused_launcher_keys(composition.launcher) if multirun else ()
     for key, rule in (*_ineffective(values, multirun=multirun), *searching, *launching):
         origin = composition.origin(key)
@@ -52,7 +52,7 @@ def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     told = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
     told += ["numerics.check_replicas_every", "elastic.min_replicas"]
     given = [key for key in told if composition.origin(key).level is Level.command_line]
-    if given and _processes(composition.values) == 1 and not _started_elsewhere(composition.values):
+    if given and _processes(composition.values) == 1 and not _started_externally(composition.values):
         rule = "has no effect: this strategy runs in one process."
         problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]
     return problems
@@ -185,7 +185,7 @@ def _processes(values: Mapping[str, Any]) -> int | None:
         return None  # planning reports the problem
 
 
-def _started_elsewhere(values: Mapping[str, Any]) -> bool:
+def _started_externally(values: Mapping[str, Any]) -> bool:
     """Return whether an external launcher, not this machine's supervisor, starts the processes."""
     from trainkit.config.targets.build import TARGET, build  # noqa: PLC0415 - imports targets: second phase only
 

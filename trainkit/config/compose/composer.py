@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -15,6 +13,7 @@ from hydra.errors import HydraException
 from trainkit.config.compose.bounds import argument_problem
 from trainkit.config.compose.composing import CompositionBuilder
 from trainkit.config.compose.files import hydra_state
+from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
 from trainkit.config.compose.repeating import repeated
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition

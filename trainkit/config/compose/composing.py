@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
+from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, first_line, shown
 from trainkit.config.compose.repeating import repeated
 from trainkit.config.composition import Composition, ConfigFile
@@ -147,13 +147,13 @@ class CompositionBuilder:
             try:
                 return create_defaults_list(self.repository, CONFIG, list(remaining), False, False)
             except RecursionError:
-                raise ConfigError([*self.problems, self.repository.endless()]) from None
+                raise ConfigError([*self.problems, self.repository.cycle_problem()]) from None
             except MissingConfigException as error:
                 missing = error.missing_cfg_file or ""
                 if missing in self.repository.absent or missing == CONFIG:
                     raise ConfigError([*self.problems, Problem(key=missing, rule=first_line(error))]) from error
                 self.problems.append(self._missing(missing))
-                self.repository.forgive(missing)
+                self.repository.mark_absent(missing)
             except (HydraException, ValueError, OmegaConfBaseException) as error:
                 culprit = next((item for item in remaining if item.get_key_element() in str(error)), None)
                 rule = f"{first_line(error)}"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from hydra import version as hydra_version
-from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository
 from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
@@ -18,6 +17,7 @@ from hydra.plugins.config_source import ConfigResult
 from omegaconf import OmegaConf
 from omegaconf.basecontainer import BaseContainer
 
+from trainkit.config.compose.hydra_adapter import CachingConfigRepository, ConfigRepository
 from trainkit.config.composition import Composition
 from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.yaml_documents import Document, is_choice_path, read_document
@@ -36,7 +36,7 @@ def hydra_state() -> Iterator[None]:
     """Set Hydra's resolvers and version base as Hydra needs them, and restore them afterwards."""
     resolvers = dict(BaseContainer._resolvers)  # noqa: SLF001 - OmegaConf offers no way to restore them
     base = Singleton._instances.get(hydra_version.VersionBase)  # noqa: SLF001
-    held = base.getbase() if base is not None else None  # type: ignore[attr-defined]
+    previous = base.getbase() if base is not None else None  # type: ignore[attr-defined]
     try:
         setup_globals()
         hydra_version.setbase("1.3")
@@ -47,7 +47,7 @@ def hydra_state() -> Iterator[None]:
         if base is None:
             Singleton._instances.pop(hydra_version.VersionBase, None)  # noqa: SLF001
         else:
-            base.version_base = held  # type: ignore[attr-defined]
+            base.version_base = previous  # type: ignore[attr-defined]
 
 
 class Repository(CachingConfigRepository):
@@ -66,7 +66,7 @@ class Repository(CachingConfigRepository):
         """Reset the count of loaded files at the start of a defaults list."""
         self._asked.clear()
 
-    def endless(self) -> Problem:
+    def cycle_problem(self) -> Problem:
         """Return the problem of defaults lists that are circular."""
         times = self._asked.most_common(1)[0][1]
         names = [name for name, count in self._asked.items() if times > 1 and count >= times - 1 and name != CONFIG]
@@ -84,7 +84,7 @@ class Repository(CachingConfigRepository):
         """
         self._asked[config_path] += 1
         if self._asked.total() > _MAX_FILES:
-            raise ConfigError([self.endless()])
+            raise ConfigError([self.cycle_problem()])
         if config_path in self.cache:
             return self.cache[config_path]
         self.cache[config_path] = result = self._load(config_path)
@@ -96,7 +96,7 @@ class Repository(CachingConfigRepository):
             return False
         return config_path in self.absent or super().config_exists(config_path)
 
-    def forgive(self, config_path: str) -> None:
+    def mark_absent(self, config_path: str) -> None:
         """Treat an absent file as empty from now on."""
         self.absent.add(config_path)
         self.cache.pop(config_path, None)

@@ -13,6 +13,7 @@ from typing import Any, Final
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
+from trainkit.config.compose.hydra_adapter import CORE_PLUGINS
 from trainkit.config.provenance import dotted
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported
@@ -20,7 +21,7 @@ from trainkit.errors import ConfigError, Problem
 
 __all__ = ["refuse_hydra_targets"]
 
-_PLUGINS: Final = ("hydra_plugins", "hydra._internal.core_plugins")
+_PLUGINS: Final = ("hydra_plugins", CORE_PLUGINS)
 _CALLBACKS: Final = ("hydra_plugins", "hydra.experimental.callbacks")
 _MAKES_NODES: Final = ("${oc.decode", "${oc.create", "${oc.dict")
 _STREAMS: Final = ("ext://sys.stdout", "ext://sys.stderr")

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from hydra._internal.callbacks import Callbacks
 from hydra.core import utils as hydra_utils
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, hydra_state
+from trainkit.config.compose.hydra_adapter import Callbacks, completions
 from trainkit.config.compose.loader import ComposedConfigLoader, about_one_job, redact_hydra, redacted_lines
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
@@ -198,12 +198,8 @@ def complete(words: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]
         >>> complete("schedule=cos")
         ['schedule=cosine']
     """
-    from hydra._internal.core_plugins.bash_completion import BashCompletion  # noqa: PLC0415 - for a shell only
-
     with hydra_state():
-        plugin = BashCompletion(ComposedConfigLoader(Composer(config_dirs), lenient=True))
-        found: list[str] = plugin._query(config_name=CONFIG, line=words)  # noqa: SLF001
-        return found
+        return completions(ComposedConfigLoader(Composer(config_dirs), lenient=True), config_name=CONFIG, line=words)
 
 
 def show(composition: Composition, kind: str) -> None:

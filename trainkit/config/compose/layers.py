@@ -44,7 +44,7 @@ class Layers:
             swapped: groups whose choice in the recipe the command line replaced -> the text of the note.
         """
         for rank, file in enumerate(files):
-            self._lay(file, rank, swapped)
+            self._merge_file(file, rank, swapped)
 
     def finish(
         self, files: Sequence[ConfigFile], choices: Mapping[str, Any], packages: Sequence[str] = ()
@@ -63,11 +63,11 @@ class Layers:
         self.notes += notes
         self.problems += problems
         values = self._resolved()
-        self._traps(files)
-        self._shadowed(files)
+        self._report_gotchas(files)
+        self._note_shadowed(files)
         return values
 
-    def _lay(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
+    def _merge_file(self, file: ConfigFile, rank: int, swapped: Mapping[str, str]) -> None:
         """Merge one file's values over the values below it."""
         chosen = {group: set(lookup(self.tree.values, (group,)) or ()) for group in LIST_GROUPS}
         dropped: dict[str, list[str]] = {}
@@ -175,18 +175,18 @@ class Layers:
             values = values[name]
         values[path[-1]] = value
 
-    def _traps(self, files: Sequence[ConfigFile]) -> None:
+    def _report_gotchas(self, files: Sequence[ConfigFile]) -> None:
         """Report scalars that YAML 1.1 reinterprets, unless another source set the key again."""
         for file in files:
             name = shown(file.document.file)
-            for trap in file.document.traps:
-                path = (*file.package, *trap.path)
-                where = f"{name}:{trap.line}"
+            for gotcha in file.document.gotchas:
+                path = (*file.package, *gotcha.path)
+                where = f"{name}:{gotcha.line}"
                 origin = self.tree.origin_of(path)
                 if origin.where in (where, "") or origin.where.startswith(f"{name}:"):
-                    self.problems.append(Problem(key=dotted(path), value=trap.text, rule=trap.rule, origin=where))
+                    self.problems.append(Problem(key=dotted(path), value=gotcha.text, rule=gotcha.rule, origin=where))
 
-    def _shadowed(self, files: Sequence[ConfigFile]) -> None:
+    def _note_shadowed(self, files: Sequence[ConfigFile]) -> None:
         """Note the shipped files that the user's own folders hide."""
         for file in files:
             if file.shipped:

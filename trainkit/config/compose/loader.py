@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
-from hydra._internal.config_repository import CachingConfigRepository
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -20,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from trainkit.config.compose.bounds import refuse_endless
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.files import CONFIG, HydraFiles
+from trainkit.config.compose.hydra_adapter import CachingConfigRepository, ConfigLoaderImpl, get_overrides_dirname
 from trainkit.config.compose.hydra_targets import refuse_hydra_targets
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import replacing
@@ -114,7 +113,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         applicable: Sequence[str] = [*composition.overrides, *composition.hydra_overrides]
         flags = [word for path in self.composer.config_dirs for word in ("--config-dir", str(path))]
         flags += [word for name in self.composer.packages for word in ("--allow-package", name)]
-        if composition.hands_on:  # the job itself must train, and not be submitted again
+        if composition.submits_single_runs:  # the job itself must train, and not be submitted again
             applicable = replacing(applicable, "hydra.mode=RUN")
         escaped = str(folder).replace("\\", "\\\\").replace('"', '\\"')
         shown, secrets = hidden_arguments([*flags, *applicable, f'hydra.run.dir="{escaped}"'])

@@ -157,15 +157,15 @@ def _misuse(override: Override) -> Iterator[Problem]:
     sweep: Any = override.value()
     tags = set(getattr(sweep, "tags", ()))
     if override.key_or_group.startswith(("sweep.", "hydra.", "hydra/")):
-        yield _of(override, "is about the sweep itself, and has one value in it.")
+        yield _problem_of(override, "is about the sweep itself, and has one value in it.")
     for tag in sorted(tags - set(_TAGS)):
         near = closest(tag, _TAGS)
         hint = f"Did you mean {near}? " if near else ""
-        yield _of(override, f"{tag}: no such tag. {hint}There are: {', '.join(_TAGS)}.")
+        yield _problem_of(override, f"{tag}: no such tag. {hint}There are: {', '.join(_TAGS)}.")
     if isinstance(sweep, IntervalSweep):
         yield from _misuse_of_interval(override, sweep)
     elif "log" in tags:
-        yield _of(override, "log goes with an interval: tag(log,interval(0.001,0.1)).")
+        yield _problem_of(override, "log goes with an interval: tag(log,interval(0.001,0.1)).")
     if isinstance(sweep, RangeSweep):
         yield from _misuse_of_range(override, sweep)
 
@@ -173,30 +173,30 @@ def _misuse(override: Override) -> Iterator[Problem]:
 def _misuse_of_range(override: Override, sweep: RangeSweep) -> Iterator[Problem]:
     start, stop, step = float(sweep.start or 0), float(sweep.stop or 0), float(sweep.step)
     if not all(map(math.isfinite, (start, stop, step))):
-        yield _of(override, "a range needs finite numbers.")
+        yield _problem_of(override, "a range needs finite numbers.")
     elif step == 0:
-        yield _of(override, "a range needs a step other than 0.")
+        yield _problem_of(override, "a range needs a step other than 0.")
     elif (number := (stop - start) / step) > MOST_JOBS:
         rule = f"lists about {number:,.0f} values, and {MOST_JOBS:,} is the most. {_SEARCH}"
-        yield _of(override, rule)
+        yield _problem_of(override, rule)
 
 
 def _misuse_of_interval(override: Override, sweep: IntervalSweep) -> Iterator[Problem]:
     low, high = sweep.start or 0.0, sweep.end or 0.0
     if not all(map(math.isfinite, (low, high))):
-        yield _of(override, "an interval needs finite ends.")
+        yield _problem_of(override, "an interval needs finite ends.")
     if "zip" in sweep.tags:
-        yield _of(override, "zip goes with listed values: tag(zip,choice(1,2)).")
+        yield _problem_of(override, "zip goes with listed values: tag(zip,choice(1,2)).")
     if not low < high:
-        yield _of(override, f"is an empty sweep: the low end, {low:g}, is not below the high end, {high:g}.")
+        yield _problem_of(override, f"is an empty sweep: the low end, {low:g}, is not below the high end, {high:g}.")
     elif "log" in sweep.tags and low <= 0:
-        yield _of(override, f"log needs an interval above 0, and this one begins at {low:g}.")
+        yield _problem_of(override, f"log needs an interval above 0, and this one begins at {low:g}.")
 
 
 def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list[Problem]]:
     """Return the axes in the order of their first keys."""
     zipped = {key: _values(item) for key, item in swept.items() if "zip" in getattr(item.value(), "tags", ())}
-    problems = [*_unlike(swept, zipped)]
+    problems = [*_mismatched_zips(swept, zipped)]
     axes: list[Choices | Interval] = []
     for key, override in swept.items():
         sweep: Any = override.value()
@@ -205,7 +205,7 @@ def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list
             continue
         values = _values(override)
         if not values:
-            problems.append(_of(override, "is an empty sweep: there is nothing to run."))
+            problems.append(_problem_of(override, "is an empty sweep: there is nothing to run."))
         elif key not in zipped:
             ordered = isinstance(sweep, RangeSweep)
             axes.append(Choices(keys=(key,), rows=tuple((text,) for text in values), ordered=ordered))
@@ -214,16 +214,16 @@ def _axes(swept: Mapping[str, Override]) -> tuple[list[Choices | Interval], list
     return axes, problems
 
 
-def _unlike(swept: Mapping[str, Override], zipped: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
+def _mismatched_zips(swept: Mapping[str, Override], zipped: Mapping[str, Sequence[str]]) -> Iterator[Problem]:
     """Yield problems of keys that should vary together and cannot."""
     first = next(iter(zipped), "")
     if len(zipped) == 1:
-        yield _of(swept[first], "zip moves keys together, and no other key has the tag.")
+        yield _problem_of(swept[first], "zip moves keys together, and no other key has the tag.")
     for key, values in zipped.items():
         if len(values) != len(zipped[first]):
             count = f"{len(values)} value{'' if len(values) == 1 else 's'}"
             rule = f"has {count}, and {first}, which it moves with, has {len(zipped[first])}. Give both as many."
-            yield _of(swept[key], rule)
+            yield _problem_of(swept[key], rule)
 
 
 def _values(override: Override) -> list[str]:
@@ -239,7 +239,7 @@ def _interval(key: str, sweep: IntervalSweep) -> Interval:
     return Interval(key=key, low=low, high=high, log="log" in sweep.tags, whole=whole)
 
 
-def _of(override: Override, rule: str) -> Problem:
+def _problem_of(override: Override, rule: str) -> Problem:
     key, _, value = (override.input_line or "").partition("=")
     return _problem(key, value, rule)
 

@@ -35,7 +35,7 @@ def target_problems(
     composition: Composition,
     path: KeyPath,
     node: Mapping[str, Any],
-    neighbours: OtherChoices,
+    alternatives: OtherChoices,
     expected: Expected | None = None,
 ) -> list[Problem]:
     """Return everything wrong with a node by its class: unknown or missing keys, values of a wrong type.
@@ -44,7 +44,7 @@ def target_problems(
         composition: the composition, for the origins of the keys.
         path: the path of the node.
         node: the node, with `_target_`.
-        neighbours: the other choices of its group.
+        alternatives: the other choices of its group.
         expected: what a nested node must be; None for what its group takes.
 
     Returns:
@@ -57,11 +57,11 @@ def target_problems(
     except Exception as error:  # noqa: BLE001 - whatever a user's module raises while it is imported
         rule = f"cannot be imported: {type(error).__name__}: {error}"
         return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
-    problems = list(_against_signature(composition, path, node, target, neighbours))
+    problems = list(_against_signature(composition, path, node, target, alternatives))
     hints = {name: key.hint for name, key in signature_of(target).keys.items()}
     for inner, value in _nested(node, path):
         expected = expected_by(hints.get(inner[len(path)], Any))
-        problems += target_problems(composition, inner, value, neighbours, expected)
+        problems += target_problems(composition, inner, value, alternatives, expected)
     if not problems and _validates_itself(path, target):
         problems += _construction_errors(composition, path, node)
     return problems
@@ -77,7 +77,7 @@ def unchecked_keys(path: KeyPath, node: Mapping[str, Any]) -> list[str]:
 
 
 def _against_signature(
-    composition: Composition, path: KeyPath, node: Mapping[str, Any], target: Any, neighbours: OtherChoices
+    composition: Composition, path: KeyPath, node: Mapping[str, Any], target: Any, alternatives: OtherChoices
 ) -> Iterator[Problem]:
     group = path[0]
     top = len(path) == 1 or (len(path) == 2 and group in ("callbacks", "logger"))
@@ -94,7 +94,7 @@ def _against_signature(
             rule = "is given by trainkit: no key of the config."
             yield composition.problem((*path, name), rule, show_value=False)
         elif not signature.takes_more:
-            yield neighbours.unknown(
+            yield alternatives.unknown(
                 path, name, _name_of(composition, path, target), tuple(dict.fromkeys((*known, *extra)))
             )
     missing = [name for name, key in known.items() if key.required and name not in node]
