@@ -1,1 +1,1 @@
-"""The verbs of the command line, one file each: `trainkit VERB`."""
+"""The verbs of the command line, `trainkit VERB`, one file each."""

@@ -1,1 +1,1 @@
-"""Commands that start nothing: they show what would run, and what has run."""
+"""Commands that start nothing: they show what would run and what has run."""

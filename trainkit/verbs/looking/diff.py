@@ -1,4 +1,4 @@
-"""`trainkit diff A B`: the differences of two runs, those that can matter first."""
+"""`trainkit diff A B`: the differences of two runs, those that can change the result first."""
 
 from __future__ import annotations
 

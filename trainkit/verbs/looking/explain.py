@@ -1,4 +1,4 @@
-"""`trainkit explain KEY OVERRIDES`: a key's value, who set it, and what changing it may change."""
+"""`trainkit explain KEY OVERRIDES`: a key's value, where it was set, and what changing it can affect."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(call: Call) -> int:
 
 
 def explanation(call: Call) -> Iterator[str]:
-    """The lines of the explanation.
+    """Yield the lines of the explanation.
 
     Raises:
         ConfigError: there is no such key, or the composition has problems.

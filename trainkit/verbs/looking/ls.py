@@ -1,4 +1,4 @@
-"""`trainkit ls [GROUP [CHOICE] | RUNS]`: what can be chosen, and what each choice takes; or the runs of a folder."""
+"""`trainkit ls [GROUP [CHOICE] | RUNS]`: the available choices and the keys of each, or the runs of a folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS: Final[Mapping[str, Flag]] = {}
 
 
 def run(call: Call) -> int:
-    """Print groups, the choices of a group, a choice, or the runs below a folder; imports no torch."""
+    """Print groups, the choices of a group, a choice, or the runs below a folder; import no torch."""
     call.check_arity(arguments=min(len(call.arguments), 2), overrides=False)
     groups = _groups(call)
     if not call.arguments:
@@ -44,7 +44,7 @@ def run(call: Call) -> int:
 
 
 def _groups(call: Call) -> dict[str, dict[str, Document]]:
-    """Group -> choice -> file; the user's own folders come first."""
+    """Return group -> choice -> file; the user's own folders come first."""
     found: dict[str, dict[str, Document]] = {}
     for folder in (*call.config_dirs, shipped_conf()):
         for file in sorted(folder.glob("*/*.yaml")):

@@ -1,4 +1,4 @@
-"""`trainkit plan OVERRIDES`: the whole run on one screen, before a process is started or a device is touched."""
+"""`trainkit plan OVERRIDES`: the whole run on one screen, before a process is started or a device is used."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(call: Call) -> int:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_environment_of(composition.cfg))
         model = meta_model(plan)
         notes = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
-        plan = plan.resolved(lambda: model)  # what `auto` comes to, once for all that is told of it
+        plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         memory = memory_of(plan, model)
         parts = plan.components.strategy.parts(model, plan.facts)
     except ConfigError as error:
@@ -75,7 +75,7 @@ def _more(plan: RunPlan) -> Iterator[tuple[str, str]]:
 
 
 def _curve(rate: LearningRate) -> list[tuple[int, float]]:
-    """The rate at its corners and quarters."""
+    """Return the learning rate at its corners and quarters."""
     rest = rate.num_steps - rate.warmup_steps
     quarters = [rate.warmup_steps + rest * quarter // 4 for quarter in range(4)]
     steps = sorted({0, max(rate.warmup_steps - 1, 0), *quarters, rate.num_steps - 1})

@@ -1,4 +1,4 @@
-"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder; `--then` trains the best anew."""
+"""`trainkit top DIR [--k N]`: the best runs of a sweep, or of any folder; `--then` trains the best config again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(call: Call) -> int:
 
 
 def ranked(call: Call) -> tuple[Leaderboard, int | None]:
-    """The runs below the folder that a call names, best first, and how many of them are asked for.
+    """Return the runs below the folder of a call, best first, and the number of runs to show.
 
     Raises:
         ConfigError: no folder, no run in it, or flags that make no sense.
@@ -63,7 +63,7 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
 
 
 def _remarks(board: Leaderboard) -> Iterator[str]:
-    """What to know about the order."""
+    """Yield remarks about the order."""
     values = [value for entry in board.entries if (value := board.value(entry)) is not None]
     if len(set(values)) < len(values):
         yield f"equal {board.goal.metric}: the lower val/loss comes first, then the earlier job"
@@ -72,7 +72,7 @@ def _remarks(board: Leaderboard) -> Iterator[str]:
 
 
 def _train_anew(board: Leaderboard, call: Call) -> int:
-    """Train the config of the best run again, whole, from its beginning."""
+    """Train the config of the best run again, from the beginning."""
     from trainkit.api import train  # noqa: PLC0415 - for --then only
     from trainkit.config.check import check_names  # noqa: PLC0415
     from trainkit.config.resume import compose_anew  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`trainkit prove strategy=a,b OVERRIDES`: compare trainings with that of one device, as a whole and step by step."""
+"""`trainkit prove strategy=a,b OVERRIDES`: compare trainings with one device, as a whole and step by step."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _steps(text: str) -> int:
 
 
 def _label(point: Composition, common: Container[str]) -> str:
-    """The strategy, what else the command line set of it, and in what this candidate differs from the others."""
+    """Return the strategy, its keys set on the command line, and the arguments in which the candidate differs."""
     others = [line for line in point.overrides if not line.startswith("strategy=")]
     own = [line for line in others if line.startswith("strategy.") or line not in common]
     return " ".join([f"strategy={point.choices.get('strategy')}", *own])

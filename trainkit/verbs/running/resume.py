@@ -1,4 +1,4 @@
-"""`trainkit resume RUN [placement overrides]`: go on with a run in its own folder, from its last whole checkpoint."""
+"""`trainkit resume RUN [placement overrides]`: continue a run in its own folder, from its last complete checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLAGS: Final[Mapping[str, Flag]] = {}
 
 
 def run(call: Call) -> int:
-    """Resume; returns the exit code."""
+    """Resume a run; return the exit code."""
     from trainkit.api import train  # noqa: PLC0415 - nothing is imported to refuse an argument
     from trainkit.config.check import check_names  # noqa: PLC0415
     from trainkit.config.identity import other_training  # noqa: PLC0415

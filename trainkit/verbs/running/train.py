@@ -24,7 +24,7 @@ FLAGS: Final[Mapping[str, Flag]] = {}
 
 
 def run(call: Call) -> int:
-    """Train; returns the exit code."""
+    """Train; return the exit code."""
     call.check_arity()
     if call.multirun:
         return _sweep(call)
@@ -35,7 +35,7 @@ def run(call: Call) -> int:
 
 
 def exit_code(result: Mapping[str, Any]) -> int:
-    """0 for a run that did what it was asked to, `stop_at_step` included; 129, 130 or 143 for one stopped by a signal.
+    """Return 0 for a run that reached its end or `stop_at_step`; 129, 130 or 143 for one stopped by a signal.
 
     Example:
         >>> exit_code({"status": "stopped"})
@@ -49,7 +49,7 @@ def exit_code(result: Mapping[str, Any]) -> int:
 
 
 def _sweep(call: Call) -> int:
-    """Check every point, then hand the sweep to Hydra's sweeper and the cluster's launcher."""
+    """Check every point, then pass the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
     from trainkit.verbs.support.cv import expand_folds, refuse_open_folds  # noqa: PLC0415 - for sweeps only
@@ -75,7 +75,7 @@ def _sweep(call: Call) -> int:
 
 
 def _gpus_elsewhere(point: Composition) -> int | None:
-    """GPUs that a job has on the nodes that it is queued for; None where jobs run here."""
+    """Return the GPUs that a job gets on the nodes of its queue; None where jobs run here."""
     if point.launcher != "submitit_slurm":
         return None
     key = "hydra.launcher.gpus_per_node="
@@ -84,7 +84,7 @@ def _gpus_elsewhere(point: Composition) -> int | None:
 
 
 def _refuse_launch() -> None:
-    """Every process of a launch would run the whole sweep."""
+    """Refuse a sweep in an external launch, of which every process would run the whole sweep."""
     launch = detect(os.environ)
     if launch is not None and launch.num_ranks > 1:
         rule = (
@@ -95,7 +95,7 @@ def _refuse_launch() -> None:
 
 
 def _distinct(call: Call, count: int) -> None:
-    """A sweep over a run folder that is the same for all would write every run into one."""
+    """Refuse a sweep with one fixed run folder, into which every run would write."""
     fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
     if fixed and count > 1:
         rule = "is one folder for all runs of a sweep. Give hydra.sweep.dir."
@@ -112,7 +112,7 @@ def _check_point(composition: Any) -> None:
 
 
 def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
-    """One job of a sweep under any launcher of Hydra's: a process of its own, so that no state leaks between jobs."""
+    """Run one job of a sweep, under any Hydra launcher, in a process of its own so that no state leaks between jobs."""
     import subprocess  # noqa: PLC0415 - for sweeps only
     from pathlib import Path  # noqa: PLC0415
 
@@ -130,7 +130,7 @@ def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:
 
 
 def _exit_code(outcome: Any) -> int:
-    """0 where every job went well; what a job returns is its exit code."""
+    """Return 0 if every job succeeded; the return value of a job is its exit code."""
     jobs = [job for batch in outcome or () for job in batch]
     codes = [job.return_value for job in jobs]
     return 0 if all(code in (0, None) or not isinstance(code, int) for code in codes) else 1

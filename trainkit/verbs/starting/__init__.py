@@ -1,1 +1,1 @@
-"""Commands that write what starts a run elsewhere, or completes a command line."""
+"""Commands that write scripts to start a run elsewhere, or complete a command line."""

@@ -45,7 +45,7 @@ def answer(request: str, call: Call) -> int:
 
 
 def candidates(line: str, call: Call) -> list[str]:
-    """What the last word of a command line can become.
+    """Return the completions of the last word of a command line.
 
     Example:
         >>> candidates("trainkit pl", Call()), candidates("trainkit plan schedule=lin", Call())

@@ -26,7 +26,7 @@ __all__ = ["FLAGS", "USAGE", "WORDS", "run"]
 
 USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
 WORDS: Final = tuple(ENGINES)
-"""What its argument can be, for completion."""
+"""The possible values of its argument, for completion."""
 FLAGS: Final[Mapping[str, Flag]] = {
     "hosts": Flag(help="hosts, each alike; 1 where not given", value="N"),
     "gpus-per-host": Flag(help="processes of a host, a GPU each", value="N"),
@@ -51,13 +51,13 @@ FLAGS: Final[Mapping[str, Flag]] = {
 }
 _NUMBERS: Final = ("hosts", "gpus-per-host", "processes-per-host", "port", "restarts", "min-hosts", "cpus-per-process")
 _MOST_RANKS: Final = 100_000
-"""Processes of one launch, over all hosts."""
+"""Most processes of one launch, over all hosts."""
 _COMMON: Final = ("hosts", "gpus-per-host", "processes-per-host")
 _WORD: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@,+-]*")
 
 
 def run(call: Call) -> int:
-    """Print it; everything that would be refused on the engine's hosts is refused here."""
+    """Print the script or manifest; refuse here everything that would be refused on the engine's hosts."""
     engine = _engine(call)
     problems = list(_flag_problems(call, engine))
     if problems:
@@ -70,7 +70,7 @@ def run(call: Call) -> int:
 
 
 def _with_remark(text: str, overrides: Sequence[str]) -> str:
-    """The script or manifest, with a comment that says which variables its secrets are to be in."""
+    """Return the script or manifest, with a comment that names the environment variables for its secrets."""
     hidden = [line for line in overrides if redacted_argument(line) != line]
     if not hidden:
         return text
@@ -81,7 +81,7 @@ def _with_remark(text: str, overrides: Sequence[str]) -> str:
 
 
 def _runnable(line: str) -> str:
-    """An argument with a reference to a variable in place of its secret."""
+    """Return an argument in which a reference to an environment variable replaces the secret."""
     return line if redacted_argument(line) == line else shlex.split(reference(line.partition("=")[0]))[0]
 
 
@@ -127,7 +127,7 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
 
 
 def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
-    """Flags that the engine needs here."""
+    """Yield problems of flags that the engine needs here."""
     flags, name = call.flags, call.arguments[0]
     several = flags.get("hosts", "1") not in ("0", "1")
     needed = dict.fromkeys(engine.needs, f"{name} needs it")
@@ -150,7 +150,7 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
 
 
 def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
-    """Torchrun's flags that say how several hosts find one another, and when some are lost."""
+    """Yield problems of torchrun's flags about the rendezvous of several hosts and about lost hosts."""
     hosts, least = flags.get("hosts", "1"), flags.get("min-hosts", "1")
     if hosts == "1":
         for flag in ("head", "port", "min-hosts"):
@@ -167,7 +167,7 @@ def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
 
 
 def _misfit(flag: str, text: str, engine: ManifestWriter) -> str | None:
-    """What is wrong with a value, by itself."""
+    """Return what is wrong with a value by itself."""
     if flag in _NUMBERS:
         return _misfit_of_number(text, least=0 if flag == "restarts" else 1)
     if flag == "time":
@@ -209,14 +209,14 @@ def _job(call: Call, composition: Composition) -> ManifestJob:
 
 
 def _arguments(call: Call) -> Iterator[str]:
-    """What trainkit was given, less the verb; the user's own folders as they lie below the current one."""
+    """Yield trainkit's arguments without the verb; the user's own folders relative to the current one."""
     yield from config_dir_arguments(call.config_dirs)
     yield from package_arguments(call.packages)
     yield from map(_runnable, call.overrides)
 
 
 def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, job: ManifestJob) -> None:
-    """What the strategy and the batch say of such a group, told now and not in the queue."""
+    """Refuse now, not in the queue, a job that the strategy and the batch reject."""
     from trainkit.config.targets.build import build  # noqa: PLC0415 - imports torch
     from trainkit.numerics.batch import resolve_batch  # noqa: PLC0415
     from trainkit.run.planning.build import numerics_of  # noqa: PLC0415
@@ -248,7 +248,7 @@ def _refuse_what_cannot_run(composition: Composition, engine: ManifestWriter, jo
 
 
 def _own_launch(composition: Composition) -> Iterator[Problem]:
-    """A config that says itself who takes part would not join the processes of the engine."""
+    """Yield problems of cluster keys: a config that names the participants would not join the engine's processes."""
     node = composition.values.get("cluster") or {}
     if composition.choices.get("cluster") != "local":
         key, value = "cluster", composition.choices.get("cluster")

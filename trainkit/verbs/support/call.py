@@ -1,4 +1,4 @@
-"""What a verb is called with, and how a verb says what it takes."""
+"""The parsed command line of a verb, and the declarations of its flags."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROOMS: Final[Mapping[str, str]] = {
     "ensemble": "using",
     "emit": "starting",
 }
-"""Verb -> the package that its module lies in."""
+"""Verb -> the package of its module."""
 
 
 def verb_module(verb: str) -> ModuleType:
@@ -55,20 +55,20 @@ class Flag:
     help: str
     """One line."""
     value: str | None = None
-    """What its value is called in the help; None: it takes none."""
+    """The name of its value in the help; None for a flag without a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The command line, taken apart."""
+    """The parsed command line."""
 
     verb: str = "train"
     arguments: tuple[str, ...] = ()
-    """Bare words after the verb."""
+    """Plain words after the verb."""
     flags: Mapping[str, str] = field(default_factory=dict)
-    """The verb's own flags, by name without dashes; empty text for one without a value."""
+    """The verb's own flags, by name without dashes; an empty text for a flag without a value."""
     overrides: tuple[str, ...] = ()
-    """`key=value` and the like."""
+    """`key=value` and similar arguments."""
     config_dirs: tuple[Path, ...] = ()
     packages: tuple[str, ...] = ()
     multirun: bool = False
@@ -77,7 +77,7 @@ class Call:
         """Compose and check, both phases.
 
         Raises:
-            ConfigError: every problem of the phase that found some.
+            ConfigError: every problem of the first phase that finds any.
         """
         from trainkit.config.check import check  # noqa: PLC0415 - a verb that composes nothing needs neither
         from trainkit.config.compose import compose  # noqa: PLC0415
@@ -96,10 +96,10 @@ class Call:
         return checked_points(self)
 
     def check_arity(self, *, arguments: int = 0, overrides: bool = True) -> None:
-        """Refuse what this verb does not take.
+        """Refuse arguments that this verb does not take.
 
         Raises:
-            ConfigError: too many or too few arguments, or overrides where there can be none.
+            ConfigError: too many or too few arguments, or overrides for a verb that takes none.
         """
         if len(self.arguments) != arguments:
             given = ", ".join(self.arguments) or "none"

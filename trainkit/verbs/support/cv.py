@@ -1,4 +1,4 @@
-"""Cross-validation from the command line: every point of a sweep, or the one there is, becomes a run a fold."""
+"""Cross-validation from the command line: every point becomes one run per fold."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __all__ = ["expand_folds", "refuse_open_folds"]
 
 _LISTING: Final = ("basic", "grid", "random")
-"""Sweepers that know all their points beforehand."""
+"""Sweepers that know all their points in advance."""
 
 
 def expand_folds(call: Call) -> Call:
-    """The call with `cv.fold` swept over all folds, where it asks for cross-validation and names no fold.
+    """Return the call with `cv.fold` swept over all folds, where it asks for cross-validation without naming a fold.
 
     Raises:
-        ConfigError: a sweep that would give its points other folds, or only some of them.
+        ConfigError: a sweep would give its points different folds, or only some of them.
     """
     composer = Composer(call.config_dirs, call.packages)
     parsed, _ = composer.parse(call.overrides)
@@ -35,7 +35,7 @@ def expand_folds(call: Call) -> Call:
     composition = composer.compose(single, for_others=True)
     cv = composition.values.get("cv") or {}
     folds = cv.get("folds")
-    # what is wrong with it is told with everything else that is
+    # The check reports what is wrong with it, together with all other problems.
     if not isinstance(folds, int) or folds < 2 or cv.get("fold") is not None or "cv.fold" in swept:
         return call
     if composition.sweeper not in _LISTING:
@@ -47,10 +47,10 @@ def expand_folds(call: Call) -> Call:
 
 
 def refuse_open_folds(points: Iterable[Composition]) -> None:
-    """Refuse points that are several runs themselves.
+    """Refuse points of a sweep that are cross-validations themselves, of several runs each.
 
     Raises:
-        ConfigError: a recipe among several asks for folds.
+        ConfigError: a recipe among several sets cv.folds.
     """
     for point in points:
         if point.asks_for_folds:

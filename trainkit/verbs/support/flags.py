@@ -1,4 +1,4 @@
-"""What is wrong with the flags and bare words of a call, whatever its verb."""
+"""Checks of flags and plain words of a call, for every verb."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trainkit.verbs.support.call import Flag
 __all__ = ["repeated_flags", "unusable_paths"]
 
 _REPEATABLE: Final = ("config-dir", "allow-package")
-"""Flags whose values add up."""
+"""Flags whose values accumulate."""
 
 
 def repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]) -> Iterator[Problem]:
-    """Refuse flags that have one value and are given several.
+    """Yield a problem for each flag with one value that is given several times.
 
     Args:
-        found: flag -> its values, in their order.
+        found: flag -> its values, in order.
         known: every flag of the call's verb.
     """
     for name, values in found.items():
@@ -30,7 +30,7 @@ def repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]
 
 
 def unusable_paths(paths: Sequence[str]) -> Iterator[Problem]:
-    """Refuse words that no file system takes as a path, and that no key is as long as."""
+    """Yield a problem for each word that no file system accepts as a path."""
     for path in paths:
         if rule := path_rule(path):
             yield Problem(key=path, rule=rule, origin=COMMAND_LINE)

@@ -1,4 +1,4 @@
-"""The points of a sweep or comparison, all of them composed and checked before the first is run."""
+"""The points of a sweep or comparison, all composed and checked before the first is run."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def checked_points(call: Call) -> list[Composition]:
 
 
 def sweep_points(call: Call) -> list[Composition]:
-    """The same for a sweep: those that its sweeper will try, or of a search that learns some that hold every value.
+    """Compose and check the points of a sweep: all points, or for a search a few points that hold every value.
 
-    Empty for a sweeper that is not trainkit's own: nobody knows what it will think of.
+    Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
     """
     from trainkit.sweeps.spaces.request import asked  # noqa: PLC0415 - for sweeps only
 
@@ -40,7 +40,7 @@ def sweep_points(call: Call) -> list[Composition]:
 
 
 def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None:
-    """What concerns the sweep as a whole has one value."""
+    """Refuse several values of a key about the sweep as a whole."""
     rule = "is about the sweep as a whole: give it one value."
     swept = [item for item in composer.parse(overrides)[0] if item.is_sweep_override()]
     problems = [
@@ -54,12 +54,12 @@ def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None
 
 
 def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: Sequence[Composition] = ()) -> None:
-    """A folder, a leaderboard and a search would name jobs by them.
+    """Refuse sweeps over secrets: folders, leaderboards and searches would show them in the names of jobs.
 
     Args:
         composer: parses the arguments.
         overrides: the arguments.
-        points: once they are checked: what their classes mark is known then.
+        points: the checked points; then the secrets that their classes mark are known.
     """
     rule = "is a secret, which no sweep tries several of: give it one value, in quotes where it holds a comma."
     marked = {path for point in points for path in secret_keys(point.values)}
@@ -90,7 +90,7 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
 
 
 def keys_no_choice_has(compositions: Sequence[Composition], foreign: Sequence[set[str]]) -> list[Problem]:
-    """Keys of a group that none of the points' choices has."""
+    """Return problems of keys of a group that none of the points' choices has."""
     nowhere = set.intersection(*foreign) if foreign else set()
     if not nowhere:
         return []

@@ -1,4 +1,4 @@
-"""The runs below a folder, and what each does: `trainkit ls RUNS`."""
+"""The runs below a folder and the state of each: `trainkit ls RUNS`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_FOLDERS: Final = 20_000
 
 
 def list_runs(root: Path) -> int:
-    """Print the runs of a folder, the one that was heard of last at the top; returns the exit code."""
+    """Print the runs of a folder, the most recently updated first; return the exit code."""
     found = [(path, read_status(RunFolder(path))) for path in runs_below(root)]
     if not found:
         sys.stdout.write(f"no runs in {root}\n")
@@ -56,5 +56,5 @@ def _row(path: Path, found: RunStatus) -> tuple[str, ...]:
 def _when(moment: float | None) -> str:
     try:
         return "" if moment is None else datetime.fromtimestamp(moment).astimezone().strftime("%Y-%m-%d %H:%M")
-    except (OverflowError, ValueError, OSError):  # no date
+    except (OverflowError, ValueError, OSError):  # not a date
         return ""

@@ -72,7 +72,7 @@ def _devices() -> list[Any]:
 def _report(
     scored: Sequence[tuple[Candidate, Mapping[str, float]]], names: Sequence[str], folder: Path, *, title: str
 ) -> None:
-    """The figures on the screen, and as a page in the folder."""
+    """Print the metrics and write them as a page into the folder."""
     from trainkit.report.numbers import figure  # noqa: PLC0415 - not for --help
     from trainkit.report.tables import print_rows  # noqa: PLC0415 - not for --help
     from trainkit.run.folder.run_folder import write_atomically  # noqa: PLC0415 - not for --help
