@@ -27,7 +27,7 @@ from trainkit.run.folder.run_folder import RunFolder
 
 def started_rank(job, number, attempt) -> subprocess.Popen:
     place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
-    command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.cargo, place, attempt))]
+    command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.payload, place, attempt))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
@@ -47,8 +47,8 @@ class Simple(ProcessBackend):
         if self.broken:
             raise RuntimeError("no room for 2 workers\n\tat org.apache")
         for _ in range(job.max_restarts + 1):
-            attempt = begin_attempt(job.cargo, "key")
-            assert wait_for_attempt(job.cargo, "key") == attempt
+            attempt = begin_attempt(job.payload, "key")
+            assert wait_for_attempt(job.payload, "key") == attempt
             started = [started_rank(job, number, attempt) for number in range(job.num_ranks)]
             while None in (codes := [process.poll() for process in started]) and not any(codes):
                 time.sleep(0.02)

@@ -81,5 +81,5 @@ def train_impatiently(place: Place, folder: str, port: int, *overrides: str):
     """The same, where a locked folder is refused at once."""
     from trainkit.run.rendezvous import join as joining
 
-    with mock.patch.object(joining, "_LOCK_PATIENCE_S", 0.0):
+    with mock.patch.object(joining, "_LOCK_TIMEOUT_S", 0.0):
         return train(place, folder, port, *overrides)

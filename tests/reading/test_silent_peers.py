@@ -51,7 +51,7 @@ def test_a_launch_gives_up_a_store_that_accepts_and_never_answers(
 ) -> None:
     monkeypatch.setattr(boards, "_ANSWER_S", 0.5)  # how long torch tries again, once the socket is closed
     with ExitStack() as stack, pytest.raises(HangError, match=r"waited 1 s \(supervisor.join_timeout_s\) in vain"):
-        StoreClient(launch_at(silent)).open(stack, WaitReporter(lambda: "rank 0", timeout_s=1, say=lambda _: None))
+        StoreClient(launch_at(silent)).open(stack, WaitReporter(lambda: "rank 0", timeout_s=1, log=lambda _: None))
 
 
 def test_a_rank_gives_up_a_store_that_accepts_and_never_answers(
@@ -82,7 +82,7 @@ MESSAGES: dict[str, tuple[str, str]] = {
 def test_a_message_of_a_stranger_is_refused_with_the_place_and_the_reason(board: StoreClient, name: str) -> None:
     text, reason = MESSAGES[name]
     meeting = ProcessBarrier(launch_at(board.address), timeout_s=5)
-    meeting._board, meeting.prefix = board, "group"
+    meeting._store, meeting.prefix = board, "group"
     board.set("group/round/1", text)
     with pytest.raises(LinkError) as caught:
         meeting.run_on_rank0_and_broadcast(lambda: None)

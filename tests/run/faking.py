@@ -36,7 +36,7 @@ def run_roles(folder, roles, **settings):
         counts[role] += 1
     alone = [task.rank for task in tasks if task.role in ("worker", "evaluator")]
     try:
-        return run_tasks(folder, tasks, assistants=range(1, len(tasks)), replaceable=alone, **settings)
+        return run_tasks(folder, tasks, auxiliary_ranks=range(1, len(tasks)), replaceable=alone, **settings)
     finally:
         del os.environ["FAKE_ROLES"]
 

@@ -83,10 +83,10 @@ def test_a_run_whose_process_is_gone_was_killed(folder: RunFolder) -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         mark = ProcessId.of(process.pid)
         written(folder, pid=mark.pid, process_start=mark.started)
-        assert read_status(folder).told() == f"runs as process {mark.pid} on {Machine.here().host}, at step 3"
+        assert read_status(folder).summary() == f"runs as process {mark.pid} on {Machine.here().host}, at step 3"
         process.kill()
         process.wait()
-    assert read_status(folder).told() == "was killed at step 3"
+    assert read_status(folder).summary() == "was killed at step 3"
 
 
 def test_a_later_process_of_the_same_number_is_another(folder: RunFolder) -> None:

@@ -23,7 +23,7 @@ class Scene:
         self,
         path: Path,
         ranks: int = 2,
-        assistants: tuple[int, ...] = (),
+        auxiliary_ranks: tuple[int, ...] = (),
         *,
         sees_all: bool = True,
         **limits: float,
@@ -34,7 +34,7 @@ class Scene:
         self.watch = Watch(
             TimeLimits(**{"hang_timeout_s": 10.0, **limits}),
             self.folder,
-            assistants=assistants,
+            auxiliary_ranks=auxiliary_ranks,
             sees_all=sees_all,
             clock=lambda: self.now,
             pid_of=lambda _: 1,
@@ -101,7 +101,7 @@ def test_a_rank_that_is_still_starting_is_named_while_the_other_waits_to_meet_it
 
 
 def test_an_assistant_is_judged_by_itself_however_far_the_others_are(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, 3, assistants=(1, 2))
+    scene = Scene(tmp_path, 3, auxiliary_ranks=(1, 2))
     for step in range(4, 9):
         scene.beat((step, "update"), (20, "forward"), (step, "idle")) if step == 4 else scene.hearts[0].beat(
             step, "data"

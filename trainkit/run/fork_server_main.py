@@ -1,7 +1,8 @@
-"""The process whose forks are the ranks of a run: it imports torch once for all of them, and for those started again.
+"""Run the process that ranks are forked from: it imports torch once for all ranks and for their restarts.
 
-`python -m trainkit.run.fork_server_main DESCRIPTOR RUN/resolved.yaml`: its end of a socket, and the run, for who looks
-at processes; a fork is then what `python -m trainkit.run.worker_main RUN/resolved.yaml` is.
+`python -m trainkit.run.fork_server_main DESCRIPTOR RUN/resolved.yaml`: DESCRIPTOR is the file descriptor of its socket;
+the path of the run only makes the process recognizable in `ps`. A fork behaves like `python -m trainkit.run.worker_main
+RUN/resolved.yaml`.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer does it
     "trainkit.config.schema", "trainkit.run.planning.plan", "trainkit.run.runner",
 )  # fmt: skip
-"""What a rank imports, whatever it trains."""
+"""Modules that every rank imports."""
 
 
 def main(arguments: list[str]) -> int:
-    """Fork ranks until whoever asks for them is gone; returns the exit code, in a fork that of the rank."""
+    """Fork ranks until the client closes the socket. Return the exit code; in a fork, the exit code of the rank."""
     link = socket.socket(fileno=int(arguments[0]))
     preload(_IMPORTED)
-    order = ForkServer(link).serve()
-    if order is None:
+    request = ForkServer(link).serve()
+    if request is None:
         return 0
-    enter_child(order)
-    os.environ[lifeline.VARIABLE] = str(order.reader)
-    sys.argv = [str(worker.__file__), *order.arguments]
-    return worker.main(order.arguments)
+    enter_child(request)
+    os.environ[lifeline.VARIABLE] = str(request.reader)
+    sys.argv = [str(worker.__file__), *request.arguments]
+    return worker.main(request.arguments)
 
 
 if __name__ == "__main__":

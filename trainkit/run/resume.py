@@ -1,4 +1,4 @@
-"""What a run continues: a run folder of its own, another run's checkpoint, or nothing."""
+"""What a run continues: its own run folder, a checkpoint of another run, or nothing."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from trainkit.trainer.manifest import list_complete
 __all__ = ["ResumePoint", "adopt", "find_start"]
 
 _SHOWN: Final = 3
-"""Folders that cannot be read and are named."""
+"""Number of unreadable folders that the note names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """Where a run begins."""
+    """The state from which a run starts."""
 
     cfg: RunConfig
-    """The config; keys left auto have the values of the run that is continued."""
+    """The config; keys left on auto have the values of the run that is continued."""
     folder: RunFolder | None = None
-    """The run folder to go on in; None: a new one."""
+    """The run folder to continue in; None creates a new one."""
     checkpoints: Path | None = None
-    """Another run's `checkpoints` folder, or one checkpoint in it, to start from."""
+    """The `checkpoints` folder of another run, or one checkpoint in it, to start from."""
     note: str | None = None
-    """One line that says which."""
+    """One line that describes what is continued."""
     relaunched: bool = False
-    """Whether a launcher has started all processes again."""
+    """Whether an external launcher has restarted all processes."""
 
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
-    """Work out `resume`.
+    """Resolve the key `resume`.
 
     Args:
         cfg: the checked config.
-        run_dir: the run folder that the user or the launcher named, if it shall be that one; for `auto`.
+        run_dir: the run folder that the user or the launcher named, if any; used by `auto`.
 
     Raises:
-        ConfigError: there is nothing to resume at a given path, or it is another training: every maths key that
-            differs is named.
+        ConfigError: there is nothing to resume at the given path, or the run there is another training; the error names
+            every maths key that differs.
     """
     if cfg.resume is None:
         return ResumePoint(cfg=cfg)
@@ -79,7 +79,11 @@ def _auto(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
             adopted = adopt(cfg, earlier)
             if not _unfinished(folder) or fingerprint(adopted) != fingerprint(earlier):
                 continue
-        except (ConfigError, CheckpointError, UnreadableError):  # what another run left is no reason not to train
+        except (
+            ConfigError,
+            CheckpointError,
+            UnreadableError,
+        ):  # an unreadable folder of another run must not prevent training
             unread.append(f"{folder.path} cannot be read and is passed over")
             continue
         _refuse_running(folder)
@@ -94,23 +98,28 @@ def _unfinished(folder: RunFolder) -> bool:
 
 def _continues(folder: RunFolder) -> str:
     found = read_status(folder)
-    ended = "" if found.state == "unknown" or found.is_running else f", which {found.told()}"
+    ended = "" if found.state == "unknown" or found.is_running else f", which {found.summary()}"
     return f"resume=auto: continues {folder.path}{ended}"
 
 
 def _refuse_running(folder: RunFolder) -> None:
-    """Refuse a run that certainly runs; of one on another host only its age is known, and it may have been killed."""
+    """Refuse to resume a run that certainly still runs.
+
+    For a run on another host only the age of its heartbeat is known, and it may have been killed: it is not refused.
+    """
     found = read_status(folder)
     if found.is_running and not found.note:
         rule = (
-            f"{folder.path}, the newest unfinished run of this training, {found.told()}. Wait until it has ended, stop "
-            "it, or leave out resume=auto for another run."
+            f"{folder.path}, the newest unfinished run of this training, {found.summary()}. Wait until it has ended, "
+            "stop it, or leave out resume=auto for another run."
         )
         raise ConfigError([Problem(key="resume", value="auto", rule=rule)])
 
 
 def adopt(cfg: RunConfig, earlier: RunConfig) -> RunConfig:
-    """Give keys left auto what the earlier run resolved them to: a resume on another placement keeps them."""
+    """Set keys left on auto to the values that the earlier run resolved, so that a resume on other devices
+    keeps them.
+    """
     batch = cfg.batch
     if batch.micro_size is None and batch.accumulation is None:
         batch = replace(batch, micro_size=earlier.batch.micro_size)

@@ -1,4 +1,4 @@
-"""The runner: from a checked config to a trained model in its run folder."""
+"""Train a model from a checked config and write its run folder."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ from trainkit.trainer.checkpoint import refuse_small_disk
 __all__ = ["Job", "Result", "begin_folder", "new_folder", "refuse_lack_of_room", "resumed_from", "run_task", "train"]
 
 Result = dict[str, Any] | None
-"""What result.json holds, on the owner."""
+"""Content of result.json on rank 0; None on other ranks."""
 
 Job = Callable[[Path, Callable[[], Result]], Result]
-"""Calls a training in its folder: the frame that Hydra puts around a job."""
+"""Calls the training in its folder, for example within the job context that Hydra sets up."""
 
 
 def train(
@@ -62,26 +62,26 @@ def train(
     job: Job | None = None,
     launch: LaunchEnvironment | None = None,
 ) -> dict[str, Any]:
-    """Train, in this process or in as many as the strategy needs.
+    """Train, in this process or in as many processes as the strategy needs.
 
     Args:
         cfg: a checked config.
         run_dir: the run folder; None: a new one below `outputs/<name>`.
-        notes: what the summary shall say besides.
-        job: calls the training, once there is a folder for it: the frame that Hydra puts around a job.
-        launch: the processes that something else started for this run, of which this is one.
+        notes: additional lines of the startup summary.
+        job: wraps the call of the training once its folder exists, for example in the job context of Hydra.
+        launch: the external launch that this process belongs to; None: this process starts the others itself.
 
     Returns:
-        What result.json holds, and `folder`; on a rank above 0 of a launch, its status and reason.
+        Content of result.json, and `folder`; on a rank above 0 of an external launch, its status and reason.
 
     Raises:
-        ConfigError: what is wrong with this combination; nothing was written.
-        TrainkitError: the training failed; result.json says so, and the last checkpoint stays.
+        ConfigError: this combination of settings is invalid; nothing was written.
+        TrainkitError: the training failed; result.json records it, and the last checkpoint stays.
     """
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
             return _train(cfg, run_dir=run_dir, notes=notes, job=job)
-        from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs are started by nobody else
+        from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
         return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job)
 
@@ -101,7 +101,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
         def run() -> Result:
             record.follow_pulse()
             if plan.engine is not None:
-                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs need none
+                from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
                 return run_on(plan.engine, plan, folder)
             if len(plan.tasks) == 1:
@@ -124,7 +124,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
                 limits=TimeLimits.of(cfg.supervisor),
                 pass_fds=(lock,),
                 secrets=secrets,
-                assistants=plan.auxiliary_ranks,
+                auxiliary_ranks=plan.auxiliary_ranks,
                 replaceable=plan.replaceable,
             )
 
@@ -136,21 +136,21 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
 
 
 def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
-    """A folder that no run has had."""
+    """Create a run folder that no run has used."""
     return RunFolder.create(Path("outputs"), cfg.name) if run_dir is None else RunFolder.claim(run_dir)
 
 
 def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | None, run_dir: Path | None) -> None:
-    """Refuse a run whose checkpoints its file system cannot hold, before anything is written or started.
+    """Refuse a run whose checkpoints do not fit on the file system, before anything is written or started.
 
     Args:
         plan: the run.
         model: from `meta_model`.
-        folder: the run folder, where it exists.
-        run_dir: where it is to be made; None: below `outputs/<name>`.
+        folder: the run folder, if it exists.
+        run_dir: the folder to be created; None: below `outputs/<name>`.
 
     Raises:
-        StorageError: there is too little room.
+        StorageError: there is too little free space.
     """
     settings = plan.cfg.checkpoint
     kept = settings.keep_last + settings.keep_best + int(plan.has_evaluator)
@@ -161,10 +161,10 @@ def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | Non
 def begin_folder(
     folder: RunFolder, plan: RunPlan, start: ResumePoint, *, notes: Sequence[str]
 ) -> tuple[RunConfig, dict[str, Any]]:
-    """Write into a run folder, whose lock is held, what the run begins with.
+    """Write the initial files of a run folder; the caller holds its lock.
 
     Returns:
-        The config to run, and the secrets that no file holds.
+        The config to run, and the secrets, which are not written to any file.
     """
     folder.begin()
     resolved = resumed_from(plan.cfg, start.checkpoints)
@@ -175,7 +175,7 @@ def begin_folder(
 
 
 def resumed_from(cfg: RunConfig, checkpoints: Path | None) -> RunConfig:
-    """The config with the checkpoint that it starts from, where that is another run's."""
+    """Return the config with `resume` set to the checkpoint of another run, if the run starts from one."""
     return cfg if checkpoints is None else replace(cfg, resume=str(checkpoints))
 
 
@@ -191,25 +191,26 @@ def run_task(
     follow: Callable[[Callable[[], int]], None] | None = None,
     beats: BeatCounter | None = None,
 ) -> dict[str, Any] | None:
-    """Do one task of a run in this process.
+    """Run one task of a run in this process.
 
     Args:
         cfg: the resolved config.
-        identity: who this process is.
-        folder: the run folder; the rank 0 task owns it.
-        stop: asks this process to stop.
-        plan: the plan of `cfg`, where it was made already.
-        confirm: raises where the folder is another group's by now; asked before anything is kept in it.
-        report: reports an error to the parent and the other ranks, before this rank leaves or closes anything; None:
-            there are no others.
-        follow: takes what tells the step, once the training can begin.
-        beats: takes the beats of a run of one process; by default they go into the run folder, for other processes.
+        identity: rank and task of this process.
+        folder: the run folder; rank 0 owns it.
+        stop: requests that this process stops.
+        plan: the plan of `cfg`, if the caller has made it.
+        confirm: raises if another worker group owns the folder now; called before anything is written to it.
+        report: sends an error to the parent and the other ranks, before this rank leaves the group or closes anything;
+            None: there are no others.
+        follow: receives a function that returns the current step, once the training can begin.
+        beats: counts the heartbeats of a run of one process; None: heartbeats are written to the run folder for other
+            processes.
 
     Returns:
-        What result.json holds, on the owner; None on other ranks.
+        Content of result.json on rank 0; None on other ranks.
 
     Raises:
-        TrainkitError: the training failed; the owner has written so into result.json.
+        TrainkitError: the training failed; rank 0 has recorded it in result.json.
     """
     is_owner = identity.task.rank == 0
     begun = time.perf_counter()
@@ -221,15 +222,21 @@ def run_task(
     recorder = FlightRecorder(folder.collectives_of, identity.task.rank, step) if identity.store else nullcontext()
     with reproducible_process(enabled=cfg.numerics.reproducible), recorder:
         try:
-            told = beats or beats_of(identity, folder)
+            heartbeat = beats or beats_of(identity, folder)
             plan = plan or make_plan(cfg)
             if identity.task.rank in plan.auxiliary_ranks:
                 work = evaluate_all if identity.task.is_evaluator else run_auxiliary
-                with report_compiling(told):
-                    work(plan, identity, folder, requested=lambda: stop.requested, on_phase=told or _unheard)
+                with report_compiling(heartbeat):
+                    work(
+                        plan,
+                        identity,
+                        folder,
+                        requested=lambda: stop.requested,
+                        on_phase=heartbeat or _ignore_heartbeat,
+                    )
                 return None
             with reporting(folder.path), explain_oom(plan, identity.task, lambda: None):
-                session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=told)
+                session = _open(plan, identity, folder, stop, confirm=confirm, report=report, beats=heartbeat)
         except BaseException as error:
             lost = reported(error, report)
             ending = unless_exit(error, report, None)
@@ -246,7 +253,7 @@ def run_task(
             with (
                 reporting(folder.path),
                 explain_oom(plan, identity.task, lambda: session.run.state.step),
-                report_compiling(told),
+                report_compiling(heartbeat),
             ):
                 trained = session.train()
             result = {**trained, "seconds_total": time.perf_counter() - begun, **_checkpoint_paths(folder, plan)}
@@ -264,8 +271,8 @@ def run_task(
     return result if is_owner else None
 
 
-def _unheard(phase: str, step: int) -> None:
-    """Take a beat that nobody listens to."""
+def _ignore_heartbeat(phase: str, step: int) -> None:
+    """Ignore a heartbeat, where no process reads it."""
 
 
 def _close_and_record(
@@ -275,9 +282,9 @@ def _close_and_record(
     error: BaseException | None = None,
     requested: Callable[[], str | None] = lambda: None,
 ) -> None:
-    """Leave the group, keep the result, and let the callbacks have the last word; not after a second Ctrl-C.
+    """Leave the process group, write the result, and call `run_end` of the callbacks, except after a second Ctrl-C.
 
-    Of a run that has failed already, what cannot be written is left out: the error that ended it is raised.
+    If the run has already failed, write errors are suppressed here: the error that ended the run is raised instead.
     """
     session.close(failed=error is not None)
     suppressed = () if error is None else (OSError, StorageError)
@@ -325,19 +332,19 @@ def _open(
 
 
 def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
-    """Says that replicas are lost, where some are."""
+    """Return a note about lost replicas, if there are any."""
     planned, present = len(plan.tasks), identity.num_ranks
     return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
 
 
 def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
-    """Return where checkpoints lie, how the run is resumed, and the last proof of this training on this placement."""
+    """Return the checkpoint paths, the resume command, and the last proof of this training on this placement."""
     return {**best_and_last(folder), "resume": folder.resume_command, "proved": last_proof(plan)}
 
 
 def _notes(folder: RunFolder) -> list[str]:
     try:
         notes: list[str] = read_map(folder.environment, {"notes": list})["notes"]
-    except AbsentFileError:  # started by hand
+    except AbsentFileError:  # a rank that was started by hand
         return []
     return [note for note in notes if isinstance(note, str)]

@@ -1,15 +1,16 @@
-"""One task of a run in a process of its own: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
+"""Run one task of a run in its own process: `python -m trainkit.run.worker_main RUN/resolved.yaml`.
 
-Who it is stands in the environment (`trainkit.cluster.identity`), all else in the run folder; Hydra is not imported.
+The environment holds the identity of the process (`trainkit.cluster.identity`), the run folder everything else. Hydra
+is not imported.
 
-A rank can be run by hand, in a debugger for one: start every rank in a terminal of its own, with a free port that they
-share. Rank 0 then hosts the store.
+A rank can be started by hand, for example in a debugger: start every rank in its own terminal, with a free port that
+they share. Rank 0 then hosts the store.
 
     export TRAINKIT_RANKS=2 TRAINKIT_STORE=127.0.0.1:29400
     TRAINKIT_RANK=0 python -m pdb -m trainkit.run.worker_main RUN/resolved.yaml
     TRAINKIT_RANK=1 python -m trainkit.run.worker_main RUN/resolved.yaml
 
-The run folder opens no package: where the run names classes of yours, add `TRAINKIT_ALLOW_PACKAGES=my_package`.
+A run folder cannot allow packages: if the run names classes of your own, set `TRAINKIT_ALLOW_PACKAGES=my_package`.
 
 Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 for a run that was stopped and can be resumed.
 """
@@ -50,13 +51,13 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the task this process is; returns the exit code.
+    """Run the task of this process; return the exit code.
 
     Args:
-        arguments: the path of `resolved.yaml`, in the run folder.
+        arguments: the path of `resolved.yaml` in the run folder.
     """
     signals = worker_signals() if lifeline.VARIABLE in os.environ else stop_signals()
-    with masked_output(), StopFlag(signals=signals) as stop:  # first of all: from here on no signal is lost
+    with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
         supervised = lifeline.watch_parent(os.environ)
         if len(arguments) != 1:
             print("usage: python -m trainkit.run.worker_main RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
@@ -71,7 +72,7 @@ def main(arguments: list[str]) -> int:
             report = Reporter(folder.error_of(rank), rank)
             _name_process(str(identity.task))
             if supervised and identity.store is not None:
-                Heartbeat(folder.heartbeat_of(rank)).close()  # the imports that follow take a while
+                Heartbeat(folder.heartbeat_of(rank)).close()  # the following imports take several seconds
             failpoints.hit("start", 0)
             with (
                 _recorded(folder, rank, supervised=supervised),
@@ -79,16 +80,16 @@ def main(arguments: list[str]) -> int:
                 _store_of_hand_started(identity, supervised=supervised),
             ):
                 result = _run(resolved, identity, folder, stop, report)
-            with contextlib.suppress(OSError):  # the folder is gone: the parent finds out
+            with contextlib.suppress(OSError):  # the folder was removed: the parent detects it
                 folder.done_of(rank).touch()
         except KeyboardInterrupt:
             return EXIT_CODES["stopped"]
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the end of the line: every error is reported
-            words = report(as_storage_error(error, folder.path) or error)
-            if rank > 0 or not supervised:  # rank 0's are shown by the supervisor
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - top level: every error is reported
+            error_report = report(as_storage_error(error, folder.path) or error)
+            if rank > 0 or not supervised:  # the supervisor prints the error of rank 0
                 with _recorded(folder, rank, supervised=True):
-                    print(words.traceback, file=sys.stderr, flush=True)  # noqa: T201
-            return words.exit_code
+                    print(error_report.traceback, file=sys.stderr, flush=True)  # noqa: T201
+            return error_report.exit_code
         status = (result or {}).get("status", "finished")
         return EXIT_CODES.get(status, 1) if stop.requested else 0
 
@@ -96,7 +97,7 @@ def main(arguments: list[str]) -> int:
 def _run(
     resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
 ) -> dict[str, Any] | None:
-    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the flag has to be up before
+    from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
 
@@ -111,7 +112,7 @@ def _run(
 
 @contextlib.contextmanager
 def _recorded(folder: RunFolder, rank: int, *, supervised: bool) -> Iterator[None]:
-    """Record what rank 0 prints, unless it goes into a log by itself, which the driver of an engine shows."""
+    """Record the output of rank 0, unless it already goes to a log file that the driver of a backend prints."""
     if rank > 0 or _goes_into(folder.log_of(rank)):
         yield
         return
@@ -120,21 +121,21 @@ def _recorded(folder: RunFolder, rank: int, *, supervised: bool) -> Iterator[Non
 
 
 def _goes_into(log: Path) -> bool:
-    """Whether standard output is a file."""
+    """Return whether standard output is the file `log`."""
     with contextlib.suppress(OSError):
         return os.path.samestat(os.fstat(1), log.stat())
     return False
 
 
 def _name_process(name: str) -> None:
-    """What `top` and `ps -eo pid,comm` call it, on Linux."""
+    """Set the name that `top` and `ps -eo pid,comm` show, on Linux."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
 @contextlib.contextmanager
 def _stacks_on_demand(folder: RunFolder, rank: int) -> Iterator[None]:
-    """SIGUSR2 writes the stacks of all threads, also while Python hangs in C; crashes of C code are told on stderr."""
+    """Write the stacks of all threads on SIGUSR2, even while C code hangs; crashes of C code are reported on stderr."""
     faulthandler.enable()
     if not hasattr(signal, "SIGUSR2"):
         yield

@@ -1,1 +1,1 @@
-"""Engines that start the processes of a run on a cluster of their own: Ray, Spark."""
+"""Process backends, which start the processes of a run on their own cluster: Ray, Spark."""

@@ -1,4 +1,4 @@
-"""An attempt of an engine at a run, as its processes see it through the run folder that they share."""
+"""An attempt of a process backend at a run; its processes communicate through the run folder that they share."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ __all__ = [
     "wait_for_attempt",
 ]
 
-_PATIENCE_S: Final = 60.0
+_TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
 _ATTEMPTS: Final = ".attempts"
-"""The file of a run folder that counts them."""
+"""The file of a run folder that counts the attempts."""
 
 
 class RankError(RuntimeError):
-    """A rank ended otherwise than cleanly: the engine starts all again."""
+    """A rank failed: the backend restarts all ranks."""
 
 
-def begin_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
-    """Prepare the folder for another attempt; for rank 0, before any other begins.
+def begin_attempt(payload: Mapping[str, Any], key: str = "") -> list[str] | None:
+    """Prepare the folder for another attempt; for rank 0, before any other rank begins.
 
     Args:
-        cargo: of `worker_payload`.
-        key: what `wait_for_attempt` knows this attempt by, where the engine cannot tell the others.
+        payload: from `worker_payload`.
+        key: identifies this attempt for `wait_for_attempt`, if the backend cannot broadcast to the other ranks.
 
     Returns:
-        The number of the attempt and the token of its fence, for every rank; None where a further attempt would end as
-        the last one did.
+        The number of the attempt and its fencing token, for every rank; None if a further attempt would end as the last
+        one did.
     """
-    folder = RunFolder(Path(cargo["folder"]))
+    folder = RunFolder(Path(payload["folder"]))
     number = int(_attempts(folder).get("count", 0))
     last = failure_in(folder) if number else None
     attempt, relaunch = None, ExternalRestart(raised=frozenset(), refusal=None)
@@ -62,13 +62,13 @@ def begin_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
             None if last is None else last.headline,
             None if last is None else last.rank,
             before=_attempts(folder).get("raised", ()),
-            tolerant=cargo.get("elastic", False),
+            tolerant=payload.get("elastic", False),
         )
     if (last is None or not last.is_permanent) and relaunch.refusal is None:
         if number:
-            with _rank_0_says(folder) as file:
+            with _open_rank_0_log(folder) as file:
                 what = last.headline if last else "The processes are gone."
-                file.write(f"{what} {cargo['kind']} starts all again.\n")
+                file.write(f"{what} {payload['kind']} starts all again.\n")
         folder.begin()
         folder.open_live()
         attempt = [str(number), FencingToken.acquire(folder).token]
@@ -78,20 +78,20 @@ def begin_attempt(cargo: Mapping[str, Any], key: str = "") -> list[str] | None:
 
 
 def refusal_in(folder: RunFolder) -> str:
-    """Return why the last attempt did not begin; empty where it did."""
+    """Return why the last attempt did not begin; empty if it did."""
     return str(_attempts(folder).get("refusal", ""))
 
 
-def wait_for_attempt(cargo: Mapping[str, Any], key: str) -> list[str] | None:
-    """What `begin_attempt` gave rank 0, once it has; for the other ranks.
+def wait_for_attempt(payload: Mapping[str, Any], key: str) -> list[str] | None:
+    """Wait for the result of `begin_attempt` on rank 0, and return it; for the other ranks.
 
     Raises:
-        RankError: rank 0 did not come, or this host does not see its folder.
+        RankError: rank 0 did not begin, or this host does not see its folder.
     """
-    folder, deadline = RunFolder(Path(cargo["folder"])), time.monotonic() + _PATIENCE_S
+    folder, deadline = RunFolder(Path(payload["folder"])), time.monotonic() + _TIMEOUT_S
     while (found := _attempts(folder)).get("key") != key:
         if time.monotonic() > deadline:
-            raise RankError(f"rank 0 did not begin within {_PATIENCE_S:g} s in {folder.path}. Do all hosts share it?")
+            raise RankError(f"rank 0 did not begin within {_TIMEOUT_S:g} s in {folder.path}. Do all hosts share it?")
         time.sleep(_POLL_S)
     attempt: list[str] | None = found["attempt"]
     return attempt
@@ -111,18 +111,18 @@ def _attempts(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def _rank_0_says(folder: RunFolder) -> Any:
+def _open_rank_0_log(folder: RunFolder) -> Any:
     folder.logs.mkdir(parents=True, exist_ok=True)
     return io.TextIOWrapper(open_regular(folder.log_of(0), "ab"), encoding="utf-8")
 
 
 def stop_file(folder: RunFolder) -> Path:
-    """The file that asks every rank to save and stop; it says why."""
+    """Return the path of the file that asks every rank to save and stop; its content is the reason."""
     return folder.path / ".stop"
 
 
 def stop_reason(folder: RunFolder) -> str:
-    """Return why every rank is to stop; empty where no file says so."""
+    """Return why every rank is to stop; empty if there is no request."""
     try:
         return read_text(stop_file(folder), limit=64)
     except UnreadableError:
@@ -130,30 +130,30 @@ def stop_reason(folder: RunFolder) -> str:
 
 
 def forget_attempts(folder: RunFolder) -> None:
-    """Begin to count anew; before the engine starts anything."""
+    """Reset the count of attempts, before the backend starts anything."""
     for left in (folder.path / _ATTEMPTS, stop_file(folder)):
         left.unlink(missing_ok=True)
 
 
-def may_restart(cargo: Mapping[str, Any]) -> bool:
-    """Whether a failed attempt is worth another: nobody asked for a stop, and it may end otherwise."""
-    folder = RunFolder(Path(cargo["folder"]))
+def may_restart(payload: Mapping[str, Any]) -> bool:
+    """Return whether a failed attempt is worth another: no stop was requested, and the failure is not permanent."""
+    folder = RunFolder(Path(payload["folder"]))
     last = failure_in(folder)
     return not stop_file(folder).exists() and (last is None or not last.is_permanent)
 
 
 def failure_in(folder: RunFolder) -> Failure | None:
-    """The failure that came first in the last attempt; None where no rank left a word."""
+    """Return the first failure of the last attempt; None if no rank left an error report."""
     found = {
-        rank: words
+        rank: report
         for path in folder.live.glob("rank_*.error.json")
-        if (rank := path.name.split("_")[1].split(".")[0]).isdigit() and (words := read_error_report(path)) is not None
+        if (rank := path.name.split("_")[1].split(".")[0]).isdigit() and (report := read_error_report(path)) is not None
     }
     if not found:
         return None
-    exits = [ProcessExit(attempt=0, rank=int(rank), code=words.exit_code) for rank, words in found.items()]
+    exits = [ProcessExit(attempt=0, rank=int(rank), code=report.exit_code) for rank, report in found.items()]
     failure = root_cause(folder, exits, [])
-    words = found[str(failure.rank)]
-    if words.is_secondary:
+    report = found[str(failure.rank)]
+    if report.is_secondary:
         return replace(failure, headline=f"rank {failure.rank} lost another, which said nothing.")
-    return replace(failure, headline=words.message) if words.kinds[0] == RankError.__name__ else failure
+    return replace(failure, headline=report.message) if report.kinds[0] == RankError.__name__ else failure

@@ -1,9 +1,9 @@
-"""What an engine is: a choice of `cluster` whose own program starts the processes of a run, and starts them again.
+"""The base of process backends: choices of `cluster` whose own program starts and restarts the processes of a run.
 
-this process       composes, checks, plans, makes and locks the run folder, holds the store where the ranks meet
-the engine         starts a process a replica, wherever it has room; on a failure all of them again
-each process       starts our worker, which reads `resolved.yaml` as under the supervisor
-this process       shows what rank 0 prints, passes Ctrl-C on, and says what went wrong
+this process       composes, checks, plans, creates and locks the run folder, hosts the rendezvous store the backend
+starts one process per replica where it has room; restarts all of them on a failure each process       starts a trainkit
+worker, which reads `resolved.yaml` as under the supervisor this process       prints the output of rank 0, forwards
+Ctrl-C, and reports what went wrong
 """
 
 from __future__ import annotations
@@ -29,58 +29,58 @@ CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHON
 
 @dataclass(frozen=True, kw_only=True)
 class BackendJob:
-    """What an engine is asked to do."""
+    """The processes that a backend is asked to run."""
 
     num_ranks: int
     """Processes to start."""
     min_ranks: int | None
-    """Processes that are enough where there is no room for more; None: all of them or none."""
+    """Processes that are enough if there is no room for more; None: all of them or none."""
     retry_s: float
-    """Seconds between two looks for room for more."""
+    """Seconds between two checks for room for more."""
     max_restarts: int
-    """Times that all are started again after a failure."""
+    """How often all are restarted after a failure."""
     uses_gpus: bool
     """Whether each process gets a GPU."""
-    cargo: Mapping[str, Any]
-    """What every process is handed: `trainkit.run.backends.worker.run_rank` takes it, plain values."""
+    payload: Mapping[str, Any]
+    """Argument of `trainkit.run.backends.worker.run_rank` for every process: plain values."""
     folder: str
-    """A folder that all processes see, for what the engine itself keeps."""
+    """A folder that all processes see, for files of the backend itself."""
 
 
 class BackendConnection(Protocol):
-    """An engine that answers."""
+    """A connection to a running backend."""
 
     @property
     def host(self) -> str:
         """The address of this process, as the processes of the run reach it."""
 
     def run(self, job: BackendJob) -> None:
-        """Do a job to its end, or to the failure that ends it, which is raised; may be called from any thread."""
+        """Run a job until it ends; raise the failure that ends it. May be called from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessBackend(Cluster):
-    """The base of the engines; a choice adds where its cluster is."""
+    """The base class of backends; a choice adds the address of its cluster."""
 
     name: ClassVar[str]
-    """What it is called in messages."""
+    """Its name in messages."""
     packages: ClassVar[tuple[str, ...]]
-    """The packages it is made of."""
+    """The Python packages that it needs."""
     extra: ClassVar[str]
-    """The extra of trainkit's that installs them."""
+    """The extra of trainkit that installs them."""
     starts_processes: ClassVar[bool] = True
     elastic: ClassVar[bool] = False
-    """Whether it can go on with fewer processes, and take more once there is room."""
+    """Whether it can continue with fewer processes, and add some once there is room."""
 
     num_gpus: Annotated[int | Literal["auto"], placement, at_least(0)] = "auto"
-    """GPUs of its cluster, a replica each; 0 trains on CPUs; auto: as many as this host has."""
+    """GPUs of its cluster, one per replica; 0 trains on CPUs; auto: as many as this host has."""
 
     def launch(self, environ: Mapping[str, str]) -> None:
-        """No launch: this process is the only one, and the engine starts the others.
+        """Refuse an external launch: this process must be the only one, because the backend starts the others.
 
         Raises:
-            MissingExtraError: the engine is not installed.
-            ConfigError: a launcher started this process among others, each of which would start an engine.
+            MissingExtraError: the backend is not installed.
+            ConfigError: a launcher started this process among others, each of which would start a backend.
         """
         found = detect(environ)
         if found is not None:
@@ -89,7 +89,7 @@ class ProcessBackend(Cluster):
         self.require()
 
     def require(self) -> None:
-        """Make sure that the engine is there.
+        """Check that the backend is installed.
 
         Raises:
             MissingExtraError: it is not installed.
@@ -101,4 +101,6 @@ class ProcessBackend(Cluster):
 
     @abstractmethod
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> AbstractContextManager[BackendConnection]:
-        """Start the engine on this machine, or find the one that the config names; leaving the block lets go of it."""
+        """Start the backend on this machine, or connect to the one that the config names; leaving the block
+        disconnects.
+        """

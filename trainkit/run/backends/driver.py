@@ -1,4 +1,4 @@
-"""Running on an engine, seen from the process that was started by hand."""
+"""Run on a process backend, from the process that the user started."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _POLL_S: Final = 0.2
 _CHUNK: Final = 1 << 16
 
 
-def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
-    """Run a plan on an engine, to the end.
+def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str, Any]:
+    """Run a plan on a process backend until it ends.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on as a request to save and stop; a second Ctrl-C ends everything at once.
-    Call it from the main thread: signals reach no other.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded as a request to save and stop; a second Ctrl-C ends everything at once.
+    Call this function from the main thread: other threads receive no signals.
 
     Args:
-        engine: built from the config's `cluster`.
-        plan: what was decided.
+        backend: built from the config's `cluster`.
+        plan: the plan of the run.
         folder: the run folder, written and locked; on a file system that all hosts share.
 
     Returns:
@@ -46,19 +46,19 @@ def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str
 
     Raises:
         StoppedError, TerminatedError, HangupError: the run was stopped before the workers could write a result.
-        CrashLoopError: the engine gave up starting the processes again.
-        TrainkitError: what a worker raised on purpose, or what the engine says.
+        CrashLoopError: the backend gave up restarting the processes.
+        TrainkitError: a worker raised it, or the backend failed.
     """
     cuda = any(task.device.startswith("cuda") for task in plan.tasks)
     forget_attempts(folder)
     with ExitStack() as stack:
-        connection = stack.enter_context(engine.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
+        connection = stack.enter_context(backend.connect(num_ranks=len(plan.tasks), uses_gpus=cuda))
         store = stack.enter_context(HostedStore((connection.host, 0)))
         store.open()
         environ = {name: os.environ[name] for name in CARRIED if name in os.environ}
-        cargo = worker_payload(
+        payload = worker_payload(
             folder,
-            kind=engine.name,
+            kind=backend.name,
             store=store.address,
             environ={**environ, **package_environ()},
             elastic=plan.cfg.elastic.min_replicas is not None,
@@ -71,7 +71,7 @@ def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str
             retry_s=plan.cfg.elastic.retry_s,
             max_restarts=plan.cfg.supervisor.max_restarts,
             uses_gpus=cuda,
-            cargo=cargo,
+            payload=payload,
             folder=str(stack.enter_context(_scratch(folder)).absolute()),
         )
         stack.enter_context(_echo_rank0_log(folder))
@@ -81,10 +81,10 @@ def run_on(engine: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[str
 
 @contextmanager
 def _scratch(folder: RunFolder) -> Iterator[Path]:
-    """Make a folder for what the engine writes; it is deleted in the end, and so is one that a kill has left."""
+    """Make a folder for files of the backend; it is deleted at the end, and so is one that a killed run has left."""
     owner = folder.take()
-    owner.remove_tree(folder.path / ".engine")
-    path = free_name(folder.path / ".engine")
+    owner.remove_tree(folder.path / ".backend")
+    path = free_name(folder.path / ".backend")
     owner.make(path)
     try:
         yield path
@@ -96,7 +96,7 @@ def _until_done(
     connection: BackendConnection, job: BackendJob, folder: RunFolder, stop: StopFlag, *, max_restarts: int
 ) -> dict[str, Any]:
     failures: list[BaseException] = []
-    thread = threading.Thread(target=_run, args=(connection, job, failures), name="engine", daemon=True)
+    thread = threading.Thread(target=_run, args=(connection, job, failures), name="backend", daemon=True)
     thread.start()
     try:
         while thread.is_alive():
@@ -116,26 +116,28 @@ def _until_done(
         what = f"{found.headline if found else failures[0]} It was asked to stop."
         raise _recorded(folder, stop_error(stop.requested, what))
     if found is None:
-        raise _recorded(folder, TrainingError(f"{job.cargo['kind']} ended the run: {_brief(failures[0])}"))
+        raise _recorded(
+            folder, TrainingError(f"{job.payload['kind']} ended the run: {_without_java_frames(failures[0])}")
+        )
     if max_restarts == 0:
         raise _recorded(folder, found.error())
     raise _recorded(folder, CrashLoopError(f"gave up after {max_restarts} restarts: {found.error()}"))
 
 
-def _brief(error: BaseException) -> str:
-    """What an engine says, without the frames of its Java."""
+def _without_java_frames(error: BaseException) -> str:
+    """Return the message of a backend without the stack frames of its Java code."""
     return "\n".join(line for line in str(error).splitlines() if not line.startswith("\tat "))
 
 
 def _run(connection: BackendConnection, job: BackendJob, failures: list[BaseException]) -> None:
     try:
         connection.run(job)
-    except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+    except BaseException as error:  # noqa: BLE001 - reported by the waiting thread
         failures.append(error)
 
 
 def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
-    """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
+    """Write the cause that ends the command into the result; rank 0 only knows its own error."""
     status = status_of_error(error)
     kept = {**skipped_in(folder.checkpoints), "resume": folder.resume_command, **(folder.read_result() or {})}
     folder.write_result({**kept, "status": status, "reason": str(error)})
@@ -144,7 +146,7 @@ def _recorded(folder: RunFolder, error: TrainkitError) -> TrainkitError:
 
 @contextmanager
 def _echo_rank0_log(folder: RunFolder) -> Iterator[None]:
-    """Print what rank 0 prints, wherever it runs, as its log grows."""
+    """Print the output of rank 0, wherever it runs, as its log grows."""
     log, ended = folder.log_of(0), threading.Event()
     position = log.stat().st_size if log.exists() else 0
 

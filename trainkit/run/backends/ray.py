@@ -1,4 +1,4 @@
-"""Ray: Ray Train starts a worker a replica, and all of them again after a failure."""
+"""Ray: Ray Train starts one worker per replica, and restarts all of them after a failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.run.backends.worker import WorkerInfo, run_rank
 __all__ = ["Ray", "ray_session"]
 
 _QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing is sent anywhere that nobody asked for
+    "RAY_USAGE_STATS_ENABLED": "0",  # send no usage data
     "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -28,7 +28,7 @@ _QUIET = {
 
 @dataclass(frozen=True, kw_only=True)
 class Ray(ProcessBackend):
-    """Train on a Ray cluster, or on a Ray of this machine's own, started for the run.
+    """Train on a Ray cluster, or on a Ray instance that is started on this machine for the run.
 
     Source: https://docs.ray.io/en/latest/train/train.html
     """
@@ -41,7 +41,7 @@ class Ray(ProcessBackend):
     address: Annotated[str | None, placement] = None
     """The cluster: HOST:PORT, or auto for the one that this host is part of; null starts Ray here, for this run."""
     cpus_per_replica: Annotated[float, placement, above(0)] = 1.0
-    """Cores that Ray keeps free for each replica."""
+    """Cores that Ray reserves for each replica."""
 
     @contextmanager
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[_Connection]:  # noqa: ARG002 - Ray finds GPUs
@@ -53,18 +53,18 @@ class Ray(ProcessBackend):
 
 @contextmanager
 def ray_session(address: str | None, *, num_cpus: int) -> Iterator[Any]:
-    """Ray, while the block runs: that of a cluster, or one of this machine's own.
+    """Connect to a Ray cluster, or start Ray on this machine, for the duration of the block.
 
     Args:
-        address: of the cluster; None starts Ray here, with a folder of its own that is removed.
-        num_cpus: cores that a Ray of our own offers.
+        address: of the cluster; None starts Ray here, with a temporary folder that is removed.
+        num_cpus: cores that an own Ray instance offers.
 
     Returns:
         The module, connected.
     """
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
-    import ray  # noqa: PLC0415 - 1 s, and only where it is used
+    import ray  # noqa: PLC0415 - takes 1 s
 
     try:
         with ExitStack() as stack:
@@ -87,14 +87,14 @@ class _Connection:
     cpus: float
 
     def run(self, job: BackendJob) -> None:
-        """A worker a rank; a failure of one ends and starts all, which the run counts as one restart."""
+        """Run one worker per rank; a failure of one ends and restarts all, which counts as one restart of the run."""
         from ray.train import FailureConfig, RunConfig, ScalingConfig  # noqa: PLC0415
         from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer  # noqa: PLC0415
 
         elastic = job.min_ranks is not None and job.min_ranks < job.num_ranks
         trainer = DataParallelTrainer(
             _on_worker,
-            train_loop_config=dict(job.cargo),
+            train_loop_config=dict(job.payload),
             scaling_config=ScalingConfig(
                 num_workers=(job.min_ranks, job.num_ranks) if elastic else job.num_ranks,
                 elastic_resize_monitor_interval_s=job.retry_s,
@@ -108,17 +108,17 @@ class _Connection:
         trainer.fit()
 
 
-def _on_worker(cargo: Mapping[str, Any]) -> None:
-    """What Ray runs in each worker: a function of a module, so that nothing but its name and the cargo is pickled."""
+def _on_worker(payload: Mapping[str, Any]) -> None:
+    """Run a rank in a Ray worker: a module function, so that only its name and the payload are pickled."""
     from ray.train import get_context  # noqa: PLC0415
     from ray.train.collective import broadcast_from_rank_zero  # noqa: PLC0415
 
     context = get_context()
-    place = WorkerInfo(
+    info = WorkerInfo(
         rank=context.get_world_rank(),
         num_ranks=context.get_world_size(),
         local_rank=context.get_local_rank(),
         num_local=context.get_local_world_size(),
     )
-    attempt = broadcast_from_rank_zero(begin_attempt(cargo) if place.rank == 0 else None)
-    run_rank(cargo, place, attempt)
+    attempt = broadcast_from_rank_zero(begin_attempt(payload) if info.rank == 0 else None)
+    run_rank(payload, info, attempt)

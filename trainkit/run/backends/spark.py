@@ -1,4 +1,4 @@
-"""Spark: its TorchDistributor starts a worker a replica as the tasks of one barrier stage."""
+"""Spark: its TorchDistributor starts one worker per replica, as the tasks of one barrier stage."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ __all__ = ["Spark"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spark(ProcessBackend):
-    """Train on a Spark cluster, in the session that is active, or in a Spark of this machine's own.
+    """Train on a Spark cluster, in the active session, or in a Spark session on this machine.
 
-    Source: https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.torch.distributor.TorchDistributor.html
+    Source:
+    https://spark.apache.org/docs/latest/api/python/reference/api/pyspark.ml.torch.distributor.TorchDistributor.html
     """
 
     name: ClassVar[str] = "Spark"
@@ -36,7 +37,7 @@ class Spark(ProcessBackend):
     """spark://HOST:PORT, yarn ...; null: the active session or that of spark-submit, else this machine's cores."""
 
     def require(self) -> None:
-        """Make sure that Spark and Java are there, and GPUs only where Spark was told of them."""
+        """Check that Spark and Java are installed, and that Spark is configured for GPUs if they are needed."""
         super().require()
         home = os.environ.get("JAVA_HOME")
         if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
@@ -45,10 +46,10 @@ class Spark(ProcessBackend):
 
     @contextmanager
     def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[_Connection]:  # noqa: ARG002 - the session's
-        """Find the session, or make one; one that was made here is stopped."""
+        """Use the active session, or create one, which is stopped at the end."""
         from pyspark.sql import SparkSession  # noqa: PLC0415 - only where it is used
 
-        logging.getLogger("py4j").setLevel(logging.WARNING)  # it tells of every connection
+        logging.getLogger("py4j").setLevel(logging.WARNING)  # it logs every connection
         active = SparkSession.getActiveSession()
         session = active or self._session(SparkSession.builder, num_ranks)
         session.sparkContext.setLogLevel("OFF")
@@ -59,9 +60,11 @@ class Spark(ProcessBackend):
                 session.stop()
 
     def _session(self, builder: Any, num_ranks: int) -> Any:
-        """A session of our own; under spark-submit, the one that it configured."""
+        """Create a session; under spark-submit, it has the configuration given there."""
         settings = {"spark.ui.enabled": "false", "spark.ui.showConsoleProgress": "false"}
-        os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # else it is the python3 of the path, whatever that has
+        os.environ.setdefault(
+            "PYSPARK_PYTHON", sys.executable
+        )  # else it is the python3 of the path, which may lack the packages
         if self.master is not None:
             settings["spark.master"] = self.master
         elif "PYSPARK_GATEWAY_PORT" not in os.environ:  # not started by spark-submit
@@ -76,27 +79,27 @@ class _Connection:
     host: str
 
     def run(self, job: BackendJob) -> None:
-        """A task a rank. A failure of one ends the stage; Spark does not start it again, so that is done here."""
+        """Run one task per rank. A failure of one ends the stage; Spark does not restart it, so that is done here."""
         from pyspark.ml.torch.distributor import TorchDistributor  # noqa: PLC0415
 
-        logger = logging.getLogger("TorchDistributor")  # it adds a handler of its own where there is none
+        logger = logging.getLogger("TorchDistributor")  # without a handler it would add one
         logger.propagate, logger.handlers = False, [logging.NullHandler()]
         distributor = TorchDistributor(num_processes=job.num_ranks, local_mode=False, use_gpu=job.uses_gpus)
         for restarts_left in range(job.max_restarts, -1, -1):
             try:
-                distributor.run(_in_task, dict(job.cargo))
-            except Exception:  # whatever Spark makes of it
-                if not restarts_left or not may_restart(job.cargo):
+                distributor.run(_in_task, dict(job.payload))
+            except Exception:  # Spark may wrap the error in any class
+                if not restarts_left or not may_restart(job.payload):
                     raise
             else:
                 return
 
 
-def _in_task(cargo: Mapping[str, Any]) -> None:
-    """What Spark runs in each task, under a torchrun of one process: its variables say who this is."""
+def _in_task(payload: Mapping[str, Any]) -> None:
+    """Run a rank in a Spark task, under a torchrun of one process: its environment variables hold the rank."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     rank, num_ranks, local_rank, num_local = (int(os.environ[name]) for name in names)
-    place = WorkerInfo(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local=num_local)
-    key = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['MASTER_PORT']}"  # another one each time
-    attempt = begin_attempt(cargo, key) if rank == 0 else wait_for_attempt(cargo, key)
-    run_rank(cargo, place, attempt)
+    info = WorkerInfo(rank=rank, num_ranks=num_ranks, local_rank=local_rank, num_local=num_local)
+    key = f"{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['MASTER_PORT']}"  # unique to each start
+    attempt = begin_attempt(payload, key) if rank == 0 else wait_for_attempt(payload, key)
+    run_rank(payload, info, attempt)

@@ -1,4 +1,4 @@
-"""A rank of a run in a process that an engine started: our worker, watched, its end reported to the engine."""
+"""Run a rank in a process that a backend started: start a trainkit worker, watch it, report its end to the backend."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _WORKER: Final = (sys.executable, "-m", "trainkit.run.worker_main")
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerInfo:
-    """What the engine says of a process it started."""
+    """The rank of a process that a backend started."""
 
     rank: int
     num_ranks: int
@@ -61,16 +61,16 @@ def worker_payload(
     limits: TimeLimits,
     elastic: bool = False,
 ) -> dict[str, Any]:
-    """What every rank is handed, as plain values.
+    """Return the argument of `run_rank` for every rank, as plain values.
 
     Args:
         folder: the run folder.
-        kind: the engine's name.
-        store: where the ranks meet.
-        environ: variables for the worker, on top of those of the engine's process.
+        kind: the name of the backend.
+        store: address of the rendezvous store.
+        environ: variables for the worker, on top of those of the backend's process.
         cuda: whether a rank has a GPU, the only one it sees.
         limits: how long a rank may make no progress.
-        elastic: whether the run goes on without hosts that are lost.
+        elastic: whether the run continues without hosts that are lost.
     """
     return {
         "folder": str(folder.path.absolute()),
@@ -84,57 +84,59 @@ def worker_payload(
     }
 
 
-def run_rank(cargo: Mapping[str, Any], place: WorkerInfo, attempt: list[str] | None) -> None:
-    """Run one rank to its end, in a process that dies with this one.
+def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | None) -> None:
+    """Run one rank until it ends, in a process that dies with this one.
 
     Args:
-        cargo: of `worker_payload`.
-        place: who this process is.
-        attempt: what `begin_attempt` gave rank 0.
+        payload: from `worker_payload`.
+        info: rank of this process.
+        attempt: the result of `begin_attempt` on rank 0.
 
     Raises:
-        RankError: it failed; the folder tells why.
+        RankError: the rank failed; the error report is in the folder.
         ConfigError: this host does not see the run folder.
     """
     if attempt is None:
         return
     number, token = attempt
-    folder = RunFolder(Path(cargo["folder"]))
+    folder = RunFolder(Path(payload["folder"]))
     FencingToken.verify(folder, token)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
     with WorkerGroup(int(number), exits.put) as group:
         evidence = ProcessEvidence(folder, lambda: group.marks)
         command = [*_WORKER, str(folder.resolved)]
-        environ = {**_environ(cargo, place, attempt), FENCE: token}
-        group.start(place.rank, command, environ, folder.log_of(place.rank), cwd=_working_dir(cargo["cwd"]))
-        code = _watch(group, exits, folder, place, TimeLimits.of(cargo["limits"]), evidence=evidence)
-    if code not in _CLEAN or (code == 0 and not folder.done_of(place.rank).exists()):
-        raise RankError(_explained(folder, place, code, evidence))
+        environ = {**_environ(payload, info, attempt), FENCE: token}
+        group.start(info.rank, command, environ, folder.log_of(info.rank), cwd=_working_dir(payload["cwd"]))
+        code = _watch(group, exits, folder, info, TimeLimits.of(payload["limits"]), evidence=evidence)
+    if code not in _CLEAN or (code == 0 and not folder.done_of(info.rank).exists()):
+        raise RankError(_failure_headline(folder, info, code, evidence))
 
 
-def _environ(cargo: Mapping[str, Any], place: WorkerInfo, attempt: list[str]) -> dict[str, str]:
-    host, port = cargo["store"]
+def _environ(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str]) -> dict[str, str]:
+    host, port = payload["store"]
     launch = LaunchEnvironment(
-        kind=cargo["kind"],
-        tasks=workers(place.num_ranks),
-        rank=place.rank,
-        local_rank=place.local_rank,
-        num_local=place.num_local,
-        num_hosts=1 if place.is_alone else place.num_ranks,
+        kind=payload["kind"],
+        tasks=workers(info.num_ranks),
+        rank=info.rank,
+        local_rank=info.local_rank,
+        num_local=info.num_local,
+        num_hosts=1 if info.is_alone else info.num_ranks,
         store=(host, int(port)),
     )
     identity = Identity(
-        task=Task(role="worker", index=place.rank, rank=place.rank, device=cargo["device"]),
-        num_ranks=place.num_ranks,
+        task=Task(role="worker", index=info.rank, rank=info.rank, device=payload["device"]),
+        num_ranks=info.num_ranks,
         store=launch.store,
         prefix="/".join(("attempt", *attempt)),
         attempt=int(attempt[0]),
     )
-    return worker_environ({**socket_environ(launch), **os.environ, **cargo["environ"]}, identity)
+    return worker_environ({**socket_environ(launch), **os.environ, **payload["environ"]}, identity)
 
 
 def _working_dir(cwd: str) -> Path | None:
-    """The folder that the command was given in, where this host has it: relative paths of the config start there."""
+    """Return the working directory of the command, if it exists on this host: relative paths of the config
+    start there.
+    """
     return Path(cwd) if Path(cwd).is_dir() else None
 
 
@@ -142,40 +144,40 @@ def _watch(
     group: WorkerGroup,
     exits: queue.SimpleQueue[ProcessExit],
     folder: RunFolder,
-    place: WorkerInfo,
+    info: WorkerInfo,
     limits: TimeLimits,
     *,
     evidence: ProcessEvidence,
 ) -> int:
-    """Wait for the end; pass a request to stop on, once."""
-    watch, told = Watch(limits, folder, sees_all=place.is_alone, pid_of=evidence.pid), False
-    seen = range(place.num_ranks) if place.is_alone else [place.rank]  # a host does not see the beats of another
+    """Wait for the worker to end; forward a request to stop once."""
+    watch, stop_sent = Watch(limits, folder, sees_all=info.is_alone, pid_of=evidence.pid), False
+    seen = range(info.num_ranks) if info.is_alone else [info.rank]  # a host does not see the heartbeats of another
     while True:
         try:
             return exits.get(timeout=watch.interval_s).code
         except queue.Empty:
             pass
-        if not told and stop_file(folder).exists():
-            told = True
+        if not stop_sent and stop_file(folder).exists():
+            stop_sent = True
             group.signal(signal_of(_reason_of_stop(folder)))
         overdue = watch.look(seen)
-        if overdue is not None and overdue.rank == place.rank:  # another rank is ended by its own watch
-            failure = hanging(folder, overdue, [place.rank], evidence)
-            with open_regular(folder.log_of(place.rank), "ab") as log:
-                log.write(f"{stacks_of(group, folder, place.rank, evidence.pid(place.rank))}\n".encode())
-            write_error_report(folder.error_of(place.rank), place.rank, RankError(failure.headline))
+        if overdue is not None and overdue.rank == info.rank:  # another rank is ended by its own watch
+            failure = hanging(folder, overdue, [info.rank], evidence)
+            with open_regular(folder.log_of(info.rank), "ab") as log:
+                log.write(f"{stacks_of(group, folder, info.rank, evidence.pid(info.rank))}\n".encode())
+            write_error_report(folder.error_of(info.rank), info.rank, RankError(failure.headline))
             group.kill()
 
 
 def _reason_of_stop(folder: RunFolder) -> Reason:
-    said = stop_reason(folder)
-    return "stopped" if said == "stopped" else "hangup" if said == "hangup" else "preempted"
+    reason = stop_reason(folder)
+    return "stopped" if reason == "stopped" else "hangup" if reason == "hangup" else "preempted"
 
 
-def _explained(folder: RunFolder, place: WorkerInfo, code: int, evidence: ProcessEvidence) -> str:
-    """What became of the rank; one that said nothing is spoken for."""
-    exited = ProcessExit(attempt=0, rank=place.rank, code=code)
+def _failure_headline(folder: RunFolder, info: WorkerInfo, code: int, evidence: ProcessEvidence) -> str:
+    """Return the cause of the rank's failure; write an error report for a rank that left none."""
+    exited = ProcessExit(attempt=0, rank=info.rank, code=code)
     headline = root_cause(folder, [exited], [], evidence).headline
-    if read_error_report(folder.error_of(place.rank)) is None:
-        write_error_report(folder.error_of(place.rank), place.rank, RankError(headline))
+    if read_error_report(folder.error_of(info.rank)) is None:
+        write_error_report(folder.error_of(info.rank), info.rank, RankError(headline))
     return headline

@@ -150,13 +150,13 @@ class RunStatus:
         """Whether its process works, or is believed to."""
         return self.state in ("starting", "running")
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """Return the state in a few words.
 
         Example:
-            >>> RunStatus(state="killed", step=120).told()
+            >>> RunStatus(state="killed", step=120).summary()
             'was killed at step 120'
-            >>> RunStatus(state="running", step=3, where="process 7 on a").told()
+            >>> RunStatus(state="running", step=3, where="process 7 on a").summary()
             'runs as process 7 on a, at step 3'
         """
         at = "" if self.step is None else f"at step {self.step:,}"

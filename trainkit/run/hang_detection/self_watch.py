@@ -114,7 +114,7 @@ class SelfWatch:
         rank: of this process.
         others: ranks of this host whose beats lie in the folder.
         sees_all: whether these are all that train together.
-        assistants: those of them that assist the others.
+        auxiliary_ranks: those of them that assist the others.
         read: returns the last beat of a rank; by default what the folder holds.
         leave: ends the process with an exit code, where the main thread cannot.
     """
@@ -127,7 +127,7 @@ class SelfWatch:
         rank: int = 0,
         others: Collection[int] = (),
         sees_all: bool = True,
-        assistants: Collection[int] = (),
+        auxiliary_ranks: Collection[int] = (),
         read: Callable[[int], HeartbeatReading | None] | None = None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
@@ -136,7 +136,7 @@ class SelfWatch:
             limits,
             folder,
             sees_all=sees_all,
-            assistants=assistants,
+            auxiliary_ranks=auxiliary_ranks,
             read=read,
             pid_of=lambda one: os.getpid() if one == rank else None,
             threads=_other_threads,

@@ -66,7 +66,7 @@ class Watch:
         folder: holds the pulses.
         sees_all: whether all ranks that train together are looked at. Where some are of another host, a rank may wait
             for one of them in most phases, and then has the longest of all limits.
-        assistants: ranks that assist those that train, and wait for none of them but in `idle`.
+        auxiliary_ranks: ranks that assist those that train, and wait for none of them but in `idle`.
         read: returns the last beat of a rank; by default what the folder holds.
         pid_of: returns the process of a rank of this host; None where it is not known.
         clock: seconds that only rise.
@@ -79,13 +79,13 @@ class Watch:
         folder: RunFolder,
         *,
         sees_all: bool = True,
-        assistants: Collection[int] = (),
+        auxiliary_ranks: Collection[int] = (),
         read: Callable[[int], HeartbeatReading | None] | None = None,
         pid_of: Callable[[int], int | None] = lambda _rank: None,
         clock: Callable[[], float] = time.monotonic,
         threads: Callable[[int, Phase], Mapping[int, ThreadTimes]] = threads_of,
     ) -> None:
-        self._limits, self._assistants = limits, frozenset(assistants)
+        self._limits, self._auxiliary_ranks = limits, frozenset(auxiliary_ranks)
         self._read = read or (lambda rank: read_heartbeat(folder.heartbeat_of(rank)))
         self._sees_all = sees_all
         self._pid_of, self._clock, self._threads = pid_of, clock, threads
@@ -122,11 +122,11 @@ class Watch:
         self._silences.clear()
 
     def _judged(self, pulses: Mapping[int, HeartbeatReading | None]) -> list[int]:
-        """Return the assistants, and of the ranks that train those that have come least far."""
+        """Return the auxiliary_ranks, and of the ranks that train those that have come least far."""
         busy = [rank for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"]
         progress = {rank: _progress(pulses[rank]) for rank in busy}
-        least = min((progress[rank] for rank in busy if rank not in self._assistants), default=None)
-        return [rank for rank in busy if rank in self._assistants or progress[rank] == least]
+        least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)
+        return [rank for rank in busy if rank in self._auxiliary_ranks or progress[rank] == least]
 
     def _judge(self, rank: int) -> OverdueRank | None:
         silence = self._silences[rank]
@@ -145,7 +145,7 @@ class Watch:
 
     def _limit_of(self, rank: int, pulse: HeartbeatReading | None) -> Limit | None:
         limit = self._limits.limit_of(pulse)
-        if self._sees_all or rank in self._assistants or limit is None:
+        if self._sees_all or rank in self._auxiliary_ranks or limit is None:
             return limit
         alone = pulse is None or pulse.phase in _ALONE
         return limit if alone else max(limit, self._limits.longest, key=lambda one: one.seconds)

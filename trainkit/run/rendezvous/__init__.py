@@ -1,1 +1,1 @@
-"""Processes that another program has started: how they meet, agree, join late and end together."""
+"""Processes that an external launcher has started: rendezvous, agreement, late joining, and shutdown."""

@@ -1,8 +1,8 @@
-"""Where the processes of a launch meet before they train: each finds the others, and none goes on alone.
+"""The barrier at which the processes of an external launch wait for each other before they train.
 
-The store is the launcher's, or one that rank 0 opens. Once all have arrived (`trainkit.run.rendezvous.handshake`),
-everything is said in rounds: `first` (rank 0 does something, all learn what came of it) and `each` (all do something;
-where one fails, all fail).
+The store is the launcher's, or one that rank 0 hosts. Once all processes have arrived
+(`trainkit.run.rendezvous.handshake`), they communicate in rounds: in `run_on_rank0_and_broadcast` rank 0 runs a
+function and all receive its result or error; in `run_everywhere` all run a function, and if one fails, all fail.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["ProcessBarrier"]
 T = TypeVar("T")
 
 _POLL_S: Final = 0.05
-_GOODBYE_S: Final = 5.0
-"""How long the store outlives the work of its rank; one that was killed says no goodbye."""
+_EXIT_BARRIER_S: Final = 5.0
+"""How long the store outlives the work of the rank that hosts it; a killed process never reaches the exit barrier."""
 
 
 class ProcessBarrier:
-    """The processes of a launch, while they are together.
+    """Collective operations between the processes of an external launch, over its store.
 
     Args:
-        launch: who takes part, and where they meet.
+        launch: the processes that take part, and the address of their store.
         timeout_s: how long to wait for another process.
-        ranks: those that meet, where not all of the launch do.
-        say: is told who is missing; by default a line on stderr.
+        ranks: the ranks that take part, if not all of the launch do.
+        log: logs which ranks are missing; by default a line on stderr.
     """
 
     def __init__(
@@ -49,32 +49,32 @@ class ProcessBarrier:
         *,
         timeout_s: float,
         ranks: Iterable[int] | None = None,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self.launch = launch
         self.ranks = tuple(range(launch.num_ranks) if ranks is None else ranks)
-        """Those that meet, in order; rank 0 is one of them."""
+        """The ranks that take part, in order; rank 0 is one of them."""
         self.prefix = ""
-        """What the keys of this group begin with in the store; another one for every group."""
+        """Prefix of the store keys of this group; unique to the group."""
         self._timeout_s = timeout_s
-        self._say = say
-        self._rounds = 0
-        self._board = StoreClient(launch)
+        self._log = log
+        self._num_barriers = 0
+        self._store = StoreClient(launch)
         self._stack = ExitStack()
 
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the store."""
-        return self._board.address
+        return self._store.address
 
     def __enter__(self) -> Self:
-        """Open or find the store, and wait until all are there."""
+        """Host or find the store, and wait until all processes have arrived."""
         with self._stack:
-            self._board.open(self._stack, self._wait_limit_s(lambda: [0]))
+            self._store.open(self._stack, self._waiter(lambda: [0]))
             if self.launch.rank == 0:
-                self.prefix = accept_all(self._board, self.launch.num_ranks, self.ranks, self._wait_limit_s)
+                self.prefix = accept_all(self._store, self.launch.num_ranks, self.ranks, self._waiter)
             else:
-                self.prefix = join(self._board, self.launch, self._stack, self._wait_limit_s(lambda: [0]))
+                self.prefix = join(self._store, self.launch, self._stack, self._waiter(lambda: [0]))
             self._stack = self._stack.pop_all()
         return self
 
@@ -84,166 +84,174 @@ class ProcessBarrier:
         with self._stack:
             if self.prefix and not isinstance(error, KeyboardInterrupt):
                 self._exit_barrier()
-            self._board.close()
+            self._store.close()
 
     def _exit_barrier(self) -> None:
-        """Say goodbye; whoever has the store keeps it until all have, so that nobody misses the last word."""
-        with contextlib.suppress(RuntimeError):  # the store's DistError: it is gone already
-            left = self._board.add(f"{self.prefix}/left", 1)
-            deadline = time.monotonic() + _GOODBYE_S
+        """Exit barrier: the rank that hosts the store waits up to 5 s for the others, so that they can still
+        read it.
+        """
+        with contextlib.suppress(RuntimeError):  # the store's DistError: its host has exited
+            left = self._store.add(f"{self.prefix}/left", 1)
+            deadline = time.monotonic() + _EXIT_BARRIER_S
             while self.launch.hosts_store and left < len(self.ranks) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-                left = self._board.add(f"{self.prefix}/left", 0)
+                left = self._store.add(f"{self.prefix}/left", 0)
 
     def run_on_rank0_and_broadcast(self, work: Callable[[], T]) -> T:
-        """Let rank 0 do something and tell the others; collective.
+        """Run a function on rank 0, and broadcast its result or error; collective.
 
         Args:
-            work: what to do; its result is JSON.
+            work: the function; its result must be JSON.
 
         Returns:
-            What it gave, on every rank.
+            Its result, on every rank.
 
         Raises:
-            TrainkitError: it failed: on rank 0 as it was raised, on the others as a `PeerError`.
+            TrainkitError: the function failed: on rank 0 as it was raised, on the others as a `PeerError`.
         """
         key = self._next_barrier_key()
         if self.launch.rank > 0:
             self._wait_for(key)
-            told = self._message(key, {"failed": (dict, type(None)), "result": object})
-            if told["failed"] is not None:
-                raise self.peer_error(self._words(key, told["failed"]))
-            shared: T = told["result"]
+            message = self._message(key, {"failed": (dict, type(None)), "result": object})
+            if message["failed"] is not None:
+                raise self.peer_error(self._parse_report(key, message["failed"]))
+            shared: T = message["result"]
             return shared
         try:
             result = work()
         except Exception as error:
-            self._board.set(key, json.dumps({"failed": asdict(error_report(0, error)), "result": None}))
+            self._store.set(key, json.dumps({"failed": asdict(error_report(0, error)), "result": None}))
             raise
-        self._board.set(key, json.dumps({"failed": None, "result": result}))
+        self._store.set(key, json.dumps({"failed": None, "result": result}))
         return result
 
     def run_everywhere(self, work: Callable[[], T]) -> T:
-        """Do something on every rank, and go on only if it went well on all; collective.
+        """Run a function on every rank; fail everywhere if it fails on one; collective.
 
         Returns:
-            What it gave here.
+            The result of this rank.
 
         Raises:
-            TrainkitError: it failed somewhere. Rank 0 raises the error of the lowest rank that failed as it was raised
-                there, the others a `PeerError`.
+            TrainkitError: the function failed on some rank. Rank 0 raises the error of the lowest failed rank as it was
+                raised there, the others raise a `PeerError`.
         """
         key, error, result = self._next_barrier_key(), None, None
         try:
             result = work()
-        except Exception as failed:  # noqa: BLE001 - raised below, when the others know
+        except Exception as failed:  # noqa: BLE001 - raised below, once the others know
             error = failed
-        words = None if error is None else asdict(error_report(self.launch.rank, error))
-        self._board.set(f"{key}/{self.launch.rank}", json.dumps(words))
-        failures = self.run_on_rank0_and_broadcast(lambda: [words for words in self._collect(key) if words is not None])
+        report = None if error is None else asdict(error_report(self.launch.rank, error))
+        self._store.set(f"{key}/{self.launch.rank}", json.dumps(report))
+        failures = self.run_on_rank0_and_broadcast(
+            lambda: [report for report in self._collect(key) if report is not None]
+        )
         if failures:
-            culprit = self._words(key, failures[0])
+            first = self._parse_report(key, failures[0])
             if self.launch.rank > 0:
-                raise self.peer_error(culprit) from error
-            raise error if error is not None else culprit.error(self.launch.place_of(culprit.rank))
+                raise self.peer_error(first) from error
+            raise error if error is not None else first.error(self.launch.place_of(first.rank))
         return result  # type: ignore[return-value]  # it did not fail
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank; JSON; collective."""
+        """Gather a JSON value from every rank on every rank; collective."""
         key = self._next_barrier_key()
-        self._board.set(f"{key}/{self.launch.rank}", json.dumps(value))
+        self._store.set(f"{key}/{self.launch.rank}", json.dumps(value))
         return self.run_on_rank0_and_broadcast(lambda: self._collect(key))
 
     def _collect(self, key: str) -> list[Any]:
         found: dict[int, Any] = {}
-        everyone = self.ranks
-        patience = self._wait_limit_s(lambda: [rank for rank in everyone if rank not in found])
+        ranks = self.ranks
+        waiter = self._waiter(lambda: [rank for rank in ranks if rank not in found])
         while True:
-            for rank in everyone:
-                if rank not in found and self._board.has(f"{key}/{rank}"):
-                    found[rank] = self._board.message(f"{key}/{rank}")
-            if len(found) == len(everyone):
-                return [found[rank] for rank in everyone]
-            patience.wait(_POLL_S)
+            for rank in ranks:
+                if rank not in found and self._store.has(f"{key}/{rank}"):
+                    found[rank] = self._store.message(f"{key}/{rank}")
+            if len(found) == len(ranks):
+                return [found[rank] for rank in ranks]
+            waiter.wait(_POLL_S)
 
     def publish(self, key: str, value: Any) -> None:
-        """Leave a word for the others; JSON."""
-        self._board.set(f"{self.prefix}/{key}", json.dumps(value))
+        """Publish a JSON value to the other processes of this group."""
+        self._store.set(f"{self.prefix}/{key}", json.dumps(value))
 
     def count(self, key: str) -> int:
-        """Add 1 to a counter of this group, and return what it is then: the order in which processes came here."""
-        return self._board.add(f"{self.prefix}/count/{key}", 1)
+        """Increment a counter of this group; return its new value, which is the order of arrival."""
+        return self._store.add(f"{self.prefix}/count/{key}", 1)
 
     def read_any(self, keys: Iterable[str], *, within_s: float) -> dict[str, Any]:
-        """Words that were left for us, as soon as there is one; none where they come too late or the store is gone."""
+        """Return the published values of `keys` as soon as there is one; empty after `within_s`, or if the store is
+        lost.
+        """
         names = {key: f"{self.prefix}/{key}" for key in keys}
         deadline = time.monotonic() + within_s
         try:
             while True:
-                found = {key: self._board.message(name) for key, name in names.items() if self._board.has(name)}
+                found = {key: self._store.message(name) for key, name in names.items() if self._store.has(name)}
                 if found or time.monotonic() > deadline:
                     return found
                 time.sleep(_POLL_S)
-        except RuntimeError:  # the store's DistError: who held it is gone
+        except RuntimeError:  # the store's DistError: its host has exited
             return {}
 
     def store_for_relaunch(self, key: str, value: str) -> None:
-        """Leave a word for the groups that come after this one; lost where the store ends with this group."""
-        self._board.set(f"trainkit/{key}", value)
+        """Store a value for the groups that come after this one; lost if the store ends with this group."""
+        self._store.set(f"trainkit/{key}", value)
 
     def publish_global(self, name: str, value: str) -> None:
-        """Leave a word for those of the launch that do not meet; under its bare name, which they know beforehand."""
-        self._board.set(name, value)
+        """Publish a value to the late ranks of the launch, under its name without prefix, which they know
+        beforehand.
+        """
+        self._store.set(name, value)
 
     def load_from_previous(self, key: str) -> str | None:
-        """What an earlier group of this launch left; None where there was none, or its store is gone."""
+        """Return the value that an earlier group of this launch stored; None if there is none, or its store is gone."""
         name = f"trainkit/{key}"
-        return self._board.get(name).decode(errors="replace") if self._board.has(name) else None
+        return self._store.get(name).decode(errors="replace") if self._store.has(name) else None
 
     def mark_store_suspect(self) -> None:
-        """Something has failed: the store may be out of reach."""
-        self._board.invalidate()
+        """Check the reachability of the store before its next use, because something has failed."""
+        self._store.invalidate()
 
-    def peer_error(self, words: ErrorReport) -> PeerError:
-        """That this rank ends because another failed; the whole story is told by rank 0."""
+    def peer_error(self, report: ErrorReport) -> PeerError:
+        """Return the error with which this rank ends because another failed; rank 0 reports the details."""
         return PeerError(
-            f"rank {self.launch.rank} ends with rank {words.rank}: {words.summary}", exit_code=words.exit_code
+            f"rank {self.launch.rank} ends with rank {report.rank}: {report.summary}", exit_code=report.exit_code
         )
 
     def _next_barrier_key(self) -> str:
-        self._rounds += 1
-        return f"{self.prefix}/round/{self._rounds}"
+        self._num_barriers += 1
+        return f"{self.prefix}/round/{self._num_barriers}"
 
     def _message(self, key: str, kinds: Mapping[str, Kind]) -> dict[str, Any]:
         try:
-            return expect_map(self._board.message(key), kinds)
+            return expect_map(self._store.message(key), kinds)
         except ValueError as error:
-            raise self._board.misfit(key, error) from None
+            raise self._store.misfit(key, error) from None
 
-    def _words(self, key: str, content: Mapping[str, Any]) -> ErrorReport:
+    def _parse_report(self, key: str, content: Mapping[str, Any]) -> ErrorReport:
         try:
             return report_from_json(content)
         except (ValueError, TypeError, KeyError, AttributeError):
-            raise self._board.misfit(key, ValueError("it is no report of a failure")) from None
+            raise self._store.misfit(key, ValueError("it is no report of a failure")) from None
 
     def _wait_for(self, key: str) -> None:
-        """A value that rank 0 sets, which is there and busy; whom it waits for, it says itself."""
-        patience = self._wait_limit_s(lambda: [0], say=_nothing)
+        """Wait for a value that rank 0 sets; rank 0 itself reports which ranks it waits for."""
+        waiter = self._waiter(lambda: [0], log=_ignore)
         try:
-            while not self._board.has(key):
-                patience.wait(_POLL_S)
+            while not self._store.has(key):
+                waiter.wait(_POLL_S)
         except RuntimeError as error:  # the store's DistError
             raise HangError(f"{self.launch.place_of(0)} is gone, and with it the store.") from error
 
-    def _wait_limit_s(
-        self, missing: Callable[[], Iterable[int]], *, say: Callable[[str], None] | None = None
+    def _waiter(
+        self, missing: Callable[[], Iterable[int]], *, log: Callable[[str], None] | None = None
     ) -> WaitReporter:
         return WaitReporter(
             lambda: ", ".join(self.launch.place_of(rank) for rank in sorted(missing())),
             timeout_s=self._timeout_s,
-            say=say or self._say,
+            log=log or self._log,
         )
 
 
-def _nothing(line: str) -> None:
+def _ignore(line: str) -> None:
     del line

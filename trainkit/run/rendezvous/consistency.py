@@ -1,4 +1,4 @@
-"""Processes of a launch that were started differently would train something that nobody asked for: they are refused."""
+"""Refuse processes of an external launch that were started with different configs or plan different runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainkit.run.rendezvous.barrier import ProcessBarrier
 __all__ = ["check_same_config", "check_same_plan", "config_digest", "config_mismatches"]
 
 _OWN_KEYS: Final = (("cluster", "task"),)
-"""Keys that tell the processes of a launch apart."""
+"""Keys that differ between the processes of a launch by design."""
 
 
 def config_digest(cfg: RunConfig) -> dict[str, Any]:
-    """Return what processes compare of a config, as JSON: its values without secrets, and a hash over those."""
+    """Return what processes compare of a config, as JSON: its values without secrets, and a hash of them."""
     values = {dotted(path): value for path, value in leaves(redacted(cfg.to_dict())[0]) if path not in _OWN_KEYS}
     digest = hashlib.sha256(json.dumps(sorted(values.items()), default=str).encode()).hexdigest()
     return {"digest": digest, "values": values}
@@ -30,14 +30,14 @@ def config_digest(cfg: RunConfig) -> dict[str, Any]:
 def config_mismatches(
     ours: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], *, origin: str = ""
 ) -> list[Problem]:
-    """The keys in which processes differ.
+    """Return one problem for each key in which processes differ.
 
     Args:
-        ours: the `config_digest` of one.
-        others: those of others, by the place of each.
-        origin: the place of the one.
+        ours: the `config_digest` of one process.
+        others: those of other processes, by a description of each.
+        origin: the description of the one.
     """
-    unlike = {place: other for place, other in others.items() if other["digest"] != ours["digest"]}
+    differing = {place: other for place, other in others.items() if other["digest"] != ours["digest"]}
     return [
         Problem(
             key=key,
@@ -45,44 +45,44 @@ def config_mismatches(
             rule=f"{place} has {yaml_text(other['values'].get(key))}. Start all alike.",
             origin=origin,
         )
-        for place, other in unlike.items()
+        for place, other in differing.items()
         for key in sorted({**ours["values"], **other["values"]})
         if ours["values"].get(key) != other["values"].get(key)
     ]
 
 
-def check_same_config(meeting: ProcessBarrier, cfg: RunConfig) -> None:
-    """All processes compare their configs; a difference is named by key and rank, before anything is written."""
-    ours, *others = meeting.all_gather_object(config_digest(cfg))
-    places = [meeting.launch.place_of(rank) for rank in meeting.ranks]
+def check_same_config(barrier: ProcessBarrier, cfg: RunConfig) -> None:
+    """Compare the configs of all processes; raise for each differing key and rank, before anything is written."""
+    ours, *others = barrier.all_gather_object(config_digest(cfg))
+    places = [barrier.launch.place_of(rank) for rank in barrier.ranks]
     problems = config_mismatches(ours, dict(zip(places[1:], others, strict=True)), origin=places[0])
 
     def refuse() -> None:
         if problems:
             raise ConfigError(problems)
 
-    meeting.run_on_rank0_and_broadcast(refuse)
+    barrier.run_on_rank0_and_broadcast(refuse)
 
 
-def check_same_plan(meeting: ProcessBarrier, plan: RunPlan) -> None:
-    """Hosts whose devices differ would plan different runs."""
-    share = len(plan.tasks) // meeting.launch.num_ranks
-    own = plan.tasks[meeting.launch.rank * share]
-    plans = meeting.all_gather_object({"replicas a process": share, "device": own.device.partition(":")[0]})
+def check_same_plan(barrier: ProcessBarrier, plan: RunPlan) -> None:
+    """Refuse hosts whose devices differ: they would plan different runs."""
+    ranks_per_process = len(plan.tasks) // barrier.launch.num_ranks
+    own = plan.tasks[barrier.launch.rank * ranks_per_process]
+    plans = barrier.all_gather_object({"replicas a process": ranks_per_process, "device": own.device.partition(":")[0]})
 
     def refuse() -> None:
         problems = [
             Problem(
                 key=f"strategy, {name}",
                 value=value,
-                rule=f"{meeting.launch.place_of(rank)} has {theirs[name]}. All need the same.",
-                origin=meeting.launch.place_of(0),
+                rule=f"{barrier.launch.place_of(rank)} has {theirs[name]}. All need the same.",
+                origin=barrier.launch.place_of(0),
             )
-            for rank, theirs in zip(meeting.ranks, plans, strict=True)
+            for rank, theirs in zip(barrier.ranks, plans, strict=True)
             for name, value in plans[0].items()
             if theirs[name] != value
         ]
         if problems:
             raise ConfigError(problems)
 
-    meeting.run_on_rank0_and_broadcast(refuse)
+    barrier.run_on_rank0_and_broadcast(refuse)

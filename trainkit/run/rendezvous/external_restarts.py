@@ -1,7 +1,7 @@
-"""Restarts by a launcher or an engine, which start all processes again and know nothing of what failed.
+"""Record restarts by a launcher or a process backend, which restarts all processes without knowing what failed.
 
-The first process of the new group finds the reports of the last one in the run folder. It records the restart, and
-refuses it where user code raised the same exception twice in the same place.
+Rank 0 of the new group finds the error reports of the last one in the run folder. It records the restart, and refuses
+it if user code raised the same exception twice in the same place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from trainkit.cluster.tasks import Task
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.supervisor.restart_policy import RaisedError, raised_by, twice
+from trainkit.run.supervisor.restart_policy import RaisedError, raised_by, repeated
 from trainkit.trainer.manifest import list_complete
 
 __all__ = ["ExternalRestart", "record_relaunch"]
@@ -21,15 +21,15 @@ __all__ = ["ExternalRestart", "record_relaunch"]
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRestart:
-    """What a new group knows of the exceptions of the groups before it."""
+    """The exceptions of the earlier groups, and whether the new group may begin."""
 
     raised: frozenset[RaisedError]
-    """All of them."""
+    """The exceptions of all earlier groups."""
     refusal: str | None
     """Why the group does not begin; None: it does."""
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the exceptions for the next group."""
+        """Return the exceptions as JSON for the next group."""
         return [asdict(one) for one in self.raised]
 
 
@@ -41,14 +41,14 @@ def record_relaunch(
     before: Collection[dict[str, Any]],
     tolerant: bool = False,
 ) -> ExternalRestart:
-    """Record that all tasks are started again; say whether they are.
+    """Record that all tasks were restarted; return whether they may begin.
 
     Args:
-        folder: the run folder, with the reports of the last group.
+        folder: the run folder, with the error reports of the last group.
         headline: how the last group failed; None: it left no report.
         rank: which of its ranks failed.
         before: `ExternalRestart.to_json` of the last group.
-        tolerant: whether a failure that comes again is restarted: elastic runs go on without the host that fails.
+        tolerant: whether a repeated failure is restarted: elastic runs continue without the host that fails.
     """
     ranks = [path.name.split("_")[1].partition(".")[0] for path in folder.live.glob("rank_*.error.json")]
     tasks = [Task(role="rank", index=int(one), rank=int(one)) for one in sorted(ranks) if one.isdigit()]
@@ -56,7 +56,7 @@ def record_relaunch(
     if not any(one.rank == rank for one in found):
         found = frozenset()
     known = frozenset(RaisedError(**one) for one in before)
-    refusal = None if tolerant else twice(found & known)
+    refusal = None if tolerant else repeated(found & known)
     if refusal is None:
         newest = list_complete(folder.checkpoints)
         step = next((one.step for one in found if one.rank == rank), None)

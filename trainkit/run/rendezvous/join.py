@@ -1,13 +1,10 @@
-"""Training in a launch: the processes that something else started meet, agree, and train in one run folder.
+"""Train in an external launch: its processes meet at a store, agree, and train in one run folder.
 
-every process    composes and checks its own config
-all meet         at the store of the launch; who is missing is named
-all compare      the hash of their configs: one that differs is refused, and nothing is written
-rank 0           finds where to begin; all plan it
-rank 0           makes, locks and marks the one run folder; all look whether they see it
-all train        rank 0 at the terminal, the others into logs/rank_N.log
-late ones join   where the others need not wait for them (`trainkit.run.rendezvous.late_join`)
-all end          with one exit code
+every process    composes and checks its own config all wait         at the store of the launch; missing ranks are
+reported all compare      the hash of their configs: a different one is refused, and nothing is written rank 0
+finds where to begin; all plan it rank 0           creates, locks and marks the one run folder; all check that they see
+it all train        rank 0 at the terminal, the others into logs/rank_N.log late ones join   if the others need not wait
+for them (`trainkit.run.rendezvous.late_join`) all end          with one exit code
 """
 
 from __future__ import annotations
@@ -60,18 +57,18 @@ from trainkit.trainer import failpoints
 
 __all__ = ["train_external"]
 
-_LOCK_PATIENCE_S: Final = 10.0
-"""How long the group before this one may take to die, where its launcher has started another in its place."""
+_LOCK_TIMEOUT_S: Final = 10.0
+"""How long the previous group may take to die after its launcher has started another in its place."""
 
 
 def train_external(
     cfg: RunConfig, launch: LaunchEnvironment, *, run_dir: Path | None, notes: Sequence[str], job: Job | None
 ) -> dict[str, Any]:
-    """Train as one process of a launch; arguments and result as of `trainkit.run.runner.train`.
+    """Train as one process of an external launch; arguments and result as in `trainkit.run.runner.train`.
 
     Raises:
-        ConfigError: what is wrong with this combination, or processes that were started differently.
-        HangError: a process did not come.
+        ConfigError: this combination of settings is invalid, or processes were started with different configs.
+        HangError: a process did not arrive.
         PeerError: another process failed.
     """
     configure_network(launch)
@@ -79,60 +76,68 @@ def train_external(
     if launch.rank in late:
         return join_running_job(cfg, launch)
     if launch.rank == 0:
-        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
-    with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as meeting, ExitStack() as stack:
-        check_same_config(meeting, cfg)
+    with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
+        check_same_config(barrier, cfg)
         if "OMP_NUM_THREADS" not in os.environ:
-            places = meeting.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
+            places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
             torch.set_num_threads(threads_of(places[ranks.index(launch.rank)], places))
-        start = _agree_on_start(meeting, cfg, run_dir)
-        plan = meeting.run_everywhere(lambda: make_plan(start.cfg, launch=launch))
+        start = _agree_on_start(barrier, cfg, run_dir)
+        plan = barrier.run_everywhere(lambda: make_plan(start.cfg, launch=launch))
         if not plan.auxiliary_ranks:
-            check_same_plan(meeting, plan)
+            check_same_plan(barrier, plan)
         model = meta_model(plan)
         found = model_notes(plan, model)
-        if launch.rank == 0:  # it writes the notes, and the others wait for it
+        if launch.rank == 0:  # rank 0 writes the notes, and the others wait for it
             found += cut_notes(plan, lambda: coupling_of(plan, model))
-        folder, fence = _agree_on_folder(meeting, stack, start, plan, run_dir, notes=[*notes, *found])
+        folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=[*notes, *found])
         resolved = resumed_from(plan.cfg, start.checkpoints)
-        token = job_token(meeting) if plan.auxiliary_ranks else ""
+        token = job_token(barrier) if plan.auxiliary_ranks else ""
         if late and launch.rank == 0:
-            publish_join_info(meeting, cfg, plan.cfg.batch, folder=folder, fence=fence, token=token)
+            publish_join_info(barrier, cfg, plan.cfg.batch, folder=folder, fencing_token=fencing_token, token=token)
 
-        share = len(plan.tasks) // launch.num_ranks
+        ranks_per_process = len(plan.tasks) // launch.num_ranks
 
         def run(report: Reporter) -> Result:
-            if share > 1:
-                return _local_worker_group(meeting, plan, share, fence, redacted(resolved.to_dict())[1]).run(folder)
-            identity = identity_for(launch, plan, store=meeting.address, prefix=meeting.prefix, token=token)
+            if ranks_per_process > 1:
+                return _local_worker_group(
+                    barrier, plan, ranks_per_process, fencing_token, redacted(resolved.to_dict())[1]
+                ).run(folder)
+            identity = identity_for(launch, plan, store=barrier.address, prefix=barrier.prefix, token=token)
             failpoints.reload({**os.environ, **identity.to_environ()})
             with StopFlag() as stop:
-                return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
+                return run_task(
+                    resolved, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=report
+                )
 
         if launch.rank > 0:
             with redirect_output(folder.log_of(launch.rank)):
-                result = finish_together(meeting, folder, run, confirm=fence.check, runs_local_workers=share > 1)
+                result = finish_together(
+                    barrier, folder, run, confirm=fencing_token.check, runs_local_workers=ranks_per_process > 1
+                )
             return {**result, "folder": str(folder.path)}
 
-        def part() -> Result:
-            return finish_together(meeting, folder, run, confirm=fence.check, runs_local_workers=share > 1)
+        def run_to_end() -> Result:
+            return finish_together(
+                barrier, folder, run, confirm=fencing_token.check, runs_local_workers=ranks_per_process > 1
+            )
 
-        with recorded_run(folder, confirm=fence.check) as record:
-            record.log.write([launch.line()])  # printed before there was a folder
+        with recorded_run(folder, confirm=fencing_token.check) as record:
+            record.log.write([launch.line()])  # printed before the folder existed
             record.follow_pulse()
-            done = (part() if job is None else job(folder.path, part)) or {}
+            done = (run_to_end() if job is None else job(folder.path, run_to_end)) or {}
         if done.get("status") in ENDED:
-            clear_run_folder(plan.cfg, folder, meeting)
+            clear_run_folder(plan.cfg, folder, barrier)
         return {**done, "folder": str(folder.path)}
 
 
-def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
-    """Where to begin, found by rank 0: it alone looks at folders, which may look otherwise elsewhere."""
+def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
+    """Agree on where to begin: only rank 0 looks at folders, which other hosts may see differently."""
     found: list[ResumePoint] = []
 
     def find() -> dict[str, Any]:
-        found.append(resume_point_of_launch(cfg, run_dir, meeting))
+        found.append(resume_point_of_launch(cfg, run_dir, barrier))
         (start,) = found
         batch = start.cfg.batch
         places = {"folder": None if start.folder is None else start.folder.path, "checkpoints": start.checkpoints}
@@ -141,20 +146,20 @@ def _agree_on_start(meeting: ProcessBarrier, cfg: RunConfig, run_dir: Path | Non
             **{name: None if path is None else str(path.absolute()) for name, path in places.items()},
         }
 
-    told = meeting.run_on_rank0_and_broadcast(find)
+    shared = barrier.run_on_rank0_and_broadcast(find)
     if found:
         return found[0]
-    global_size, micro_size, accumulation = told["batch"]
+    global_size, micro_size, accumulation = shared["batch"]
     batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=accumulation)
     return ResumePoint(
         cfg=replace(cfg, batch=batch),
-        folder=RunFolder(Path(told["folder"])) if told["folder"] else None,
-        checkpoints=Path(told["checkpoints"]) if told["checkpoints"] else None,
+        folder=RunFolder(Path(shared["folder"])) if shared["folder"] else None,
+        checkpoints=Path(shared["checkpoints"]) if shared["checkpoints"] else None,
     )
 
 
 def _agree_on_folder(
-    meeting: ProcessBarrier,
+    barrier: ProcessBarrier,
     stack: ExitStack,
     start: ResumePoint,
     plan: RunPlan,
@@ -162,40 +167,40 @@ def _agree_on_folder(
     *,
     notes: Sequence[str],
 ) -> tuple[RunFolder, FencingToken]:
-    """The one run folder: made, locked and marked by rank 0, seen by all."""
-    fences: list[FencingToken] = []
+    """Agree on the run folder: rank 0 creates, locks and marks it, and every rank checks that it sees it."""
+    tokens: list[FencingToken] = []
 
     def begin() -> dict[str, str]:
         refuse_lack_of_room(plan, meta_model(plan), start.folder, run_dir)
         with reporting(Path("outputs") if run_dir is None else run_dir):
-            return made()
+            return create()
 
-    def made() -> dict[str, str]:
+    def create() -> dict[str, str]:
         folder = start.folder or new_folder(plan.cfg, run_dir)
-        stack.enter_context(_lock(folder, patient=start.folder is not None))
+        stack.enter_context(_lock(folder, wait=start.folder is not None))
         folder.take()
-        fences.append(FencingToken.acquire(folder))
+        tokens.append(FencingToken.acquire(folder))
         if start.relaunched:
-            note_restart_of(folder, meeting)
+            note_restart_of(folder, barrier)
         begin_folder(folder, plan, start, notes=notes)
         stack.callback(folder.give_up_reserve)
-        record_run_folder(plan.cfg, folder, meeting)
-        return {"path": str(folder.path.absolute()), "token": fences[0].token}
+        record_run_folder(plan.cfg, folder, barrier)
+        return {"path": str(folder.path.absolute()), "token": tokens[0].token}
 
-    told = meeting.run_on_rank0_and_broadcast(begin)
-    folder = RunFolder(Path(told["path"]))
+    shared = barrier.run_on_rank0_and_broadcast(begin)
+    folder = RunFolder(Path(shared["path"]))
     try:
-        fence = meeting.run_everywhere(lambda: FencingToken.verify(folder, told["token"]))
+        fencing_token = barrier.run_everywhere(lambda: FencingToken.verify(folder, shared["token"]))
     except ConfigError:
-        if meeting.launch.rank == 0 and start.folder is None:
+        if barrier.launch.rank == 0 and start.folder is None:
             folder.discard()
         raise
-    return folder, fence
+    return folder, fencing_token
 
 
 @contextlib.contextmanager
-def _lock(folder: RunFolder, *, patient: bool) -> Iterator[int]:
-    deadline = time.monotonic() + (_LOCK_PATIENCE_S if patient else 0.0)
+def _lock(folder: RunFolder, *, wait: bool) -> Iterator[int]:
+    deadline = time.monotonic() + (_LOCK_TIMEOUT_S if wait else 0.0)
     with ExitStack() as stack:
         while True:
             try:
@@ -209,17 +214,21 @@ def _lock(folder: RunFolder, *, patient: bool) -> Iterator[int]:
 
 
 def _local_worker_group(
-    meeting: ProcessBarrier, plan: RunPlan, share: int, fence: FencingToken, secrets: Mapping[str, Any]
+    barrier: ProcessBarrier,
+    plan: RunPlan,
+    ranks_per_process: int,
+    fencing_token: FencingToken,
+    secrets: Mapping[str, Any],
 ) -> LocalWorkerGroup:
-    """The ranks of this process, where it stands for a host of several devices."""
-    first = meeting.launch.rank * share
+    """Create the group of ranks of this process, if it runs all devices of a host."""
+    first = barrier.launch.rank * ranks_per_process
     return LocalWorkerGroup(
-        launch=meeting.launch,
-        tasks=plan.tasks[first : first + share],
+        launch=barrier.launch,
+        tasks=plan.tasks[first : first + ranks_per_process],
         num_ranks=len(plan.tasks),
-        store=meeting.address,
-        prefix=f"{meeting.prefix}/group",
-        token=fence.token,
+        store=barrier.address,
+        prefix=f"{barrier.prefix}/group",
+        token=fencing_token.token,
         secrets=secrets,
         limits=TimeLimits.of(plan.cfg.supervisor),
     )

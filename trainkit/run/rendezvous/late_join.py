@@ -1,8 +1,8 @@
-"""Tasks of a launch that may come when they like, and come again: workers that hold nothing, and the evaluator.
+"""Tasks of an external launch that may join at any time, and again: workers without state, and the evaluator.
 
-The others meet and begin without them (`trainkit.run.rendezvous.join`). Then the chief leaves word in the store, and
-whoever comes, early or late, for the first time or again, reads it: which folder, which batch, which config. Nobody
-waits for one that leaves.
+The others begin without them (`trainkit.run.rendezvous.join`). Then the chief publishes the folder, batch and config of
+the run in the store, and a task that arrives, early or late, for the first time or again, reads them. No process waits
+for a task that leaves.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainkit.trainer import failpoints
 __all__ = ["job_token", "join_running_job", "late_joining_ranks", "publish_join_info"]
 
 _KEY: Final = "trainkit/open"
-_WORD: Final[Mapping[str, Kind]] = {
+_JOIN_INFO: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(("prefix", "folder", "fence", "token"), str),
     "likeness": dict,
     "batch": list,
@@ -50,11 +50,11 @@ _WORD: Final[Mapping[str, Kind]] = {
 _POLL_S: Final = 0.2
 _TOKEN: Final = "TRAINKIT_TOKEN"  # noqa: S105 - the name of the variable that holds it
 _SHUTDOWN_GRACE_S: Final = 30.0
-"""How long a task that was sent home waits for the result, which the chief still writes."""
+"""How long a task that was stopped waits for the result, which the chief still writes."""
 
 
 def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[int]:
-    """The ranks of a launch that the others do not wait for.
+    """Return the ranks of a launch that the others do not wait for.
 
     Raises:
         ConfigError: the strategy cannot be built.
@@ -63,125 +63,131 @@ def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[i
     return frozenset(task.rank for task in launch.tasks if task.is_evaluator or strategy.replaces(task))
 
 
-def job_token(meeting: ProcessBarrier) -> str:
-    """What the tasks of this run know: as the environment says, else made by the chief; collective.
+def job_token(barrier: ProcessBarrier) -> str:
+    """Return the secret that the tasks of this run share: from the environment, else created by the chief; collective.
 
-    One that the chief makes goes through the store, where whoever reaches its port can read it.
+    A token that the chief creates goes through the store, where any process that reaches its port can read it.
     """
-    made: str = meeting.run_on_rank0_and_broadcast(lambda: token_hex(32))
+    made: str = barrier.run_on_rank0_and_broadcast(lambda: token_hex(32))
     return os.environ.get(_TOKEN) or made
 
 
 def publish_join_info(
-    meeting: ProcessBarrier, cfg: RunConfig, batch: BatchConfig, *, folder: RunFolder, fence: FencingToken, token: str
+    barrier: ProcessBarrier,
+    cfg: RunConfig,
+    batch: BatchConfig,
+    *,
+    folder: RunFolder,
+    fencing_token: FencingToken,
+    token: str,
 ) -> None:
-    """Leave word for those that may come late; for rank 0, once there is a run folder.
+    """Publish what late tasks need in order to join; for rank 0, once there is a run folder.
 
     Args:
-        meeting: the processes that have met.
-        cfg: the config as it was composed, which theirs has to equal.
-        batch: what the run resolved of it.
+        barrier: the processes that have met.
+        cfg: the composed config, which theirs has to equal.
+        batch: the batch sizes that the run resolved.
         folder: the run folder.
-        fence: its mark.
-        token: what the tasks know; left out where the environment is to say it.
+        fencing_token: the fencing token of the folder.
+        token: the secret of the tasks; not published if the environment provides it.
     """
-    word = {
-        "prefix": meeting.prefix,
+    info = {
+        "prefix": barrier.prefix,
         "likeness": config_digest(cfg),
         "batch": [batch.global_size, batch.micro_size],
         "folder": str(folder.path.absolute()),
-        "fence": fence.token,
+        "fence": fencing_token.token,
         "token": "" if os.environ.get(_TOKEN) else token,
     }
-    meeting.publish_global(_KEY, json.dumps(word))
+    barrier.publish_global(_KEY, json.dumps(info))
 
 
 def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any]:
-    """Do the part of a task that may come late; arguments as of `train_external`.
+    """Run a task that may join late; arguments as in `train_external`.
 
     Returns:
         Status and reason of the run.
 
     Raises:
-        ConfigError: it was started differently from the chief, or sees another folder.
-        HangError: the chief did not come, or is gone.
-        StoppedError, TerminatedError, HangupError: this process was asked to end; the others go on.
+        ConfigError: its config differs from the chief's, or it sees another folder.
+        HangError: the chief did not arrive, or is gone.
+        StoppedError, TerminatedError, HangupError: this process was asked to end; the others continue.
     """
-    board = StoreClient(launch)
-    patience = WaitReporter(lambda: launch.place_of(0), timeout_s=cfg.supervisor.join_timeout_s)
+    store = StoreClient(launch)
+    waiter = WaitReporter(lambda: launch.place_of(0), timeout_s=cfg.supervisor.join_timeout_s)
     with ExitStack() as stack:
-        stack.callback(board.close)
-        word = _read_join_info(board, stack, patience)
+        stack.callback(store.close)
+        info = _read_join_info(store, stack, waiter)
         problems = config_mismatches(
-            config_digest(cfg), {launch.place_of(0): word["likeness"]}, origin=launch.place_of(launch.rank)
+            config_digest(cfg), {launch.place_of(0): info["likeness"]}, origin=launch.place_of(launch.rank)
         )
         if problems:
             raise ConfigError(problems)
-        global_size, micro_size = word["batch"]
+        global_size, micro_size = info["batch"]
         batch = replace(cfg.batch, global_size=global_size, micro_size=micro_size, accumulation=None)
         plan = make_plan(replace(cfg, batch=batch), launch=launch)
-        folder = RunFolder(Path(word["folder"]))
-        fence = FencingToken.verify(folder, word["fence"])
+        folder = RunFolder(Path(info["folder"]))
+        fencing_token = FencingToken.verify(folder, info["fence"])
         identity = identity_for(
             launch,
             plan,
-            store=board.address,
-            prefix=word["prefix"],
-            token=os.environ.get(_TOKEN) or word["token"],
-            life=board.add(f"{word['prefix']}/lives/{launch.rank}", 1) - 1,
+            store=store.address,
+            prefix=info["prefix"],
+            token=os.environ.get(_TOKEN) or info["token"],
+            life=store.add(f"{info['prefix']}/lives/{launch.rank}", 1) - 1,
         )
         failpoints.reload({**os.environ, **identity.to_environ()})
-        report = Reporter(folder.error_of(launch.rank), launch.rank)
+        reporter = Reporter(folder.error_of(launch.rank), launch.rank)
         with (
             redirect_output(folder.log_of(launch.rank)),
             StopFlag(None if identity.task.is_evaluator else _abort_task) as stop,
         ):
             try:
-                run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fence.check, report=report)
+                run_task(plan.cfg, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=reporter)
             except (StoppedError, TerminatedError, HangupError, KeyboardInterrupt):
                 raise
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - told in the words of this task
-                _raise_cause(launch, folder, error, report)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - reported with the cause of this task
+                _raise_cause(launch, folder, error, reporter)
         if stop.requested:
             raise stop_error(stop.requested, "the others go on.")
         return {**_outcome(folder), "folder": str(folder.path)}
 
 
-def _read_join_info(board: StoreClient, stack: ExitStack, patience: WaitReporter) -> dict[str, Any]:
-    """What the chief left, once it has."""
-    board.open(stack, patience)
+def _read_join_info(store: StoreClient, stack: ExitStack, waiter: WaitReporter) -> dict[str, Any]:
+    """Wait for what the chief publishes, and return it."""
+    store.open(stack, waiter)
     while True:
         try:
-            if board.has(_KEY):
-                return _checked(board)
-        except RuntimeError:  # the store's DistError: that of a run which was just ending
-            board.open(stack, patience)
-        patience.wait(_POLL_S)
+            if store.has(_KEY):
+                return _checked(store)
+        except RuntimeError:  # the store's DistError: the store of a run that was just ending
+            store.open(stack, waiter)
+        waiter.wait(_POLL_S)
 
 
-def _checked(board: StoreClient) -> dict[str, Any]:
+def _checked(store: StoreClient) -> dict[str, Any]:
     try:
-        word = expect_map(board.message(_KEY), _WORD)
-        whole_numbers([one for one in word["batch"] if one is not None])
-        if len(word["batch"]) != len(("global_size", "micro_size")):
+        info = expect_map(store.message(_KEY), _JOIN_INFO)
+        whole_numbers([one for one in info["batch"] if one is not None])
+        if len(info["batch"]) != len(("global_size", "micro_size")):
             raise ValueError("its batch is not two numbers")
     except ValueError as error:
-        raise board.misfit(_KEY, error) from None
-    return word
+        raise store.misfit(_KEY, error) from None
+    return info
 
 
 def _abort_task(reason: Reason) -> None:
-    """End this task at once: the others do its work."""
+    """End this task at once: other tasks take over its work."""
     raise stop_error(reason, "asked to end; the others go on.")
 
 
-def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseException, report: Reporter) -> None:
-    """Raise what ended this task, unless the training was over before it."""
+def _raise_cause(launch: LaunchEnvironment, folder: RunFolder, error: BaseException, reporter: Reporter) -> None:
+    """Raise the error that ended this task, unless the training had ended before."""
     if training_has_ended(folder):
         return
-    words = report(error)
-    sys.stderr.write("".join(traceback.format_exception(error)))  # its log
-    if not words.is_secondary:
+    report = reporter(error)
+    sys.stderr.write("".join(traceback.format_exception(error)))  # goes to its log
+    if not report.is_secondary:
         raise error
     if not training_has_ended(folder):
         raise HangError(

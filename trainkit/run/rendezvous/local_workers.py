@@ -1,7 +1,7 @@
-"""The ranks of one process of a launch, where that process stands for a host and takes all its devices.
+"""The ranks of one process of an external launch, if that process runs all devices of a host.
 
-TF_CONFIG and a cluster spec name a task a host. Such a task starts a worker a device and watches them; nobody starts
-them again: a failure ends this task, and with it the others.
+TF_CONFIG and a cluster spec name one task per host. Such a task starts one worker per device and watches them; workers
+are not restarted: a failure ends this task, and with it the others.
 """
 
 from __future__ import annotations
@@ -34,35 +34,35 @@ from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cau
 __all__ = ["VARIABLE", "LocalWorkerGroup", "launch_environment_from"]
 
 VARIABLE: Final = "TRAINKIT_LAUNCH"
-"""The environment variable that hands a worker the launch it belongs to, so that it plans what the others plan."""
+"""Environment variable that holds the launch of a worker, so that it plans the same run as the others."""
 _GRACE_S: Final = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalWorkerGroup:
-    """Workers of this host to run."""
+    """The workers of this host."""
 
     launch: LaunchEnvironment
     tasks: tuple[Task, ...]
-    """Those of this host, with their devices."""
+    """The tasks of this host, with their devices."""
     num_ranks: int
     """Ranks of the run, over all hosts."""
     store: tuple[str, int]
     prefix: str
     token: str
-    """Of the fence."""
+    """Fencing token of the run folder; a group with another token must not write."""
     secrets: Mapping[str, Any]
     limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
     """How long a rank may make no progress."""
 
     def run(self, folder: RunFolder) -> dict[str, Any] | None:
-        """Start the workers and watch them to the end; Ctrl-C, SIGTERM and SIGHUP are passed on.
+        """Start the workers and watch them until they have ended; forward Ctrl-C, SIGTERM and SIGHUP.
 
         Returns:
             The content of result.json.
 
         Raises:
-            TrainkitError: the failure that came first on this host.
+            TrainkitError: the first failure on this host.
         """
         events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
         command = [*ENTRY, str(folder.resolved)]
@@ -94,7 +94,7 @@ class LocalWorkerGroup:
         stop: StopFlag,
         evidence: ProcessEvidence,
     ) -> list[ProcessExit] | Failure:
-        """Wait for all to end; the failures, as soon as there is one and the others have had a moment, or a hang."""
+        """Wait for all to end; return the failures shortly after the first one, or a hang."""
         failed: list[ProcessExit] = []
         deadline = None
         watch = Watch(self.limits, folder, sees_all=len(self.tasks) == self.num_ranks, pid_of=evidence.pid)
@@ -127,16 +127,16 @@ class LocalWorkerGroup:
             attempt=self.launch.attempt,
         )
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
-        handed = {VARIABLE: json.dumps(asdict(self.launch)), fence.VARIABLE: self.token}
+        inherited = {VARIABLE: json.dumps(asdict(self.launch)), fence.VARIABLE: self.token}
         secrets = {SECRETS: json.dumps(dict(self.secrets))} if self.secrets else {}
-        return {**worker_environ({**threads, **os.environ}, identity), **handed, **secrets}
+        return {**worker_environ({**threads, **os.environ}, identity), **inherited, **secrets}
 
 
 def launch_environment_from(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """The launch of a worker's host; None where no launch started it.
+    """Return the launch that a worker of a host belongs to; None if there is no external launch.
 
     Raises:
-        TrainkitError: the variable holds none.
+        TrainkitError: the variable is malformed.
     """
     text = environ.get(VARIABLE, "")
     if not text:

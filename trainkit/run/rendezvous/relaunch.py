@@ -1,4 +1,4 @@
-"""What a launch continues: the folder it made before its launcher started it again, or what `resume` says."""
+"""What an external launch continues: the folder of its previous start, or what `resume` names."""
 
 from __future__ import annotations
 
@@ -24,51 +24,51 @@ __all__ = ["ENDED", "clear_run_folder", "note_restart_of", "record_run_folder", 
 
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
-"""What a group leaves of the exceptions that ended it."""
+"""What a group stores about the exceptions that ended it."""
 ENDED: Final = ("finished", "stopped")
-"""Statuses of a run that its launcher does not start again; a person who repeats the command wants another run."""
+"""Statuses of a run that its launcher does not restart; a user who repeats the command wants another run."""
 
 
-def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, meeting: ProcessBarrier) -> ResumePoint:
-    """Work out where the launch begins; for its rank 0.
+def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: ProcessBarrier) -> ResumePoint:
+    """Find where the launch begins; for rank 0.
 
-    A launcher that starts its processes again gives them the command they had, and means them to go on. The folder of
-    the launch is found by the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
+    A launcher that restarts its processes repeats their command, and expects them to continue. The folder of the launch
+    is found in the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
 
     Args:
         cfg: the checked config.
         run_dir: the run folder that the user named.
-        meeting: the processes that take part.
+        barrier: the processes that take part.
 
     Raises:
-        ConfigError: what `resume` asks for does not exist, or is another training.
+        ConfigError: what `resume` names does not exist, or is another training.
     """
-    launch = meeting.launch
-    for path in (meeting.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
+    launch = barrier.launch
+    for path in (barrier.load_from_previous(_KEY), _recorded(cfg, launch), run_dir if launch.attempt else None):
         start = None if path is None else _continued(cfg, Path(path))
         if start is not None:
             return start
     return find_start(cfg, run_dir)
 
 
-def record_run_folder(cfg: RunConfig, folder: RunFolder, meeting: ProcessBarrier) -> None:
-    """Keep the folder for the next start of this launch."""
+def record_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Record the folder for the next start of this launch."""
     path = str(folder.path.absolute())
-    meeting.store_for_relaunch(_KEY, path)
-    if meeting.launch.name:
-        record = _record(cfg, meeting.launch)
+    barrier.store_for_relaunch(_KEY, path)
+    if barrier.launch.name:
+        record = _record(cfg, barrier.launch)
         record.parent.mkdir(parents=True, exist_ok=True)
-        write_json_atomically(record, {"launch": meeting.launch.name, "folder": path})
+        write_json_atomically(record, {"launch": barrier.launch.name, "folder": path})
 
 
-def clear_run_folder(cfg: RunConfig, folder: RunFolder, meeting: ProcessBarrier) -> None:
-    """Delete the record of a launch that has ended, which is not started again; one of another folder stays."""
-    if _recorded(cfg, meeting.launch) == str(folder.path.absolute()):
-        _record(cfg, meeting.launch).unlink(missing_ok=True)
+def clear_run_folder(cfg: RunConfig, folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Delete the record of a launch that has ended and is not restarted; the record of another folder stays."""
+    if _recorded(cfg, barrier.launch) == str(folder.path.absolute()):
+        _record(cfg, barrier.launch).unlink(missing_ok=True)
 
 
 def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
-    """Going on in a folder, where it holds this training, and it has not ended."""
+    """Return a start that continues in a folder, if it holds this training, and the training has not ended."""
     folder = RunFolder(path)
     result = folder.read_result()
     if not folder.resolved.is_file() or (result is not None and result.get("status") in ENDED):
@@ -84,26 +84,27 @@ def _continued(cfg: RunConfig, path: Path) -> ResumePoint | None:
     return ResumePoint(cfg=adopted, folder=folder, note=note, relaunched=True)
 
 
-def note_restart_of(folder: RunFolder, meeting: ProcessBarrier) -> None:
-    """Record that the launcher has started all processes again; for rank 0, before the folder is begun anew.
+def note_restart_of(folder: RunFolder, barrier: ProcessBarrier) -> None:
+    """Record that the launcher has restarted all processes; for rank 0, before it writes the initial files of the
+    folder.
 
     Raises:
-        CrashLoopError: user code raised the same exception twice in the same place. The launcher may start the
-            processes again even so; they end in the same way, at once.
+        CrashLoopError: user code raised the same exception twice in the same place. If the launcher restarts the
+            processes even so, they end in the same way at once.
     """
     failure, key = failure_in(folder), "raised"
     headline, rank = (None, None) if failure is None else (failure.headline, failure.rank)
-    relaunch = record_relaunch(folder, headline, rank, before=_raised_before(meeting, key))
+    relaunch = record_relaunch(folder, headline, rank, before=_raised_before(barrier, key))
     if relaunch.refusal is not None and failure is not None:
         error = CrashLoopError(f"{relaunch.refusal}: {failure.error()}")
         folder.write_result({**(folder.read_result() or {}), "status": "failed", "reason": str(error)})
         raise error
-    meeting.store_for_relaunch(key, json.dumps(relaunch.to_json()))
+    barrier.store_for_relaunch(key, json.dumps(relaunch.to_json()))
 
 
-def _raised_before(meeting: ProcessBarrier, key: str) -> list[dict[str, Any]]:
+def _raised_before(barrier: ProcessBarrier, key: str) -> list[dict[str, Any]]:
     try:
-        found = expect_maps(parse_json(meeting.load_from_previous(key) or "[]"), _RAISED)
+        found = expect_maps(parse_json(barrier.load_from_previous(key) or "[]"), _RAISED)
     except ValueError as error:
         raise LinkError(f"the store of the launch holds no message of this launch under {key}: {error}") from None
     return [{name: one[name] for name in _RAISED} for one in found]

@@ -1,8 +1,8 @@
-"""How the processes of a launch end: together, with one story of what went wrong.
+"""End the processes of an external launch together, with one explanation of what went wrong.
 
-Nobody watches them here: a rank that fails tells it through the store and the run folder, and the others, whose next
-exchange breaks, find out who was first. A launcher may end all as soon as one has ended, so nobody leaves before rank 0
-has said what there is to say.
+No supervisor watches them: a rank that fails reports through the store and the run folder, and the others, whose next
+collective fails, find out which failure was first. A launcher may end all processes as soon as one has ended, so no
+rank exits before rank 0 has reported.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
 __all__ = ["finish_together"]
 
 _Processes = Mapping[int, Mapping[str, Any]]
-"""By rank, what `_own_process` gave there."""
+"""The result of `_own_process` on each rank."""
 _GRACE_S: Final = 0.2
-"""How long others have to say their last words once this rank has failed by itself."""
+"""How long other ranks have to write their error reports after this rank has failed by itself."""
 _GRACE_AFTER_LOSS_S: Final = 3.0
-"""The same where it only lost another: who failed first may be busy saying why."""
-_FAREWELL_S: Final = 30.0
-"""How long a rank that is done waits for rank 0, which still writes the result."""
+"""The same if this rank only lost its connection to another: the rank that failed first may still be reporting."""
+_SHUTDOWN_GRACE_S: Final = 30.0
+"""How long a finished rank waits for rank 0, which still writes the result."""
 
 
 def finish_together(
-    meeting: ProcessBarrier,
+    barrier: ProcessBarrier,
     folder: RunFolder,
     run: Callable[[Reporter], dict[str, Any] | None],
     *,
@@ -50,112 +50,113 @@ def finish_together(
     """Run this process's part of the training, and end it with the others.
 
     Args:
-        meeting: the processes that take part.
+        barrier: the processes that take part.
         folder: the run folder.
-        run: does the part, given what reports an error before this rank leaves the others; returns what result.json
-            holds, on rank 0.
-        confirm: raises where the folder is another group's by now.
-        runs_local_workers: whether this process stands for a host, whose ranks have already written to the folder.
+        run: trains, given a function that reports an error before this rank leaves the group; returns the content of
+            result.json on rank 0.
+        confirm: raises if another worker group owns the folder now.
+        runs_local_workers: whether each process runs the ranks of a host, which have already written their reports.
+            folder.
 
     Returns:
-        What result.json holds on rank 0; elsewhere its status and reason.
+        The content of result.json on rank 0; its status and reason elsewhere.
 
     Raises:
         TrainkitError: the training failed. On rank 0 the failure that came first, on others a `PeerError`.
     """
-    # Learned before a rank can be lost: the store may be lost with it.
-    processes = dict(zip(meeting.ranks, meeting.all_gather_object(_own_process()), strict=True))
-    report = _reporter(meeting, folder, hosts_ranks=runs_local_workers)
+    # Exchanged before a rank can be lost: the store may be lost with it.
+    processes = dict(zip(barrier.ranks, barrier.all_gather_object(_own_process()), strict=True))
+    reporter = _reporter(barrier, folder, runs_local_workers=runs_local_workers)
     try:
-        result = run(report)
+        result = run(reporter)
     except (Exception, SystemExit) as error:
-        words = report(error)
-        if meeting.launch.rank > 0:
-            sys.stderr.write("".join(traceback.format_exception(error)))  # its log
-            raise _follower_error(meeting, None if runs_local_workers else folder, words, processes) from error
-        failure = _first_failure(meeting, None if runs_local_workers else folder, words, processes)
-        _record(meeting, folder, failure, confirm)
+        report = reporter(error)
+        if barrier.launch.rank > 0:
+            sys.stderr.write("".join(traceback.format_exception(error)))  # goes to its log
+            raise _follower_error(barrier, None if runs_local_workers else folder, report, processes) from error
+        failure = _first_failure(barrier, None if runs_local_workers else folder, report, processes)
+        _record(barrier, folder, failure, confirm)
         raise failure from error
-    if meeting.launch.rank > 0:
-        return _await_rank0_result(meeting)
+    if barrier.launch.rank > 0:
+        return _await_rank0_result(barrier)
     result = result or {}
-    meeting.publish("result", {key: result.get(key) for key in ("status", "reason")})
+    barrier.publish("result", {key: result.get(key) for key in ("status", "reason")})
     return result
 
 
-def _reporter(meeting: ProcessBarrier, folder: RunFolder, *, hosts_ranks: bool) -> Reporter:
-    """Return what reports an error of this rank, through the folder and through the store, which counts arrivals."""
-    rank = meeting.launch.rank
+def _reporter(barrier: ProcessBarrier, folder: RunFolder, *, runs_local_workers: bool) -> Reporter:
+    """Return a reporter of this rank's error to the folder and to the store, which also counts the order of arrival."""
+    rank = barrier.launch.rank
 
-    def tell(words: ErrorReport) -> None:
-        meeting.mark_store_suspect()
+    def publish(report: ErrorReport) -> None:
+        barrier.mark_store_suspect()
         with contextlib.suppress(RuntimeError):
-            meeting.publish(f"failed/{rank}", {"arrival": meeting.count("reports"), "words": asdict(words)})
+            barrier.publish(f"failed/{rank}", {"arrival": barrier.count("reports"), "words": asdict(report)})
 
-    return Reporter(None if hosts_ranks else folder.error_of(rank), rank, tell)
+    return Reporter(None if runs_local_workers else folder.error_of(rank), rank, publish)
 
 
-def _await_rank0_result(meeting: ProcessBarrier) -> dict[str, Any]:
-    told = meeting.read_any(["result", "failed/0"], within_s=_FAREWELL_S)
-    if "failed/0" in told:
-        raise meeting.peer_error(report_from_json(told["failed/0"]["words"]))
-    result: dict[str, Any] = told.get("result", {"status": "finished"})
+def _await_rank0_result(barrier: ProcessBarrier) -> dict[str, Any]:
+    message = barrier.read_any(["result", "failed/0"], within_s=_SHUTDOWN_GRACE_S)
+    if "failed/0" in message:
+        raise barrier.peer_error(report_from_json(message["failed/0"]["words"]))
+    result: dict[str, Any] = message.get("result", {"status": "finished"})
     return result
 
 
-def _record(meeting: ProcessBarrier, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
-    """Write the failure to result.json, if the run folder is still this group's, and report it to the other ranks."""
-    with contextlib.suppress(TrainkitError):  # fenced off: the folder is not ours to write to
+def _record(barrier: ProcessBarrier, folder: RunFolder, failure: TrainkitError, confirm: Callable[[], None]) -> None:
+    """Write the failure to result.json, if the run folder is still this group's, and reporter it to the other ranks."""
+    with contextlib.suppress(TrainkitError):  # another group owns the folder now: do not write to it
         confirm()
         kept = folder.read_result() or skipped_in(folder.checkpoints)
-        with contextlib.suppress(OSError):  # the error itself is on the screen
+        with contextlib.suppress(OSError):  # the error itself is printed on the terminal
             folder.write_result({**kept, "status": "failed", "reason": str(failure)})
     with contextlib.suppress(RuntimeError):
-        meeting.publish("reported", str(failure).splitlines()[0])
+        barrier.publish("reported", str(failure).splitlines()[0])
 
 
 def _follower_error(
-    meeting: ProcessBarrier, folder: RunFolder | None, words: ErrorReport, processes: _Processes
+    barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport, processes: _Processes
 ) -> TrainkitError:
-    """What a rank above 0 says: a line, where rank 0 tells the story; the story, where rank 0 cannot."""
-    reported = meeting.read_any(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
+    """Return the error of a rank above 0: one line if rank 0 explains the failure, else the full explanation."""
+    reported = barrier.read_any(["reported"], within_s=_GRACE_AFTER_LOSS_S + 1.0)
     if reported:
-        code = words.exit_code if words.is_permanent else 1
-        return PeerError(f"rank {words.rank} ends: {reported['reported']}", exit_code=code)
-    return _first_failure(meeting, folder, words, processes)
+        code = report.exit_code if report.is_permanent else 1
+        return PeerError(f"rank {report.rank} ends: {reported['reported']}", exit_code=code)
+    return _first_failure(barrier, folder, report, processes)
 
 
 def _first_failure(
-    meeting: ProcessBarrier, folder: RunFolder | None, words: ErrorReport, processes: _Processes
+    barrier: ProcessBarrier, folder: RunFolder | None, report: ErrorReport, processes: _Processes
 ) -> TrainkitError:
-    """The failure that caused the others, by what every rank reported; those that reported nothing are gone or hang."""
-    others = {rank: f"failed/{rank}" for rank in meeting.ranks if rank != words.rank}
-    said, arrivals = {words.rank: words}, {words.rank: len(meeting.ranks)}
-    deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if words.is_secondary else _GRACE_S)
-    while len(said) <= len(others) and (left := deadline - time.monotonic()) > 0:
-        heard = meeting.read_any([key for rank, key in others.items() if rank not in said], within_s=left)
-        if not heard:
+    """Return the failure that caused the others, from all error reports; ranks without one are gone or hang."""
+    others = {rank: f"failed/{rank}" for rank in barrier.ranks if rank != report.rank}
+    reports, arrivals = {report.rank: report}, {report.rank: len(barrier.ranks)}
+    deadline = time.monotonic() + (_GRACE_AFTER_LOSS_S if report.is_secondary else _GRACE_S)
+    while len(reports) <= len(others) and (left := deadline - time.monotonic()) > 0:
+        received = barrier.read_any([key for rank, key in others.items() if rank not in reports], within_s=left)
+        if not received:
             break
-        for told in heard.values():
-            found = report_from_json(told["words"])
-            said[found.rank], arrivals[found.rank] = found, told["arrival"]
-        if any(not found.is_secondary for found in said.values()):
+        for message in received.values():
+            found = report_from_json(message["words"])
+            reports[found.rank], arrivals[found.rank] = found, message["arrival"]
+        if any(not found.is_secondary for found in reports.values()):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-    own = meeting.read_any([f"failed/{words.rank}"], within_s=0.0)
-    arrivals.update((words.rank, told["arrival"]) for told in own.values())
-    if folder is None:  # each has judged its own ranks
+    own = barrier.read_any([f"failed/{report.rank}"], within_s=0.0)
+    arrivals.update((report.rank, message["arrival"]) for message in own.values())
+    if folder is None:  # every process has already found the first failure of its own ranks
         order = {
-            rank: (one.is_secondary, -1 if one.step is None else one.step, arrivals[rank]) for rank, one in said.items()
+            rank: (one.is_secondary, -1 if one.step is None else one.step, arrivals[rank])
+            for rank, one in reports.items()
         }
-        return said[min(said, key=lambda rank: order[rank])].error()
-    silent = [rank for rank in others if rank not in said]
+        return reports[min(reports, key=lambda rank: order[rank])].error()
+    silent = [rank for rank in others if rank not in reports]
     evidence = _evidence(folder, {rank: processes[rank] for rank in silent})
-    if silent and all(one.is_secondary for one in said.values()):  # also where they left words in the folder: who reads
-        return unresponsive_rank(
-            folder, silent, evidence
-        ).error()  # them there cannot be reached, and lost us as we lost them
+    if silent and all(one.is_secondary for one in reports.values()):  # even if they left error reports in the folder:
+        return unresponsive_rank(folder, silent, evidence).error()  # the host that reads them lost its connection to us
     exits = [
-        ProcessExit(attempt=0, rank=rank, code=said[rank].exit_code) for rank in sorted(said, key=arrivals.__getitem__)
+        ProcessExit(attempt=0, rank=rank, code=reports[rank].exit_code)
+        for rank in sorted(reports, key=arrivals.__getitem__)
     ]
     return root_cause(folder, exits, silent, evidence).error()
 
@@ -165,7 +166,7 @@ def _own_process() -> dict[str, Any]:
 
 
 def _evidence(folder: RunFolder, processes: _Processes) -> ProcessEvidence:
-    """Return what this process can see of ranks that report nothing: of those on its own host, their state."""
+    """Return the process states that this process can see of ranks without a reporter: those on its own host."""
     here = {
         rank: ProcessId(found["pid"], found["started"]) for rank, found in processes.items() if found["at"] == host_id()
     }

@@ -1,4 +1,4 @@
-"""Where the ranks of a run meet: a key-value store of the supervisor, so that it outlives its workers."""
+"""The rendezvous store of the ranks of a run: the supervisor hosts it, so that it outlives the workers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["HostedStore", "Rendezvous", "store_of_launch"]
 
 
 class Rendezvous(Protocol):
-    """What the supervisor needs of a store."""
+    """The interface of a store for the supervisor."""
 
     @property
     def address(self) -> tuple[str, int] | None:
-        """Host and port, known before it answers: workers start while this process still imports torch."""
+        """Host and port, known before the store answers: workers start while this process still imports torch."""
 
     def open(self) -> None:
-        """Begin to answer; called once, after the first workers were started."""
+        """Start to serve; called once, after the first workers were started."""
 
 
 class HostedStore:
     """A `TCPStore` in this process that listens on one address only, by default on the loopback interface.
 
-    TCPStore itself listens on every interface, even for 127.0.0.1, and asks nobody who they are: it is handed a socket
-    that is bound already.
+    TCPStore itself listens on every interface, even for 127.0.0.1, and authenticates no client: it is given a socket
+    that is already bound.
     """
 
     def __init__(self, address: tuple[str, int] = ("127.0.0.1", 0)) -> None:
@@ -49,7 +49,7 @@ class HostedStore:
         self._socket.close()
 
     def open(self) -> None:
-        """Begin to answer; imports torch. Who connected before waits in the socket's queue."""
+        """Start to serve; imports torch. Clients that connected before wait in the socket's queue."""
         if self._store is not None:
             return
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - 1 s, beside the workers'
@@ -61,10 +61,10 @@ class HostedStore:
 
 
 def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
-    """The store that rank 0 of a launch opens where the launcher opens none: at the launch's address and no other.
+    """Create the store that rank 0 hosts if the launcher hosts none: it listens at the launch's address only.
 
-    A name of this host that it resolves to its loopback interface (Debian gives 127.0.1.1) would leave the other hosts
-    outside: then it is the address of the interface that leads out.
+    If this host resolves its own name to the loopback interface (Debian gives 127.0.1.1), other hosts could not
+    connect: then the address of the outgoing interface is used.
 
     Raises:
         ConfigError: the address is no address of this host, or in use.
@@ -77,6 +77,6 @@ def store_of_launch(launch: LaunchEnvironment) -> HostedStore:
             found = own_address() or found
         return HostedStore((found, port))
     except OSError as error:
-        number = error.errno or 0  # those of the resolver are negative, and have their own words
+        number = error.errno or 0  # resolver errors are negative, and have their own texts
         rule = f"rank 0 cannot listen there: {os.strerror(number) if number > 0 else error.strerror or error}."
         raise ConfigError([Problem(key="store", value=str(Address(host, port)), rule=rule)]) from error

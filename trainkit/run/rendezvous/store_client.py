@@ -1,4 +1,4 @@
-"""The store of a launch as one process uses it: opened or found, read and written, and never waited for in vain."""
+"""The client of a launch's store: it opens or finds the store, reads and writes it, and never blocks without limit."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ T = TypeVar("T")
 _POLL_S: Final = 0.2
 _ANSWER_S: Final = 300.0
 """How long the store may take to answer; its process may be stopped, or the machine loaded."""
-_PROBE_S: Final = 2.0
-"""How old the last proof may be that the store can be reached."""
+_CHECK_VALID_S: Final = 2.0
+"""How long a successful connection check counts."""
 
 
 class StoreClient:
     """Keys and values that every process of a launch sees.
 
-    `TCPStore` waits without limit for an answer, also over a cable that was cut: it is looked first whether somebody is
-    there. What goes wrong is a RuntimeError, as torch's own errors of the store are.
+    `TCPStore` waits without limit for an answer, even if the network is down: each operation first checks that the
+    server accepts connections. Failures are RuntimeErrors, like torch's own errors of the store.
     """
 
     def __init__(self, launch: LaunchEnvironment) -> None:
         self._launch = launch
         self.address = launch.store
         """Host and port."""
-        self._probed = 0.0
+        self._checked_at = 0.0
         self._store: Any = None
 
-    def open(self, stack: ExitStack, patience: WaitReporter) -> None:
-        """Open the store, if that is for this process to do, or wait until it is there.
+    def open(self, stack: ExitStack, waiter: WaitReporter) -> None:
+        """Host the store, if this process does so, or wait until it is reachable.
 
         Args:
             stack: keeps the store open.
-            patience: how long to wait, and what to say.
+            waiter: how long to wait, and what to log.
 
         Raises:
             ConfigError: the address is no address of this host, or in use.
-            HangError: nobody answers there.
+            HangError: no server answers there.
         """
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # noqa: PLC0415 - torch takes 1 s
 
@@ -59,39 +59,39 @@ class StoreClient:
             hosted.open()
             self.address = hosted.address
         while not reachable(*self.address):
-            patience.wait(_POLL_S)
+            waiter.wait(_POLL_S)
         connecting = Pending(
             lambda: TCPStore(
                 *self.address, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_ANSWER_S)
             )
         )
-        while not connecting.wait(_POLL_S):  # a process that listens and never answers would be waited for, for ever
-            patience.wait(0)
+        while not connecting.wait(_POLL_S):  # a server that listens but never answers would block for ever
+            waiter.wait(0)
         self._store = connecting.result()
 
     def close(self) -> None:
-        """Let go of the store."""
+        """Drop the connection to the store."""
         self._store = None
 
     def invalidate(self) -> None:
-        """Look at the next question whether the store can be reached, however new the last proof is."""
-        self._probed = 0.0
+        """Check before the next operation whether the store can be reached, however recent the last check is."""
+        self._checked_at = 0.0
 
     def has(self, key: str) -> bool:
-        """Whether a key was set."""
+        """Return whether a key was set."""
         self._check_reachable()
-        return bool(self._ask(lambda: self._store.check([key])))
+        return bool(self._call(lambda: self._store.check([key])))
 
     def get(self, key: str) -> bytes:
-        """The value of a key that was set."""
-        value: bytes = self._ask(lambda: self._store.get(key))
+        """Return the value of a key that was set."""
+        value: bytes = self._call(lambda: self._store.get(key))
         return value
 
     def message(self, key: str) -> Any:
-        """Return the JSON that was set under a key.
+        """Return the JSON value of a key.
 
         Raises:
-            LinkError: it is none: a process that is none of this launch has written there.
+            LinkError: it is not JSON: a process of another launch has written it.
         """
         try:
             return parse_json(self.get(key))
@@ -99,27 +99,27 @@ class StoreClient:
             raise self.misfit(key, error) from None
 
     def misfit(self, key: str, error: ValueError) -> LinkError:
-        """Return the error of a key that holds no message of this launch."""
+        """Return the error for a key that holds no message of this launch."""
         host, port = self.address
         return LinkError(f"the store at {host}:{port} holds no message of this launch under {key}: {error}")
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._ask(lambda: self._store.set(key, value))
+        self._call(lambda: self._store.set(key, value))
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter; returns what it is then."""
+        """Add to a counter; return its new value."""
         self._check_reachable()
-        return int(self._ask(lambda: self._store.add(key, amount)))
+        return int(self._call(lambda: self._store.add(key, amount)))
 
-    def _ask(self, question: Callable[[], T]) -> T:
+    def _call(self, operation: Callable[[], T]) -> T:
         try:
-            return call_within(question, _ANSWER_S)
+            return call_within(operation, _ANSWER_S)
         except TimeoutError:
             raise RuntimeError("the store of the launch does not answer") from None
 
     def _check_reachable(self) -> None:
-        if not self._launch.hosts_store and time.monotonic() - self._probed > _PROBE_S:
+        if not self._launch.hosts_store and time.monotonic() - self._checked_at > _CHECK_VALID_S:
             if not reachable(*self.address):
                 raise RuntimeError("the store of the launch cannot be reached")
-            self._probed = time.monotonic()
+            self._checked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""Waiting that says for whom: one line after a moment, again now and then, an error at the end."""
+"""Waiting that logs what is missing: one line after 3 s, further lines at growing intervals, an error at the end."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LONGEST_S: Final = 60.0
 
 
 class WaitReporter:
-    """Sleeps a little at a time and tells who is missing: after 3 s, then at intervals that double up to 60 s.
+    """Sleeps in short intervals and logs which ranks are missing: after 3 s, then at intervals that double up to 60 s.
 
     Args:
-        missing: who is, as one would name them to a person.
+        missing: returns a readable description of what is missing.
         timeout_s: when to give up.
-        say: is told; by default a line on stderr.
-        clock: seconds that pass.
-        sleep: lets them pass.
+        log: logs a line; by default on stderr.
+        clock: returns monotonic seconds.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -31,31 +31,31 @@ class WaitReporter:
         missing: Callable[[], str],
         *,
         timeout_s: float,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._missing, self._timeout_s, self._say = missing, timeout_s, say or _print
+        self._missing, self._timeout_s, self._log = missing, timeout_s, log or _print
         self._clock, self._sleep = clock, sleep
         self._begun = clock()
         self._interval_s = min(_FIRST_S, timeout_s / 2)
         self._next_line_s = self._interval_s
 
     def wait(self, moment_s: float) -> None:
-        """Let a moment pass.
+        """Sleep for a moment.
 
         Raises:
-            HangError: it was the last one.
+            HangError: the timeout has passed.
         """
         waited = self._clock() - self._begun
         if waited >= self._timeout_s:
             raise HangError(f"waited {self._timeout_s:g} s (supervisor.join_timeout_s) in vain for {self._missing()}.")
         if waited >= self._next_line_s:
-            self._say(f"waiting for {self._missing()}" + (f", {waited:.0f} s" if waited > _FIRST_S * 1.5 else ""))
+            self._log(f"waiting for {self._missing()}" + (f", {waited:.0f} s" if waited > _FIRST_S * 1.5 else ""))
             self._interval_s = min(self._interval_s * 2, _LONGEST_S)
             self._next_line_s = waited + self._interval_s
         self._sleep(moment_s)
 
 
 def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal

@@ -1,4 +1,4 @@
-"""An attempt at a run: every rank started in a process of its own, and watched until all have ended."""
+"""One attempt at a run: start every rank in its own process, and watch all ranks until they have ended."""
 
 from __future__ import annotations
 
@@ -33,61 +33,61 @@ from trainkit.storage import Presence
 __all__ = ["AttemptRunner"]
 
 _GRACE_S: Final = 0.1
-"""How long the others have to say their last words once one has failed."""
+"""How long the other ranks have to write their error reports after one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0
-"""The same where the one only says that it lost another: who fails first may well be the last to end."""
+"""The same if the failed rank only lost its connection to another: the root cause may be the last to exit."""
 _ENDING_S: Final = 10.0
-"""How long a process that has ended may take to be reaped, on a machine that is busy."""
+"""How long a process that has ended may take to be reaped on a busy machine."""
 _REPORTED_S: Final = 30.0
 """How long a rank may live on after its error report, unless it saves."""
 _SHUTDOWN_GRACE_S: Final = 5.0
-"""How long tasks that assist have to end once the training has."""
+"""How long auxiliary tasks have to end after the training."""
 
 
 class AttemptRunner:
-    """Starts the ranks of a run as often as it takes.
+    """Starts the ranks of a run, once for every attempt.
 
     Args:
-        roster: who takes part.
+        membership: the replicas that take part.
         folder: the run folder.
-        command: what to start, the same for every rank.
-        groups: makes the workers of an attempt, none of which is started: (its number, who is told of ends).
-        meeting: the store the ranks meet at.
+        command: the command to start, the same for every rank.
+        groups: creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
+        rendezvous: the store of the ranks.
         limits: how long a rank may make no progress.
-        secrets: what the workers need and no file holds.
-        assistants: ranks that assist the one that trains, and end with it.
-        replaceable: ranks that are started again alone when they die.
-        max_restarts: deaths of such a one in a row, without progress, that are put up with.
-        log: receives a line for each such death.
+        secrets: values that the workers need and that are in no file.
+        auxiliary_ranks: auxiliary ranks: they serve the rank that trains, and end with it.
+        replaceable: ranks that are restarted alone when they die.
+        max_restarts: deaths of such a rank in a row, without progress, that are tolerated.
+        log: logs a line about such a death.
         memory: counts processes that the kernel killed for lack of memory; by default those of this cgroup.
     """
 
     def __init__(
         self,
-        roster: ReplicaMembership,
+        membership: ReplicaMembership,
         *,
         folder: RunFolder,
         command: Sequence[str],
         groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         limits: TimeLimits,
         secrets: Mapping[str, Any],
-        assistants: Collection[int] = (),
+        auxiliary_ranks: Collection[int] = (),
         replaceable: Collection[int] = (),
         max_restarts: int = 0,
         log: Callable[[str], None] = print,
         memory: MemoryEvents | None = None,
     ) -> None:
-        self._roster = roster
+        self._membership = membership
         self._folder = folder
         self._command = command
         self._groups = groups
-        self._meeting = meeting
+        self._rendezvous = rendezvous
         self._limits = limits
         self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
         self._token = token_hex(32)
-        self._assistants = frozenset(assistants)
-        alone = frozenset(task.rank for task in roster.tasks if max_restarts or task.is_evaluator)
+        self._auxiliary_ranks = frozenset(auxiliary_ranks)
+        alone = frozenset(task.rank for task in membership.tasks if max_restarts or task.is_evaluator)
         self._replaceable = frozenset(replaceable) & alone  # an evaluator never ends a run
         self._max_restarts, self._log = max_restarts, log
         self._memory = memory or MemoryEvents()
@@ -99,44 +99,46 @@ class AttemptRunner:
         self.stop = StopFlag()
 
     def _begin(self) -> None:
-        """What an attempt knows of its tasks when none has been started."""
+        """Reset the state that belongs to one attempt."""
         self._evidence = ProcessEvidence(self._folder, memory=self._memory)
         self._watcher = Watch(self._limits, self._folder)
         self._asked_to_resize = False
-        self._over_at: float | None = None  # when the training ended, where others assist the rank that trains
-        self._left_at: float | None = None  # when that rank ended cleanly
-        self._told_to_wait = False
-        self._ended: set[int] = set()  # ranks ended here, whose exit is no news
+        self._trained_at: float | None = None  # when the training ended, if there are auxiliary ranks
+        self._rank0_ended_at: float | None = None  # when rank 0 ended cleanly
+        self._announced_waiting = False
+        self._ended: set[int] = set()  # ranks that this process ended: their exit is expected
         self._replacing = TaskRestarter(
-            [task for task in self._roster.tasks if task.rank in self._replaceable],
+            [task for task in self._membership.tasks if task.rank in self._replaceable],
             folder=self._folder,
             max_restarts=self._max_restarts,
             log=self._log,
         )
 
     def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
-        """Start all ranks and watch them until all have ended; returns the first failure.
+        """Start all ranks and watch them until all have ended; return the first failure.
 
         Args:
             attempt: its number, from 0.
-            continues_at: the step of the checkpoint that it goes on from; None: from the start.
+            continues_at: the step of the checkpoint that it continues from; None: from the start.
         """
         self._folder.begin()
         self._folder.open_live()
         self._begin()
         with self._groups(attempt, self.events.put) as group:
             self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
-            self._watcher = Watch(self._limits, self._folder, assistants=self._assistants, pid_of=self._evidence.pid)
-            for task in self._roster.tasks:
+            self._watcher = Watch(
+                self._limits, self._folder, auxiliary_ranks=self._auxiliary_ranks, pid_of=self._evidence.pid
+            )
+            for task in self._membership.tasks:
                 self._start(group, task, attempt)
-            self._meeting.open()
+            self._rendezvous.open()
             return self._watch(group, attempt, continues_at)
 
     def _start(self, group: WorkerGroup, task: Task, attempt: int) -> None:
         identity = Identity(
             task=task,
-            num_ranks=len(self._roster.tasks),
-            store=self._meeting.address,
+            num_ranks=len(self._membership.tasks),
+            store=self._rendezvous.address,
             prefix=f"attempt/{attempt}",
             attempt=attempt,
             life=self._replacing.restart_count(task.rank),
@@ -152,25 +154,25 @@ class AttemptRunner:
         while True:
             for task in self._replacing.due():
                 self._start(group, task, attempt)
-            self._note_trained()
+            self._check_trained()
             self._kill_stragglers(group)
             if not group.running and not self._replacing.pending:
-                group.join()  # what has ended has been reported then
+                group.join()  # afterwards the exits of all processes are in the queue
                 if self.events.empty():
                     return None
             event = self._next_event(self._watcher.interval_s)
-            self._evidence.look(task.rank for task in self._roster.tasks)
+            self._evidence.look(task.rank for task in self._membership.tasks)
             failure = self._poll(group, continues_at) if event is None else self._handle_event(group, attempt, event)
             if failure is not None:
-                if not self._assistants:
+                if not self._auxiliary_ranks:
                     wait_for_owner_save(self._folder, group, failure)
                 return failure
 
     def _poll(self, group: WorkerGroup, continues_at: int | None) -> Failure | None:
-        """Look after those that run; the failure of one that hangs, unless it is started again alone.
+        """Check the running ranks; return the failure of one that hangs, unless that rank is restarted alone.
 
         Raises:
-            StorageError: the run folder is gone, and with it the heartbeats.
+            StorageError: the run folder was removed, and the heartbeats with it.
         """
         self._presence.check()
         lingering = self._lingering(group)
@@ -191,7 +193,7 @@ class AttemptRunner:
         return None
 
     def _lingering(self, group: WorkerGroup) -> list[int]:
-        """Return the ranks that have reported an error long ago and do not end."""
+        """Return the ranks that reported an error long ago and have not exited."""
         found = []
         for rank in group.running:
             reported_s = self._evidence.reported_for_s(rank)
@@ -201,7 +203,7 @@ class AttemptRunner:
         return found
 
     def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> Failure | None:
-        """Do what an event asks for; the failure that ends the attempt, if it tells of one."""
+        """Handle one event; return the failure that ends the attempt, if the event is one."""
         if not isinstance(event, ProcessExit):
             self._ask_to_stop(group, event)
             return None
@@ -222,52 +224,56 @@ class AttemptRunner:
         if rank in self._ended:
             self._ended.discard(rank)
             return True
-        expected = self._assistants - (self._evaluators if self._left_at is None else frozenset())
-        return self._over_at is not None and rank in expected
+        expected = self._auxiliary_ranks - (self._evaluators if self._rank0_ended_at is None else frozenset())
+        return self._trained_at is not None and rank in expected
 
     def _on_exit(self, rank: int) -> None:
-        if rank == 0 and self._assistants:
-            self._left_at = time.monotonic()
-            self._over_at = self._over_at or self._left_at
+        if rank == 0 and self._auxiliary_ranks:
+            self._rank0_ended_at = time.monotonic()
+            self._trained_at = self._trained_at or self._rank0_ended_at
             self._replacing.stop_restarting(evaluator=True)
 
-    def _note_trained(self) -> None:
-        """Start no worker again once the training has ended, while rank 0 waits for the evaluator."""
-        if self._over_at is None and self._evaluators and self._folder.trained.exists():
-            self._over_at = time.monotonic()
+    def _check_trained(self) -> None:
+        """Stop restarting workers once the training has ended, while rank 0 waits for the evaluator."""
+        if self._trained_at is None and self._evaluators and self._folder.trained.exists():
+            self._trained_at = time.monotonic()
             self._replacing.stop_restarting()
 
     def _kill_stragglers(self, group: WorkerGroup) -> None:
-        """End the assistants a while after the training, and the evaluator a while after rank 0, which waits for it."""
-        if self._over_at is None or time.monotonic() < self._over_at + _SHUTDOWN_GRACE_S:
+        """End the auxiliary ranks a while after the training, and the evaluator a while after rank 0, which waits for
+        it.
+        """
+        if self._trained_at is None or time.monotonic() < self._trained_at + _SHUTDOWN_GRACE_S:
             return
         left, kept = set(group.running), self._evaluators
-        if self._left_at is not None and time.monotonic() >= self._left_at + _SHUTDOWN_GRACE_S:
+        if self._rank0_ended_at is not None and time.monotonic() >= self._rank0_ended_at + _SHUTDOWN_GRACE_S:
             kept = frozenset()
-        for rank in left & self._assistants - kept:
+        for rank in left & self._auxiliary_ranks - kept:
             self._end(group, rank)
-        if left & kept and self._left_at is None and not self._told_to_wait:
-            self._told_to_wait = True
+        if left & kept and self._rank0_ended_at is None and not self._announced_waiting:
+            self._announced_waiting = True
             self._log("The training has ended. Waiting for the evaluator to finish.")
 
     @property
     def _evaluators(self) -> frozenset[int]:
-        return frozenset(task.rank for task in self._roster.tasks if task.is_evaluator)
+        return frozenset(task.rank for task in self._membership.tasks if task.is_evaluator)
 
     def _end(self, group: WorkerGroup, rank: int) -> None:
         self._ended.add(rank)
         group.end(rank)
 
     def has_progressed(self, rank: int, continues_at: int | None) -> bool:
-        """Whether a rank of the current or last attempt has done a step in it."""
+        """Return whether a rank of the current or last attempt has completed a step in it."""
         pulse = read_heartbeat(self._folder.heartbeat_of(rank))
         return pulse is not None and pulse.step > (continues_at or 0)
 
     def _request_resize(self, group: WorkerGroup, continues_at: int | None) -> None:
-        """Ask a group that trains to save and end, once, where a lost replica is due: the next is started with it."""
-        if self._roster.is_due and not self._asked_to_resize and self.has_progressed(0, continues_at):
+        """Ask a training group once to save and end when a lost replica is due; the next attempt includes
+        that replica.
+        """
+        if self._membership.is_due and not self._asked_to_resize and self.has_progressed(0, continues_at):
             self._asked_to_resize = True
-            if (number := resize_signal()) is not None:  # elsewhere it waits for a failure
+            if (number := resize_signal()) is not None:  # without such a signal the resize waits for a failure
                 group.signal(number)
 
     def _next_event(self, timeout_s: float) -> ProcessExit | Reason | None:
@@ -280,11 +286,11 @@ class AttemptRunner:
         group.signal(signal_of(reason))
 
     def _first_failure(self, group: WorkerGroup, attempt: int, first: ProcessExit) -> tuple[Failure, list[ProcessExit]]:
-        """The failure that came first, and all that came within a moment of it."""
+        """Return the root failure, and all exits within a short time of the first."""
         exits, begun = [first], time.monotonic()
         while group.running and (left := begun + self._grace_s(group, exits) - time.monotonic()) > 0:
             event = self._next_event(min(left, _GRACE_S))
-            self._evidence.look(task.rank for task in self._roster.tasks)
+            self._evidence.look(task.rank for task in self._membership.tasks)
             if event is not None and not isinstance(event, ProcessExit):
                 self._ask_to_stop(group, event)
             elif event is not None and event.attempt == attempt and not self._is_expected(event.rank):
@@ -295,7 +301,7 @@ class AttemptRunner:
         return root_cause(self._folder, exits, group.running, self._evidence), exits
 
     def _grace_s(self, group: WorkerGroup, exits: list[ProcessExit]) -> float:
-        """Return how long to wait for the failures of others: longer while all that failed only lost a connection."""
+        """Return how long to wait for failures of other ranks: longer while all failed ranks only lost a connection."""
         running = group.running
         reports = [self._evidence.report(rank) for rank in (*(one.rank for one in exits), *running)]
         if any(report is not None and not report.is_secondary for report in reports):

@@ -1,10 +1,10 @@
-"""How a run with an evaluator ends: its result waits until the last checkpoint is evaluated, for a bounded time.
+"""End a run with an evaluator: its result waits a bounded time until the last checkpoint is evaluated.
 
 rank 0       leaves the group, marks the training as ended (`live/trained`), waits, and then writes result.json
-evaluator    evaluates what is left, writes `live/evaluated.json`, and ends
-supervisor   writes `live/evaluated.json` where it gives the evaluator up
+evaluator    evaluates the remaining checkpoints, writes `live/evaluated.json`, and ends supervisor   writes
+`live/evaluated.json` if it gives up on the evaluator
 
-Everything goes through the run folder: a supervisor, a cluster spec and TF_CONFIG end a run in the same way.
+All communication goes through the run folder, so that supervisor, cluster spec and TF_CONFIG runs end in the same way.
 """
 
 from __future__ import annotations
@@ -30,39 +30,40 @@ from trainkit.run.session.session import TaskSession
 __all__ = ["await_evaluator", "bring_up_to_date", "describe", "evaluate_all", "findings_of"]
 
 _NICENESS: Final = 5
-"""How far an evaluator stands back on a CPU that it shares with the training."""
-_LOOK_S: Final = 0.2
+"""`nice` increment of the evaluator on a CPU that it shares with the training."""
+_POLL_S: Final = 0.2
 _SILENT_S: Final = 300.0
-"""Seconds without any sign of life after which an evaluator that nobody supervises counts as gone."""
+"""Seconds without a heartbeat or result after which an unsupervised evaluator counts as lost."""
 _FAILED_S: Final = 30.0
-"""Seconds that a launcher has to start an evaluator again that has reported an error."""
+"""Seconds that a launcher has to restart an evaluator that has reported an error."""
 _LOCKED_S: Final = 10.0
-"""Seconds that the run's own command may still hold its folder."""
+"""Seconds that the command of the run may still hold the lock of its folder."""
 
 
 def evaluate_all(plan: RunPlan, identity: Identity, folder: RunFolder, **hooks: Any) -> None:
-    """Do the part of the evaluator, giving way to the training on the CPU, where they share one."""
+    """Run the evaluator task with a lower CPU priority than the training."""
     if hasattr(os, "nice"):
         os.nice(_NICENESS)
-    folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier life
+    folder.error_of(identity.task.rank).unlink(missing_ok=True)  # of an earlier start of this task
     if evaluate_checkpoints(plan, identity, folder, **hooks):
         report_end(folder, EvaluatorEnd(status="finished"))
-        if folder.read_result() is not None:  # which did not wait any longer
+        if folder.read_result() is not None:  # rank 0 did not wait any longer
             bring_up_to_date(folder)
 
 
 def findings_of(
     session: TaskSession, folder: RunFolder, *, failed: bool, requested: Callable[[], str | None]
 ) -> dict[str, Any]:
-    """Wait for the evaluator; return what the result says of it and of the best checkpoint. For rank 0.
+    """Wait for the evaluator; return the entries of the result about it and about the best checkpoint. For rank 0.
 
-    A training that failed or was asked to stop does not wait: what is left is evaluated when it is resumed.
+    A training that failed or was asked to stop does not wait: the remaining checkpoints are evaluated when it is
+    resumed.
 
     Args:
         session: the training, which has ended and left its group.
         folder: the run folder.
         failed: whether it failed.
-        requested: why this process was asked to stop, or None.
+        requested: returns why this process was asked to stop, or None.
     """
     if failed:
         end = EvaluatorEnd(status="stopped", reason="the training failed")
@@ -85,15 +86,15 @@ def await_evaluator(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> EvaluatorEnd:
-    """Mark the training as ended, and wait until the evaluator has evaluated its last checkpoint; for rank 0.
+    """Mark the training as ended, and wait until the evaluator has evaluated the last checkpoint; for rank 0.
 
     Args:
         folder: the run folder.
-        rank: that of the evaluator.
+        rank: the rank of the evaluator.
         limit_s: seconds that it may take for a checkpoint.
-        requested: why this process was asked to stop, or None.
-        clock: seconds that only rise.
-        sleep: waits so many seconds.
+        requested: returns why this process was asked to stop, or None.
+        clock: returns monotonic seconds.
+        sleep: waits for a number of seconds.
     """
     folder.trained.touch()
     evaluated, alive = _Watch(clock), _Watch(clock)
@@ -107,13 +108,13 @@ def await_evaluator(
         if evaluated.unchanged_s(size) > limit_s:
             reason = f"no checkpoint was evaluated in {limit_s:g} s (supervisor.evaluator_timeout_s)"
             return EvaluatorEnd(status="timed out", reason=reason)
-        words = read_error_report(folder.error_of(rank))
-        silent_s = alive.unchanged_s((size, read_heartbeat(folder.heartbeat_of(rank)), words is not None))
-        if words is not None and silent_s > _FAILED_S:
-            return EvaluatorEnd(status="failed", reason=f"{words.kinds[0]}: {words.summary}")
+        report = read_error_report(folder.error_of(rank))
+        silent_s = alive.unchanged_s((size, read_heartbeat(folder.heartbeat_of(rank)), report is not None))
+        if report is not None and silent_s > _FAILED_S:
+            return EvaluatorEnd(status="failed", reason=f"{report.kinds[0]}: {report.summary}")
         if silent_s > _SILENT_S:
             return EvaluatorEnd(status="failed", reason=f"it gave no sign of life for {_SILENT_S:g} s")
-        sleep(_LOOK_S)
+        sleep(_POLL_S)
 
 
 class _Watch:
@@ -129,9 +130,9 @@ class _Watch:
 
 
 def describe(folder: RunFolder, end: EvaluatorEnd) -> dict[str, Any]:
-    """Return what result.json says of the evaluator.
+    """Return the entry of result.json about the evaluator.
 
-    An evaluator that was stopped when there was nothing left to do has finished.
+    An evaluator that was stopped when no checkpoint was left to evaluate has finished.
     """
     try:
         evaluated, left = evaluated_so_far(folder)
@@ -143,12 +144,12 @@ def describe(folder: RunFolder, end: EvaluatorEnd) -> dict[str, Any]:
 
 
 def bring_up_to_date(folder: RunFolder) -> bool:
-    """Write into a result what an evaluator has found that the result did not wait for; return whether that was done.
+    """Update a result that was written before the evaluator had finished; return whether that was done.
 
-    A run that goes on in the folder is left alone: it writes a result of its own.
+    A run that continues in the folder is not touched: it writes its own result.
 
     Args:
-        folder: the run folder, in which the evaluator has nothing left to do.
+        folder: the run folder; its evaluator has no checkpoint left to evaluate.
     """
     deadline = time.monotonic() + _LOCKED_S
     while True:
@@ -160,4 +161,4 @@ def bring_up_to_date(folder: RunFolder) -> bool:
             return result is not None
         if time.monotonic() > deadline:
             return False
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)

@@ -1,8 +1,8 @@
-"""Which rank failed, and how: what the user reads first.
+"""Find out which rank failed first, and how: the first thing that the user reads.
 
-Failures are ordered by kind: an error that a rank raised itself, then a process that a signal or an exit ended, then a
-connection that was lost. Within a kind the lower step comes first, then what arrived here first. The clocks of other
-hosts decide nothing.
+Failures are ordered by kind: an error that a rank raised itself, then a process that was ended by a signal or an exit,
+then a lost connection. Within a kind the lower step comes first, then the earlier arrival at this process. Clocks of
+other hosts are not compared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CLEAN: Final = frozenset(EXIT_CODES.values())
 
 
 class Kind(IntEnum):
-    """The kinds of failures, in the order in which they explain the others."""
+    """The kinds of failures, ordered so that earlier ones explain later ones."""
 
     OWN_ERROR = 0
     PROCESS_ENDED = 1
@@ -42,11 +42,11 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure that caused the others of an attempt."""
+    """The failure that caused the other failures of an attempt."""
 
     rank: int
     headline: str
-    """One sentence: which rank, process and host; when; what."""
+    """One sentence: rank, process and host; when; what happened."""
     detail: str = ""
     """Traceback, stacks, or the end of a log."""
     report: ErrorReport | None = None
@@ -60,7 +60,7 @@ class Failure:
         return self.report is not None and self.report.is_permanent
 
     def error(self, remark: str = "") -> TrainkitError:
-        """The exception that ends the command."""
+        """Return the exception that ends the command."""
         if self.report is not None and self.report.is_permanent:
             return self.report.error()
         headline = f"{self.headline} {remark}".rstrip()
@@ -70,13 +70,13 @@ class Failure:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Account:
-    """What is known of one rank that failed."""
+    """Facts about one failed rank."""
 
     rank: int
     kind: Kind
     step: int
     arrival: int
-    words: ErrorReport | None
+    report: ErrorReport | None
     code: int
 
     @property
@@ -85,13 +85,13 @@ class _Account:
 
 
 def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
-    """Return whether a rank that has ended had done its part, or was asked to stop before that.
+    """Return whether a rank that has ended had finished its task, or was asked to stop before that.
 
     Exit code 0 alone shows neither: user code may call `sys.exit` or `os._exit` in the middle of a step.
 
     Args:
-        folder: holds the mark of the ranks that have done their part.
-        exited: the end of the rank.
+        folder: holds the marker files of the ranks that have finished.
+        exited: the exit of the rank.
         stopping: whether the ranks were asked to stop.
     """
     if exited.code not in _CLEAN:
@@ -104,13 +104,14 @@ def root_cause(
 ) -> Failure:
     """Return the failure that caused the others.
 
-    If every rank only lost a connection, and a rank that reports nothing still runs, that rank stopped answering.
+    If every failed rank only lost a connection, and a rank without an error report still runs, that rank is
+    unresponsive.
 
     Args:
-        folder: holds the reports and pulses of the ranks.
-        exits: of the ranks that ended, other than cleanly, in the order in which they arrived.
+        folder: holds the error reports and heartbeats of the ranks.
+        exits: the ranks that did not end cleanly, in the order in which their exits arrived.
         running: the ranks that have not ended.
-        evidence: what the caller knows of the processes, where it started them.
+        evidence: process states, if the caller started the processes.
     """
     running, evidence = list(running), evidence or ProcessEvidence(folder)
     evidence.look([*(exited.rank for exited in exits), *running])
@@ -118,11 +119,11 @@ def root_cause(
     accounts = [_account(folder, exited, place, evidence) for place, exited in enumerate(exits)]
     accounts += [_reported(report, evidence) for report in reports.values()]
     first = min(accounts, key=lambda account: account.order)
-    mute = [rank for rank in running if rank not in reports]
-    if first.kind is Kind.CONNECTION_LOST and mute:
-        return unresponsive_rank(folder, mute, evidence)
-    if first.words is not None:
-        return _from_report(first.words, evidence)
+    unreported = [rank for rank in running if rank not in reports]
+    if first.kind is Kind.CONNECTION_LOST and unreported:
+        return unresponsive_rank(folder, unreported, evidence)
+    if first.report is not None:
+        return _from_report(first.report, evidence)
     return _from_exit(folder, first, evidence)
 
 
@@ -131,18 +132,18 @@ def _account(folder: RunFolder, exited: ProcessExit, place: int, evidence: Proce
     if report is not None:
         return _reported(report, evidence)
     step = _step_of(read_heartbeat(folder.heartbeat_of(exited.rank)))
-    return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, words=None, code=exited.code)
+    return _Account(rank=exited.rank, kind=Kind.PROCESS_ENDED, step=step, arrival=place, report=None, code=exited.code)
 
 
 def _reported(report: ErrorReport, evidence: ProcessEvidence) -> _Account:
     step = -1 if report.step is None else report.step
     kind = Kind.CONNECTION_LOST if report.is_secondary else Kind.OWN_ERROR
     arrival = evidence.arrival(report.rank)
-    return _Account(rank=report.rank, kind=kind, step=step, arrival=arrival, words=report, code=report.exit_code)
+    return _Account(rank=report.rank, kind=kind, step=step, arrival=arrival, report=report, code=report.exit_code)
 
 
 def unresponsive_rank(folder: RunFolder, ranks: Iterable[int], evidence: ProcessEvidence | None = None) -> Failure:
-    """Return the failure of the rank that the others waited for, out of those that reported nothing."""
+    """Return the failure of the rank that the others waited for, out of the ranks without an error report."""
     evidence = evidence or ProcessEvidence(folder)
     rank, pulse = _waited_for(folder, ranks, evidence)
     held, ended = evidence.held(rank), evidence.has_ended(rank)
@@ -154,15 +155,15 @@ def unresponsive_rank(folder: RunFolder, ranks: Iterable[int], evidence: Process
     return Failure(rank=rank, headline=headline, hang=not ended, step=None if pulse is None else pulse.step)
 
 
-def _from_report(words: ErrorReport, evidence: ProcessEvidence) -> Failure:
-    name = evidence.name(words.rank)
-    when = " while starting" if words.step is None else f" in step {words.step} ({words.phase})"
-    if words.left_by is not None:
-        headline = f"{name} exited with code {words.left_by}{when} before the training was done."
+def _from_report(report: ErrorReport, evidence: ProcessEvidence) -> Failure:
+    name = evidence.name(report.rank)
+    when = " while starting" if report.step is None else f" in step {report.step} ({report.phase})"
+    if report.left_by is not None:
+        headline = f"{name} exited with code {report.left_by}{when} before the training was done."
     else:
-        what = next(iter(words.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
-        headline = f"{name} failed{when}: {': '.join(filter(None, (words.kinds[0], what)))}."
-    return Failure(rank=words.rank, headline=headline, detail=words.traceback, report=words, step=words.step)
+        what = next(iter(report.message.splitlines()), "").rstrip(".")  # the whole message ends the traceback
+        headline = f"{name} failed{when}: {': '.join(filter(None, (report.kinds[0], what)))}."
+    return Failure(rank=report.rank, headline=headline, detail=report.traceback, report=report, step=report.step)
 
 
 def _from_exit(folder: RunFolder, account: _Account, evidence: ProcessEvidence) -> Failure:
@@ -192,14 +193,14 @@ def hanging(
 ) -> Failure:
     """Return the failure of a rank that has made no progress for longer than its limit.
 
-    A rank whose process is stopped or gone is named before the one that has come least far. Of ranks that have come
-    equally far, one is named that has not called a collective which others have called.
+    A rank whose process is stopped or has ended is named before the rank with the least progress. Among ranks with
+    equal progress, a rank is named that has not entered a collective which others have entered.
 
     Args:
-        folder: holds the pulses.
-        overdue: the rank that has come least far, and its limit.
+        folder: holds the heartbeats.
+        overdue: the rank with the least progress, and its limit.
         running: the ranks that may be the cause.
-        evidence: what the caller knows of the processes.
+        evidence: process states, if the caller started the processes.
     """
     evidence = evidence or ProcessEvidence(folder)
     running = list(running)
@@ -219,7 +220,7 @@ def hanging(
 
 
 def _is_level(folder: RunFolder, rank: int, pulse: HeartbeatReading | None) -> bool:
-    """Return whether a rank has come exactly as far as a pulse says."""
+    """Return whether the last heartbeat of a rank shows exactly the progress of `pulse`."""
     found = read_heartbeat(folder.heartbeat_of(rank))
     return found is not None and pulse is not None and found.progress == pulse.progress
 
@@ -234,8 +235,8 @@ def _waited_for(
 ) -> tuple[int, HeartbeatReading | None]:
     """Return the rank that the others wait for.
 
-    That is one whose process is stopped or gone, else the one that has come least far; of those one that has not called
-    a collective which others have called, else the longest silent.
+    It is a rank whose process is stopped or has ended, else one with the least progress; among those, one that has not
+    entered a collective which others have entered, else the one with the oldest heartbeat.
     """
     ranks = list(ranks)
     late = waited_for(ranks, folder.collectives_of)

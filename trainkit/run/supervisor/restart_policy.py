@@ -1,13 +1,13 @@
-"""The rule of restarts: which failures are worth another attempt at the run, and which end it.
+"""Decide which failures are worth another attempt at the run, and which end it.
 
 A run is given up
     when user code raises an exception that it raised before: same rank, same step, same text
-    after `max_restarts` restarts in a row that brought no newer checkpoint
-    after `max_restarts` restarts of failures in one step, whatever was saved between them
+    after `max_restarts` restarts in a row without a newer checkpoint
+    after `max_restarts` restarts because of failures in one step, whatever was saved between them
     after `max_restarts` restarts in a row whose attempts raised an exception within their first two steps
 
-The last rule ends a run that moves on one step with each restart. A replica that is lost (docs/elastic.md) counts in
-none of them.
+The last rule ends a run that advances by one step with each restart. A lost replica (docs/elastic.md) counts in none of
+the rules.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
 from trainkit.run.process.heartbeat import read_heartbeat
 
-__all__ = ["Fault", "RaisedError", "RestartPolicy", "fault_of", "raised_by", "twice"]
+__all__ = ["Fault", "RaisedError", "RestartPolicy", "fault_of", "raised_by", "repeated"]
 
 _OURS: Final = frozenset({"TrainkitError", "RankError"})
-"""Classes of trainkit's own errors, and the one by which it tells an engine that a process has died."""
+"""Classes of trainkit's own errors, and the one that reports a dead process to a process backend."""
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")
 
 
@@ -35,11 +35,11 @@ class RaisedError:
     """An exception of user code; two that are equal were raised in the same place."""
 
     task: str
-    """The task that raised it: ranks may be numbered anew, tasks are not."""
+    """The task that raised it: ranks may be renumbered, tasks are not."""
     rank: int = field(compare=False)
     step: int | None
     text: str
-    """Class and message; addresses of objects are left out."""
+    """Class and message, without addresses of objects."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,21 +49,21 @@ class Fault:
     step: int | None
     """Updates that the failing rank had completed; None: it had not begun."""
     begun_at: int
-    """The step that the attempt began at."""
+    """The step at which the attempt began."""
     reached: int
     """The step of the newest checkpoint."""
     newer: bool
     """Whether the attempt wrote that checkpoint."""
     raised: frozenset[RaisedError] = frozenset()
-    """Where user code raised an exception that ended the attempt: what each rank raised; otherwise empty."""
+    """What each rank raised, if user code raised the exception that ended the attempt; otherwise empty."""
 
 
 def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: int | None, reached: int) -> Fault:
-    """Return what the rule needs to know of an attempt that has failed.
+    """Return the facts about a failed attempt that the restart policy needs.
 
     Args:
-        folder: holds the reports and pulses of the attempt.
-        tasks: of the attempt.
+        folder: holds the error reports and heartbeats of the attempt.
+        tasks: the tasks of the attempt.
         rank: the rank that caused the failure.
         begun_at: the step of the checkpoint that the attempt began at; None: it began at the start.
         reached: the step of the newest checkpoint.
@@ -81,20 +81,22 @@ def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: i
 
 def raised_by(folder: RunFolder, task: Task) -> RaisedError | None:
     """Return the exception of user code that a task reported; None: it reported none, or one of another kind."""
-    words = read_error_report(folder.error_of(task.rank))
-    if words is None or not _is_of_user(words):
+    report = read_error_report(folder.error_of(task.rank))
+    if report is None or not _is_of_user(report):
         return None
-    text = _ADDRESS.sub("0x", f"{words.kinds[0]}: {words.message}")
-    return RaisedError(task=str(task), rank=task.rank, step=words.step, text=text)
+    text = _ADDRESS.sub("0x", f"{report.kinds[0]}: {report.message}")
+    return RaisedError(task=str(task), rank=task.rank, step=report.step, text=text)
 
 
-def _is_of_user(words: ErrorReport) -> bool:
-    """Return whether user code raised it, not trainkit, and not because another rank was gone."""
-    return not words.is_secondary and not _OURS.intersection(words.kinds)
+def _is_of_user(report: ErrorReport) -> bool:
+    """Return whether user code raised the exception: not trainkit, and not because the connection to a rank
+    was lost.
+    """
+    return not report.is_secondary and not _OURS.intersection(report.kinds)
 
 
-def twice(again: Iterable[RaisedError]) -> str | None:
-    """Return why a run is given up whose exceptions came again; None where none did."""
+def repeated(again: Iterable[RaisedError]) -> str | None:
+    """Return why a run whose exceptions were repeated is given up; None if none was."""
     first = min(again, key=lambda raised: raised.rank, default=None)
     if first is None:
         return None
@@ -103,15 +105,15 @@ def twice(again: Iterable[RaisedError]) -> str | None:
 
 
 class RestartPolicy:
-    """Keeps count of the failures of a run, and says when to give up.
+    """Counts the failures of a run, and decides when to give up.
 
     Args:
         max_restarts: as in the config.
 
     Example:
-        >>> rule = RestartPolicy(max_restarts=1)
-        >>> rule.refuse(Fault(step=5, begun_at=0, reached=3, newer=True))
-        >>> rule.refuse(Fault(step=5, begun_at=3, reached=4, newer=True))
+        >>> policy = RestartPolicy(max_restarts=1)
+        >>> policy.refuse(Fault(step=5, begun_at=0, reached=3, newer=True))
+        >>> policy.refuse(Fault(step=5, begun_at=3, reached=4, newer=True))
         'gave up after 1 restarts: 2 attempts failed in step 5, whatever was saved between them'
     """
 
@@ -120,31 +122,31 @@ class RestartPolicy:
         self._raised: set[RaisedError] = set()
         self._in_step: Counter[int] = Counter()
         self._early = 0
-        self.fruitless = 0
-        """Failures in a row that brought no newer checkpoint."""
+        self.no_progress = 0
+        """Failures in a row without a newer checkpoint."""
 
     def advance(self) -> None:
-        """Note a newer checkpoint of an attempt that did not fail."""
-        self.fruitless = self._early = 0
+        """Record a newer checkpoint of an attempt that did not fail."""
+        self.no_progress = self._early = 0
 
     def refuse(self, fault: Fault, *, lost: bool = False, remark: str = "") -> str | None:
-        """Count a failure; return why the run is not restarted, or None where it is.
+        """Count a failure; return why the run is not restarted, or None if it is.
 
         Args:
             fault: the failure.
-            lost: whether the run goes on without the replica that failed.
-            remark: what is to be said beside the checkpoint that was reached.
+            lost: whether the run continues without the failed replica.
+            remark: text to add after the checkpoint that was reached.
         """
         if fault.newer:
-            self.fruitless = 0
+            self.no_progress = 0
         if lost:
             return None
         again = fault.raised & self._raised
         self._raised |= fault.raised
         self._count(fault)
         if again:
-            return twice(again)
-        if self.fruitless > self._max:
+            return repeated(again)
+        if self.no_progress > self._max:
             what = f" that got no further than the checkpoint of step {fault.reached}{remark}"
         elif fault.step is not None and self._in_step[fault.step] > self._max:
             count = self._in_step[fault.step]
@@ -156,7 +158,7 @@ class RestartPolicy:
         return f"gave up after {self._max} restarts{what}"
 
     def _count(self, fault: Fault) -> None:
-        self.fruitless += 1
+        self.no_progress += 1
         early = bool(fault.raised) and fault.step is not None and fault.step <= fault.begun_at + 1
         self._early = self._early + 1 if early else 0
         if fault.step is not None:

@@ -1,4 +1,4 @@
-"""The time that rank 0 is given to save before a failed group is ended."""
+"""Give rank 0 time to save before a failed group is ended."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["wait_for_owner_save"]
 _NOTICE_S: Final = 1.0
 """How long rank 0 may take to notice that it has lost another rank, and begin to save."""
 _SAVE_S: Final = 120.0
-"""How long it may take to save then."""
-_AT_WORK: Final = ("data", "forward", "backward", "reduce", "evaluate", "save")
-"""Phases in which it notices a loss, or saves."""
+"""How long the save may take."""
+_WORKING_PHASES: Final = ("data", "forward", "backward", "reduce", "evaluate", "save")
+"""Phases in which rank 0 notices a loss, or saves."""
 
 
 def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure) -> None:
-    """Wait where rank 0 is about to save because it has lost another rank, or saves.
+    """Wait while rank 0 saves, or is about to save because it has lost another rank.
 
     Args:
-        folder: holds its heartbeat.
+        folder: holds the heartbeat of rank 0.
         group: the ranks, which are ended next.
-        failure: what ends the group; where rank 0 itself failed or a rank hangs, there is nothing to wait for.
+        failure: the reason to end the group; if rank 0 itself failed or a rank hangs, this returns at once.
     """
     begun = time.monotonic()
     while 0 in group.running and failure.rank != 0 and not failure.hang:
         pulse, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun
-        if pulse is None or pulse.phase not in _AT_WORK or waited > _SAVE_S:
+        if pulse is None or pulse.phase not in _WORKING_PHASES or waited > _SAVE_S:
             return
         if pulse.phase != "save" and waited > _NOTICE_S:
             return

@@ -1,18 +1,18 @@
-"""Starts the workers of a run, watches them, restarts them from the last checkpoint, and leaves nothing behind.
+"""Start the workers of a run, watch them, restart them from the last checkpoint, and leave no process behind.
 
 start all --> watch exits, heartbeats, stop signals
                 all ended cleanly           --> the result
-                one failed that is replaced alone --> name it, start it again; the others go on
-                one failed or hangs         --> name it, end the others
-                    our own error           --> that error
+                one failed that is restarted alone --> report it, restart it; the others continue
+                one failed or hangs         --> report it, end the others
+                    trainkit's own error    --> that error
                     no checkpoint           --> that failure
                     a replica is lost       --> start the others, as long as elastic.min_replicas are left
-                    the rule of restarts is at its end (trainkit.run.supervisor.restart_policy) --> CrashLoopError
-                    else                    --> start all again; they continue from the newest whole checkpoint
-                a lost replica is due       --> they save and end; start all again, and that one
+                    the restart policy refuses (trainkit.run.supervisor.restart_policy) --> CrashLoopError
+                    else                    --> restart all; they continue from the newest complete checkpoint
+                a lost replica is due       --> the others save and end; restart all, including that one
 
-Tested on Linux only. macOS should do the same; Windows has no process groups to end and no pipe that tells a worker of
-the supervisor's death, so a supervisor killed there leaves its workers.
+Tested on Linux only. macOS should behave the same. Windows has no process groups and no pipe that closes when the
+supervisor dies, so killing the supervisor there leaves its workers running.
 """
 
 from __future__ import annotations
@@ -55,70 +55,70 @@ def supervise(
     limits: TimeLimits = TimeLimits(),  # noqa: B008 - frozen
     pass_fds: Sequence[int] = (),
     secrets: Mapping[str, Any] | None = None,
-    assistants: Collection[int] = (),
+    auxiliary_ranks: Collection[int] = (),
     replaceable: Collection[int] = (),
     command: Sequence[str] | None = None,
     rendezvous: Rendezvous | None = None,
     log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
-    """Run the tasks of one run on this machine, each in a process of its own, to the end.
+    """Run all tasks of a run on this machine, each in its own process, until they have ended.
 
-    Ctrl-C, SIGTERM and SIGHUP are passed on as a request to save and stop; a second Ctrl-C ends everything at once.
-    Call it from the main thread: signals reach no other.
+    Ctrl-C, SIGTERM and SIGHUP are forwarded as a request to save and stop; a second Ctrl-C ends everything at once.
+    Call this function from the main thread: other threads receive no signals.
 
     Args:
         resolved: the config file that the workers read.
-        tasks: one a process; rank 0 writes the run folder, and what it prints goes to the terminal.
-        folder: the run folder; its lock is held by the caller.
-        max_restarts: bounds the restarts, as `trainkit.run.supervisor.restart_policy` says; 0 never restarts.
-        min_replicas: the run goes on without replicas that are lost, as long as so many are left; None: with all.
+        tasks: one per process; rank 0 writes the run folder, and its output goes to the terminal.
+        folder: the run folder; the caller holds its lock.
+        max_restarts: bounds the restarts, see `trainkit.run.supervisor.restart_policy`; 0 never restarts.
+        min_replicas: the run continues without lost replicas as long as so many are left; None: only with all.
         retry_s: seconds until a lost replica is tried again.
         limits: how long a rank may make no progress.
-        pass_fds: descriptors every worker inherits: the lock of the folder.
-        secrets: what `resolved` does not hold, by full key; from `write_resolved`.
-        assistants: ranks that assist rank 0 and end with it.
-        replaceable: ranks that are started again alone when they die, while the others go on.
-        command: what to start instead of `python -m trainkit.run.worker_main RESOLVED`; tests use it.
-        rendezvous: the store the ranks meet at; by default one on the loopback interface, for this run alone.
-        log: receives a line for each restart and for each replica lost or tried again; default: stderr.
+        pass_fds: file descriptors that every worker inherits: the lock of the folder.
+        secrets: values that `resolved` does not hold, by full key; from `write_resolved`.
+        auxiliary_ranks: auxiliary ranks: they serve rank 0 and end with it.
+        replaceable: ranks that are restarted alone when they die, while the others continue.
+        command: the command to start instead of `python -m trainkit.run.worker_main RESOLVED`; tests use it.
+        rendezvous: the store of the ranks; by default one on the loopback interface, for this run alone.
+        log: logs restarts, and replicas lost and tried again; by default a line on stderr.
 
     Returns:
         The content of `result.json`.
 
     Raises:
         StoppedError, TerminatedError, HangupError: the run was stopped before the workers could write a result.
-        CrashLoopError: restarts do not get further.
+        CrashLoopError: restarts make no progress.
         HangError: a rank hangs, and there is no checkpoint to restart from.
-        TrainkitError: what a worker raised on purpose; TrainingError for any other failure.
+        TrainkitError: a worker raised it; TrainingError for any other failure.
     """
     with ExitStack() as stack:
-        meeting = rendezvous or stack.enter_context(HostedStore())
-        roster = ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s)
+        store = rendezvous or stack.enter_context(HostedStore())
+        membership = ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s)
         command = command or [*ENTRY, str(resolved)]
         attempts = AttemptRunner(
-            roster,
+            membership,
             folder=folder,
             command=command,
             groups=stack.enter_context(worker_group_factory(command, tasks, pass_fds=pass_fds)),
-            meeting=meeting,
+            rendezvous=store,
             limits=limits,
             secrets=secrets or {},
-            assistants=assistants,
+            auxiliary_ranks=auxiliary_ranks,
             replaceable=replaceable,
             max_restarts=max_restarts,
             log=log or _log_to_stderr,
         )
         attempts.stop = stack.enter_context(StopFlag(attempts.events.put))
         try:
-            return _until_done(attempts, roster, folder, max_restarts=max_restarts, log=log or _log_to_stderr)
+            return _until_done(attempts, membership, folder, max_restarts=max_restarts, log=log or _log_to_stderr)
         except KeyboardInterrupt:
-            stopped = StoppedError(f"stopped at once. {_kept(folder)}")
+            stopped = StoppedError(f"stopped at once. {_last_checkpoint_note(folder)}")
             _record(folder, stopped)
             raise stopped from None
         except TrainkitError as error:
             _record(folder, error)
             raise
-        except OSError as error:  # what an attempt begins with cannot be written
+        except OSError as error:  # the initial files of an attempt cannot be written
             found = as_storage_error(error, folder.path)
             if found is None:
                 raise
@@ -127,18 +127,18 @@ def supervise(
 
 
 def _record(folder: RunFolder, error: TrainkitError) -> None:
-    """Write the cause that ends the command into the result; the owner of the folder knows only what it met itself."""
+    """Write the cause that ends the command into the result; rank 0 only knows its own error."""
     status = status_of_error(error)
     found = list_complete(folder.checkpoints)
     last = {"last": str(found[0].folder), "steps": found[0].step} if found else {"last": None, "steps": 0}
     kept = {**last, **skipped_in(folder.checkpoints), "resume": folder.resume_command}
-    with contextlib.suppress(OSError):  # the error itself is on the screen
+    with contextlib.suppress(OSError):  # the error itself is printed on the terminal
         folder.write_result({**kept, **(folder.read_result() or {}), "status": status, "reason": str(error)})
 
 
 def _until_done(
     attempts: AttemptRunner,
-    roster: ReplicaMembership,
+    membership: ReplicaMembership,
     folder: RunFolder,
     *,
     max_restarts: int,
@@ -146,7 +146,7 @@ def _until_done(
 ) -> dict[str, Any]:
     best, rule, resized = _newest_step(folder), RestartPolicy(max_restarts), False
     for attempt in itertools.count():
-        for line in roster.next_members():
+        for line in membership.next_members():
             log(line)
             if resized:
                 record_restart(folder.path, Restart(kind="returned", cause=line, checkpoint=best))
@@ -160,19 +160,19 @@ def _until_done(
             refuse_unwritable(folder.path)
         reached, resized = _newest_step(folder), failure is None
         if reached != best:
-            roster.clear_failures()
+            membership.clear_failures()
         if failure is not None:
             if max_restarts == 0 or reached is None:
                 raise failure.error("" if reached is not None else "There is no checkpoint to restart from.")
-            task = roster.tasks[failure.rank]
-            fault = fault_of(folder, roster.tasks, failure.rank, begun_at=best, reached=reached)
+            task = membership.tasks[failure.rank]
+            fault = fault_of(folder, membership.tasks, failure.rank, begun_at=best, reached=reached)
             at_start = attempt > 0 and not attempts.has_progressed(failure.rank, best)
-            lost = roster.record_failure(failure.rank, at_start=at_start)
-            refusal = rule.refuse(fault, lost=lost is not None, remark=_few(roster))
+            lost = membership.record_failure(failure.rank, at_start=at_start)
+            refusal = rule.refuse(fault, lost=lost is not None, remark=_minimum_note(membership))
             if refusal is not None:
                 raise CrashLoopError(f"{refusal}: {failure.error()}")
             record_restart(folder.path, _restart(failure, task, fault, lost=lost))
-            log(_restarting(failure, lost, reached, f"{rule.fruitless} of {max_restarts}"))
+            log(_restarting(failure, lost, reached, f"{rule.no_progress} of {max_restarts}"))
         elif reached != best:
             rule.advance()
         best = reached
@@ -191,7 +191,7 @@ def _restart(failure: Failure, task: Task, fault: Fault, *, lost: str | None) ->
 
 
 def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
-    """What the owner wrote; a stop that came while the run was changing its size counts as one."""
+    """Return the result that rank 0 wrote; a stop request during a resize becomes its status."""
     result = folder.read_result() or _without_result(folder, requested)
     if result.get("status") == "resized" and requested:
         result |= {"status": requested, "reason": REASONS[requested]}
@@ -200,27 +200,29 @@ def _result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
 
 
 def _without_result(folder: RunFolder, requested: Reason | None) -> dict[str, Any]:
-    """Return what a run that was asked to stop early has, which may not have come to its result.
+    """Return a minimal result for a run that was stopped before it could write one.
 
     Raises:
-        StorageError: nobody asked for a stop, and the result that the owner wrote is not there.
+        StorageError: no stop was requested, and the result of rank 0 is missing.
     """
     if requested:
         return {"status": requested}
     Presence(folder.path).check()
-    raise StorageError(f"all ranks ended with exit code 0, and {folder.result} is missing. {_kept(folder)}")
+    raise StorageError(
+        f"all ranks ended with exit code 0, and {folder.result} is missing. {_last_checkpoint_note(folder)}"
+    )
 
 
 def _raise_final(failure: Failure, requested: Reason | None, folder: RunFolder) -> None:
-    """A restart would end the same way, or nobody wants one."""
+    """Raise if a restart would fail the same way, or the run was asked to stop."""
     if failure.is_permanent:
         raise failure.error()
     if requested:
-        raise stop_error(requested, str(failure.error(f"It was asked to stop. {_kept(folder)}")))
+        raise stop_error(requested, str(failure.error(f"It was asked to stop. {_last_checkpoint_note(folder)}")))
 
 
-def _few(roster: ReplicaMembership) -> str:
-    return f", with elastic.min_replicas={len(roster.tasks)} left" if roster.at_minimum else ""
+def _minimum_note(membership: ReplicaMembership) -> str:
+    return f", with elastic.min_replicas={len(membership.tasks)} left" if membership.at_minimum else ""
 
 
 def _restarting(failure: Failure, lost: str | None, reached: int, count: str) -> str:
@@ -234,7 +236,7 @@ def _newest_step(folder: RunFolder) -> int | None:
     return found[0].step if found else None
 
 
-def _kept(folder: RunFolder) -> str:
+def _last_checkpoint_note(folder: RunFolder) -> str:
     step = _newest_step(folder)
     return "There is no checkpoint." if step is None else f"The last checkpoint is that of step {step}."
 

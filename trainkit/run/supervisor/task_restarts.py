@@ -1,8 +1,8 @@
-"""Tasks that are started again alone when they die, while the others go on: workers that hold nothing, the evaluator.
+"""Restart single tasks when they die, while the others continue: workers without state, and the evaluator.
 
-A task that dies before it has begun anything is started again 1 s later, then 2, 4 ... 60 s. A worker that dies more
-than `max_restarts` times in a row without the run having come any further ends the run; an evaluator that dies so often
-over one checkpoint is given up, and the training goes on without it.
+A task that dies before it has begun is restarted 1 s later, then 2, 4 ... 60 s. A worker that dies more than
+`max_restarts` times in a row without progress of the run ends the run; an evaluator that dies so often over one
+checkpoint is given up, and the training continues without it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ _LONGEST_S: Final = 60.0
 
 @dataclass(slots=True)
 class _RestartHistory:
-    """What became of a task so far."""
+    """History of one task."""
 
     life: int = 0
     reached: int = -1
-    """How far things had come when it last died."""
+    """The step that had been reached when the task last died."""
     no_progress: int = 0
-    """Deaths in a row with things no further than that."""
+    """Deaths in a row without progress beyond `reached`."""
     died_before_start: int = 0
-    """Deaths in a row before it had begun anything."""
+    """Deaths in a row before it had begun."""
     due: float | None = None
-    """When it is started again; None: it runs, or is not."""
+    """When it is restarted; None: it runs, or is not restarted."""
     raised: set[RaisedError] = field(default_factory=set)
     """The exceptions of user code that it has raised."""
 
 
 class TaskRestarter:
-    """Keeps count of the tasks of one attempt that may be started again alone.
+    """Counts the deaths of the tasks of one attempt that may be restarted alone.
 
     Args:
         tasks: those tasks.
-        folder: holds their pulses and last words.
-        max_restarts: deaths of one task in a row without progress that are put up with.
-        log: receives a line for each death.
-        clock: seconds that only rise.
+        folder: holds their heartbeats and error reports.
+        max_restarts: deaths of one task in a row without progress that are tolerated.
+        log: logs a line about each death.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -69,25 +69,25 @@ class TaskRestarter:
 
     @property
     def pending(self) -> bool:
-        """Whether a task waits to be started again."""
+        """Whether a task waits to be restarted."""
         return any(record.due is not None for record in self._records.values())
 
     def may_restart(self, failure: Failure) -> bool:
-        """Whether it is the failure of one of these, which a new start may mend."""
+        """Return whether the failed task is one of these, and a restart may help."""
         task = self._tasks.get(failure.rank)
         return task is not None and (task.is_evaluator or not failure.is_permanent)
 
     def restart_count(self, rank: int) -> int:
-        """Times that a task was started again alone."""
+        """Return how often a task was restarted alone."""
         record = self._records.get(rank)
         return 0 if record is None else record.life
 
     def on_death(self, failure: Failure) -> None:
-        """Decide about a task that has died: when it is started again, if it is.
+        """Decide whether and when a task that has died is restarted.
 
         Raises:
-            CrashLoopError: it dies again and again and the run comes no further, or it raised the same exception twice
-                in the same place.
+            CrashLoopError: it died repeatedly without progress of the run, or raised the same exception twice in the
+                same place.
         """
         task, record = self._tasks[failure.rank], self._records[failure.rank]
         pulse = read_heartbeat(self._folder.heartbeat_of(failure.rank))
@@ -122,18 +122,18 @@ class TaskRestarter:
         self._log(f"{words} Evaluation {count}; the training goes on without it.")
 
     def due(self) -> list[Task]:
-        """The tasks to start now, each with a life of its own and nothing left of the one before."""
+        """Return the tasks to start now, after removing the files of their previous start."""
         now = self._clock()
         ranks = [rank for rank, record in self._records.items() if record.due is not None and record.due <= now]
         for rank in ranks:
             self._records[rank].due = None
             self._records[rank].life += 1
             self._folder.error_of(rank).unlink(missing_ok=True)
-            Heartbeat(self._folder.heartbeat_of(rank)).close()  # its time begins now, not with the attempt
+            Heartbeat(self._folder.heartbeat_of(rank)).close()  # its time limit begins now, not with the attempt
         return [self._tasks[rank] for rank in ranks]
 
     def stop_restarting(self, *, evaluator: bool = False) -> None:
-        """Start no task again, because the training has ended: with `evaluator` not the evaluator either."""
+        """Restart no more tasks, because the training has ended: with `evaluator` not the evaluator either."""
         for rank, task in self._tasks.items():
             if evaluator or not task.is_evaluator:
                 self._records[rank].due = None

@@ -168,7 +168,7 @@ class SweepLoop:
         self._running[self._number] = _Running(
             job=job, process=process, grant=grant, line=line, watch=Watch(job.folder), begun=time.monotonic()
         )
-        before = "" if found.state == "unknown" else f": the run {found.told()}"
+        before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"goes on, try {tries}"
         self._screen.say(f"{_named(job)} {what}", passing=True)
         self._sweep.record.write()
