@@ -22,6 +22,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
+from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
 
@@ -96,8 +97,10 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before cases are chosen by their markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none, with the reason."""
+    """Thin the matrices; skip what needs a GPU where there is none, with the reason."""
+    thin(items)
     if not any(item.get_closest_marker("gpu") for item in items):
         return
     import torch

@@ -24,6 +24,8 @@ from trainkit.strategies.central_storage.variables import ThreadWork
 from trainkit.strategies.core.step import ShardStep
 from trainkit.trainer.checkpoint import load
 
+pytestmark = pytest.mark.pairwise
+
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
 

@@ -26,6 +26,8 @@ from trainkit.strategies.device_map.strategy import DeviceMap
 from trainkit.strategies.partition import device_layout as placing
 from trainkit.strategies.partition.device_layout import DeviceLayout
 
+pytestmark = pytest.mark.pairwise
+
 CLASSES = Case(task="classes", global_size=16, micro_size=16)
 TOKENS = Case(task="tokens", global_size=8, micro_size=8)
 

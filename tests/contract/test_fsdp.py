@@ -15,6 +15,8 @@ from tests.support.counted import bytes_of_rank
 from tests.support.pool import Pool
 from trainkit.numerics.deferred import build_deferred
 
+pytestmark = pytest.mark.pairwise
+
 CLASSES = Case(task="classes", global_size=16, micro_size=16, strategy="fsdp")
 GPT = Case(task="gpt", global_size=8, micro_size=2, strategy="fsdp", num_steps=6)
 # without biases: that of a key has no gradient, and AdamW makes steps of its rounding

@@ -20,6 +20,8 @@ from trainkit.strategies.core.replica import Replica, replica_state, restore_rep
 from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.checkpoint.weights import weights_sha256
 
+pytestmark = pytest.mark.pairwise
+
 # Gradients of the first are sums over 2 shards a replica, of the second over 1; the last batch of an epoch is short.
 CHANNELS_LAST = Case(task="channels_last", global_size=8, micro_size=2)
 TRANSPOSED = Case(task="transposed", global_size=16, micro_size=8)

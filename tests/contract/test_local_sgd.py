@@ -23,6 +23,9 @@ from trainkit.strategies.local_sgd.strategy import LocalSgd
 from trainkit.trainer.manifest import list_complete
 
 # 37 points in batches of 16 and 5; 29 sequences in batches of 8 and 5, with unequal numbers of targets
+
+pytestmark = pytest.mark.pairwise
+
 CLASSES = Case(task="classes", global_size=16, micro_size=4)
 TOKENS = Case(task="tokens", global_size=8, micro_size=2)
 

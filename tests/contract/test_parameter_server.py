@@ -28,6 +28,8 @@ from trainkit.strategies.parameter_server.coordinator.staleness import BOUNDED, 
 from trainkit.strategies.parameter_server.coordinator.update_log import read_record
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 
+pytestmark = pytest.mark.pairwise
+
 CLASSES = Case(task="classes", global_size=16, micro_size=3)
 TOKENS = Case(task="tokens", global_size=8, micro_size=2)
 

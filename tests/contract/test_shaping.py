@@ -22,6 +22,8 @@ from trainkit.models.resnet import ResNet
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms, shaping_notes, shaping_problems
 
+pytestmark = pytest.mark.pairwise
+
 EAGERLY = {"compile_mode": "default", "backend": "aot_eager"}
 FULL = ModelTransforms(recompute="full")
 COMPILED = ModelTransforms(**EAGERLY)

@@ -14,6 +14,8 @@ from tests.support.pool import Place, Pool
 from trainkit.strategies.core.sparse import gather_sparse, sparse_figures, with_values
 from trainkit.strategies.groups.collective import LocalCollective
 
+pytestmark = pytest.mark.pairwise
+
 PLACES = [("one_device", 1), ("mirrored", 1), ("mirrored", 2), ("mirrored", 3)]
 
 

@@ -10,6 +10,8 @@ from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.strategies.base import PlanContext
 
+pytestmark = pytest.mark.pairwise
+
 
 def placed(case: Case, strategy: str, replicas: int) -> Case:
     return replace(case, strategy=strategy, settings={"replicas": replicas} if takes_replicas(strategy) else {})
