@@ -22,6 +22,7 @@ os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 from tests.support import quick
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
+from tests.support.processes import FastLane
 from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
@@ -84,8 +85,17 @@ def pool() -> Iterator[Pool]:
         yield shared
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of the fast lane."""
+    parser.addoption("--fast", action="store_true", help="skip what starts a process")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Let signals reach the tests also where pytest runs in the background or under nohup."""
+    if config.getoption("fast"):
+        config.pluginmanager.register(FastLane())
+        # what a refused process leaves open
+        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
