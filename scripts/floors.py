@@ -1,0 +1,103 @@
+"""Run the fast lane on the lowest and on the newest versions that pyproject.toml allows.
+
+python scripts/floors.py [lowest] [newest] [--folder FOLDER]
+
+Each resolution gets a virtual environment of its own: direct dependencies, those of the extra `test` included, at
+their lowest (or newest) allowed versions, what they depend on as new as fits. Exits with 1 if a test fails on one.
+`uv` resolves: that of the PATH, or else one that pip installs for this run. Its variables apply: where no CUDA build
+of PyTorch is wanted, UV_TORCH_BACKEND=cpu takes the index of the CPU builds (a CUDA build downloads 3 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+STRATEGIES: Final = {"lowest": "lowest-direct", "newest": "highest"}
+
+
+def run(*command: str | Path) -> None:
+    """Run a command; its output is shown only where it fails."""
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}\n{' '.join(map(str, command))}: exit code {done.returncode}")
+
+
+def find_uv(folder: Path) -> Path:
+    """Return the uv of the PATH, or install one in a virtual environment of this run."""
+    found = shutil.which("uv")
+    if found is not None:
+        return Path(found)
+    run(sys.executable, "-m", "venv", folder / "uv")
+    run(folder / "uv" / "bin" / "pip", "install", "--quiet", "uv")
+    return folder / "uv" / "bin" / "uv"
+
+
+def direct_names() -> list[str]:
+    """Return the names of the packages that pyproject.toml itself requires for the tests."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"]]
+    for own in [one for one in wanted if one.startswith("trainkit[")]:
+        wanted += [name for extra in own[len("trainkit[") : -1].split(",") for name in extras[extra]]
+    return sorted({re.split(r"[^\w-]", one)[0] for one in wanted} - {"trainkit"})
+
+
+def install(uv: Path, resolution: str, folder: Path) -> Path:
+    """Make the environment of a resolution; returns its Python."""
+    pins, python = folder / f"{resolution}.txt", folder / resolution / "bin" / "python"
+    options = ["--quiet", "--python", sys.executable]
+    chosen: list[str | Path] = ["--resolution", STRATEGIES[resolution], "--extra", "test", "--output-file", pins]
+    run(uv, "pip", "compile", *options, *chosen, "pyproject.toml")
+    run(uv, "venv", *options, folder / resolution)
+    run(uv, "pip", "install", "--quiet", "--python", python, "--requirements", pins)
+    run(uv, "pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ".")
+    versions = dict(re.findall(r"^([\w.-]+)==(\S+)", pins.read_text(), re.MULTILINE))
+    print(f"{resolution}: {', '.join(f'{name} {versions[name]}' for name in direct_names())}", flush=True)
+    return python
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Test each resolution that is named, or both."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("resolutions", nargs="*", help="lowest, newest; both where none is named")
+    parser.add_argument("--folder", type=Path, help="where the environments are made, and kept")
+    options = parser.parse_args(arguments)
+    unknown = set(options.resolutions) - set(STRATEGIES)
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(STRATEGIES)}")
+    failed = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.folder or Path(temporary)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        uv = find_uv(folder)
+        for resolution in options.resolutions or STRATEGIES:
+            python, start = install(uv, resolution, folder), time.monotonic()
+            environment = os.environ | {"VIRTUAL_ENV": str(python.parents[1])}
+            tests: list[str | Path] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--fast", "-rfE"]
+            code = subprocess.run(tests, cwd=ROOT, env=environment, check=False).returncode
+            print(f"{resolution}: exit code {code} after {time.monotonic() - start:.0f} s", flush=True)
+            failed += [resolution] * (code != 0)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
