@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,14 +18,14 @@ from trainkit.trainer.state import State
 class Alone:
     rank, num_ranks = 0, 1
 
-    def sum(self, tensor):
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def gather(self, tensor):
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         return [tensor]
 
 
-def run_double(folder: Path, *, step: int = 0, num_steps: int = 100, is_owner: bool = True, **cfg) -> Run:
+def run_double(folder: Path, *, step: int = 0, num_steps: int = 100, is_owner: bool = True, **cfg: Any) -> Run:
     plan = BatchPlan(num_samples=1000, global_size=10, micro_size=10, drop_last=False)
     rate = LearningRate(base=0.1, peak=0.1, start=0.0, warmup_steps=0, num_steps=num_steps, schedule=Constant())
     return Run(

@@ -14,7 +14,7 @@ CHOICES = sorted([*CONF.glob("callbacks/*.yaml"), *CONF.glob("logger/*.yaml")])
 
 
 @pytest.mark.parametrize("file", CHOICES, ids=lambda path: path.stem)
-def test_a_choice_lists_every_setting_with_its_default_and_builds(file) -> None:
+def test_a_choice_lists_every_setting_with_its_default_and_builds(file: Path) -> None:
     node = yaml.safe_load(file.read_text())
     parameters = inspect.signature(resolve_target(node["_target_"])).parameters
     assert {name: parameter.default for name, parameter in parameters.items()} == {

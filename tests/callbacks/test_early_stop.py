@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +12,15 @@ from trainkit.callbacks.early_stop import EarlyStop
 from trainkit.errors import ConfigError
 
 
-def reason_after(values, *, metric: str = "val/accuracy", mode: str = "max", stop=None, folder=None, **settings):
+def reason_after(
+    values: Iterable[float | None],
+    *,
+    metric: str = "val/accuracy",
+    mode: str = "max",
+    stop: EarlyStop | None = None,
+    folder: Path = Path(),
+    **settings: Any,
+) -> str:
     run = run_double(folder, step=10, eval={"metric": metric, "mode": mode})
     stop = stop or EarlyStop(**settings)
     for value in values:
@@ -30,7 +40,7 @@ def reason_after(values, *, metric: str = "val/accuracy", mode: str = "max", sto
     ],
 )
 def test_a_run_ends_when_its_metric_stands_still(
-    tmp_path: Path, values, settings: dict[str, int] | dict[str, float], stops: bool
+    tmp_path: Path, values: list[float], settings: dict[str, int] | dict[str, float], stops: bool
 ) -> None:
     reason = reason_after(values, folder=tmp_path, **settings)
     assert reason == ("val/accuracy has not improved for 2 evaluations" if stops else None)

@@ -8,7 +8,7 @@ from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks.metrics_file import MetricsFile, keep_until
 
 
-def steps_in(folder):
+def steps_in(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 

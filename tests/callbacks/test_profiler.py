@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -9,7 +10,7 @@ from tests.callbacks.run_double import run_double
 from trainkit.callbacks.profiler import Profiler
 
 
-def profiled(folder, *, until, **settings):
+def profiled(folder: Path, *, until: int, **settings: Any) -> Path:
     run, profiler = run_double(folder), Profiler(**settings)
     profiler.run_start(run)
     for step in range(1, until + 1):

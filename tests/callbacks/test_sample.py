@@ -10,9 +10,10 @@ from trainkit.callbacks.sample import Sample
 from trainkit.data.sets.text import PythonSource
 from trainkit.errors import ConfigError
 from trainkit.models.gpt import Gpt
+from trainkit.trainer.events import Run
 
 
-def writing_run(folder):
+def writing_run(folder: Path) -> Run:
     run = run_double(folder)
     run.model = Gpt(vocab_size=256, context=8, num_layers=1, num_heads=1, width=4)
     run.datasets = {"train": PythonSource(split="train", context=8, max_bytes=1000)}

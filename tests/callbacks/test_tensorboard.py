@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,8 +11,11 @@ import torch
 from tests.callbacks.run_double import row, run_double
 from trainkit.callbacks.tensorboard import TensorBoard, images_in
 
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-def read(folder):
+
+def read(folder: Path) -> EventAccumulator:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -21,7 +25,9 @@ def read(folder):
     return accumulator
 
 
-def written(folder, *, step: int = 0, steps: tuple[int, ...] = (10,), example=None):
+def written(
+    folder: Path, *, step: int = 0, steps: tuple[int, ...] = (10,), example: torch.Tensor | None = None
+) -> EventAccumulator:
     run, board = run_double(folder, step=step), TensorBoard()
     board.run_start(run)
     run.example = example

@@ -1,5 +1,7 @@
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -7,15 +9,16 @@ import torch
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load
+from trainkit.trainer.manifest import Checkpoint
 
 
 @pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch):
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits for this event."""
     gate = threading.Event()
     write = background.save
 
-    def wait_and_save(*args, **kwargs):
+    def wait_and_save(*args: Any, **kwargs: Any) -> Checkpoint:
         assert gate.wait(10)
         return write(*args, **kwargs)
 
@@ -24,7 +27,7 @@ def slow_disk(monkeypatch: pytest.MonkeyPatch):
     gate.set()
 
 
-def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, slow_disk) -> None:
+def test_what_changes_after_the_call_is_not_saved(tmp_path: Path, slow_disk: threading.Event) -> None:
     saver, weight = BackgroundSaver(tmp_path), torch.ones(3)
     saver.save(step=1, tensors={"param/w": weight, "param/tied": weight}, meta={})
     weight.zero_()

@@ -1,6 +1,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,29 +12,29 @@ from trainkit.trainer.checkpoint import list_complete, load, newest_valid, read_
 
 
 @pytest.fixture
-def two(tmp_path: Path):
+def two(tmp_path: Path) -> Path:
     """Checkpoints of steps 1 and 2; every value is the step."""
     for step in (1, 2):
         save(tmp_path, step=step, tensors={"param/w": torch.full((4096,), float(step))}, meta={"position": step})
     return tmp_path
 
 
-def flip_bit(path, at) -> None:
+def flip_bit(path: Path, at: int) -> None:
     content = bytearray(path.read_bytes())
     content[at] ^= 1
     path.write_bytes(content)
 
 
-def zero_page(path) -> None:
+def zero_page(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:8192] + bytes(4096) + content[12288:])
 
 
-def truncate(path) -> None:
+def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def zero_all(path) -> None:
+def zero_all(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -49,7 +50,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two, kind: str) -> None:
+def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two: Path, kind: str) -> None:
     damage, what = DAMAGE[kind]
     damage(two / "step_00000002" / "rank_00000.safetensors")
     said = []
@@ -62,14 +63,16 @@ def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two, kind: st
 
 @pytest.mark.parametrize("name", ["index.json", "meta.json", "manifest.json"])
 @pytest.mark.parametrize("damage", [lambda path: flip_bit(path, path.stat().st_size // 2), truncate, zero_all])
-def test_a_damaged_json_file_is_named_and_the_one_before_is_used(two, name: str, damage) -> None:
+def test_a_damaged_json_file_is_named_and_the_one_before_is_used(
+    two: Path, name: str, damage: Callable[[Path], None]
+) -> None:
     damage(two / "step_00000002" / name)
     said = []
     assert newest_valid(two, said.append).checkpoint.step == 1
     assert f"damaged: {name} " in said[0]
 
 
-def test_every_single_flipped_bit_of_a_manifest_is_noticed(two) -> None:
+def test_every_single_flipped_bit_of_a_manifest_is_noticed(two: Path) -> None:
     manifest = two / "step_00000002" / "manifest.json"
     original, whole = manifest.read_bytes(), read_manifest(two / "step_00000002")
     for at in range(len(original)):
@@ -82,14 +85,14 @@ def test_every_single_flipped_bit_of_a_manifest_is_noticed(two) -> None:
         manifest.write_bytes(original)
 
 
-def test_a_folder_without_manifest_is_no_checkpoint(two) -> None:
+def test_a_folder_without_manifest_is_no_checkpoint(two: Path) -> None:
     (two / "step_00000002" / "manifest.json").unlink()
     assert [entry.step for entry in list_complete(two)] == [1]
     with pytest.raises(CheckpointError, match=r"is no complete checkpoint: it has no manifest\.json"):
         load(two / "step_00000002")
 
 
-def test_where_all_are_damaged_all_are_named(two) -> None:
+def test_where_all_are_damaged_all_are_named(two: Path) -> None:
     for step in (1, 2):
         zero_page(two / f"step_0000000{step}" / "rank_00000.safetensors")
     with pytest.raises(CheckpointError) as caught:
@@ -105,7 +108,7 @@ def test_without_checkpoints_there_is_nothing_to_load(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "absent", print) is None
 
 
-def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 2)
     save(two, step=3, tensors={}, meta={})
     monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 1)
@@ -114,7 +117,7 @@ def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two, monkeypatch:
             read()
 
 
-def test_a_crafted_manifest_cannot_leave_its_folder(two) -> None:
+def test_a_crafted_manifest_cannot_leave_its_folder(two: Path) -> None:
     folder = two / "step_00000002"
     content = json.loads((folder / "manifest.json").read_text())
     del content["sha256"]

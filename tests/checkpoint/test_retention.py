@@ -1,5 +1,6 @@
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from trainkit.trainer.checkpoint import Retention, list_complete, newest_valid, save
 
 
-def save_all(root, metrics, retention):
+def save_all(root: Path, metrics: Sequence[float | None], retention: Retention) -> tuple[list[int], list[str]]:
     for step, metric in enumerate(metrics, start=1):
         save(root, step=step, tensors={}, meta={}, metric=metric, retention=retention)
     names = json.loads((root / "index.json").read_text())
@@ -76,6 +77,6 @@ def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_pat
     assert json.loads((tmp_path / "index.json").read_text())["last"] == "step_00000150"
 
 
-def flip_last_byte(path) -> None:
+def flip_last_byte(path: Path) -> None:
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

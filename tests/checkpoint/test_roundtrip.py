@@ -14,7 +14,7 @@ from trainkit.trainer.checkpoint import begin, commit, list_complete, load, save
 from trainkit.trainer.checkpoint.dtypes import DTYPES
 
 
-def content():
+def content() -> dict[str, torch.Tensor]:
     weight = torch.arange(6.0).reshape(2, 3)
     return {
         "param/weight": weight,
@@ -34,7 +34,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
-def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype) -> None:
+def test_every_dtype_keeps_its_bits(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (3, 16), dtype=torch.uint8).view(dtype)
     save(tmp_path, step=0, tensors={"param/x": tensor}, meta={})
     found = load(tmp_path / "step_00000000").tensors["param/x"]
@@ -75,7 +75,7 @@ def test_the_index_names_shape_dtype_and_pieces(tmp_path: Path) -> None:
     assert index == {"tensors": {"param/w": {"dtype": "F32", "shape": [2, 3], "pieces": pieces}}, "aliases": {}}
 
 
-def rows(whole, start, stop) -> TensorShard:
+def rows(whole: torch.Tensor, start: int, stop: int) -> TensorShard:
     return TensorShard(tensor=whole[start:stop], offset=(start, 0), shape=tuple(whole.shape))
 
 

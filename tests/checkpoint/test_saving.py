@@ -30,13 +30,13 @@ def small_disk() -> Iterator[None]:
     signal.signal(signal.SIGXFSZ, handler)
 
 
-def fail_in_save(monkeypatch: pytest.MonkeyPatch, action) -> None:
+def fail_in_save(monkeypatch: pytest.MonkeyPatch, action: str) -> None:
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse(f"phase=save,action={action}"))
 
 
 @pytest.mark.parametrize("asks_before", [True, False])
 def test_a_disk_that_refuses_leaves_no_half_checkpoint(
-    tmp_path: Path, small_disk, monkeypatch: pytest.MonkeyPatch, asks_before: bool
+    tmp_path: Path, small_disk: None, monkeypatch: pytest.MonkeyPatch, asks_before: bool
 ) -> None:
     if not asks_before:
         monkeypatch.setattr(space, "file_limit", lambda: None)

@@ -5,6 +5,7 @@ import pytest
 
 from tests.cluster.refusals import refused
 from trainkit.cluster.detect import LAUNCHERS, detect
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import Local
 from trainkit.cluster.spec import Spec
 
@@ -35,7 +36,7 @@ ALL = {
 }  # fmt: skip
 
 
-def facts(launch):
+def facts(launch: LaunchEnvironment) -> tuple[int, int, int, int, int]:
     return (launch.rank, launch.num_ranks, launch.local_rank, launch.num_local, launch.num_hosts)
 
 
@@ -301,7 +302,7 @@ def test_a_cluster_spelt_out_is_believed_before_the_environment() -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_a_launcher_can_be_named_or_ignored(name) -> None:
+def test_a_launcher_can_be_named_or_ignored(name: str) -> None:
     everything = {key: value for environ in ALL.values() for key, value in environ.items()} | TORCHRUN
     asked = everything | {"TRAINKIT_LAUNCHER": name}
     assert detect(asked).kind == detect(everything, launcher=name).kind == detect(ALL[name]).kind

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,10 @@ AWKWARD = ("name=a.b", "callbacks=[progress]", 'data.path="/my data/$(x) $HOME `
 
 
 @pytest.fixture
-def emit(capsys: pytest.CaptureFixture[str], cwd: Path):
+def emit(capsys: pytest.CaptureFixture[str], cwd: Path) -> Callable[..., str]:
     """Print one in an empty folder: what comes on standard output, and nothing else anywhere."""
 
-    def call(*arguments):
+    def call(*arguments: str) -> str:
         assert main(["emit", *arguments]) == 0
         printed = capsys.readouterr()
         assert printed.err == ""
@@ -39,10 +40,10 @@ def emit(capsys: pytest.CaptureFixture[str], cwd: Path):
 
 
 @pytest.fixture
-def run(cwd: Path, monkeypatch: pytest.MonkeyPatch):
+def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Run a script with commands of the engine stood in for by one that prints its arguments, a line each."""
 
-    def call(script, *arguments, **variables):
+    def call(script: str, *arguments: str, **variables: str) -> list[str]:
         for name in ("torchrun", "srun", "python"):
             stand_in = cwd / "bin" / name
             stand_in.parent.mkdir(exist_ok=True)
@@ -58,21 +59,25 @@ def run(cwd: Path, monkeypatch: pytest.MonkeyPatch):
     return call
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments):
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     assert main(["emit", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     return [re.sub(r" \([^()]*\)$", "", line.removeprefix("  ")) for line in printed.err.splitlines()[1:]]
 
 
-def test_a_torchrun_script_for_one_host_needs_nothing_else(emit, run) -> None:
+def test_a_torchrun_script_for_one_host_needs_nothing_else(
+    emit: Callable[..., str], run: Callable[..., list[str]]
+) -> None:
     script = emit("torchrun", "--processes-per-host", "2", "strategy=mirrored", "epochs=1")
     assert run(script) == [
         "torchrun", "--standalone", "--nproc-per-node=2", "-m", "trainkit", "strategy=mirrored", "epochs=1",
     ]  # fmt: skip
 
 
-def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run) -> None:
+def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(
+    emit: Callable[..., str], run: Callable[..., list[str]]
+) -> None:
     flags = ("--head", "fd00::1", "--port", "3000", "--restarts", "3", "--min-hosts", "1", "--setup", "export A=1")
     script = emit("torchrun", *flags, *TWO_HOSTS)
     assert "\nexport A=1\n" in script
@@ -82,14 +87,14 @@ def test_a_torchrun_script_for_hosts_is_the_same_line_on_each(emit, run) -> None
     ]  # fmt: skip
 
 
-def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit) -> None:
+def test_a_torchrun_script_for_hosts_asks_for_the_name_of_the_launch(emit: Callable[..., str]) -> None:
     script = emit("torchrun", "--head", "n1", *TWO_HOSTS)
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert "give the launch a NAME, the same on every host" in done.stderr
 
 
-def test_a_batch_script_starts_a_task_a_gpu(emit, run) -> None:
+def test_a_batch_script_starts_a_task_a_gpu(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     flags = ("--time", "1-12:00:00", "--partition", "gpu", "--account", "me", "--cpus-per-process", "8")
     script = emit("slurm", *flags, *TWO_HOSTS)
     assert [line for line in script.splitlines() if line.startswith("#SBATCH")] == [
@@ -108,7 +113,7 @@ def test_a_batch_script_starts_a_task_a_gpu(emit, run) -> None:
     ]  # fmt: skip
 
 
-def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit) -> None:
+def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit: Callable[..., str]) -> None:
     from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
 
     text = emit("kubernetes", *FLAGS["kubernetes"], "--namespace", "me", "--time", "01:00:00", *TWO_HOSTS)
@@ -121,7 +126,7 @@ def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit) -
     assert spec["activeDeadlineSeconds"] == 3600
 
 
-def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit) -> None:
+def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit: Callable[..., str]) -> None:
     pools = yaml.safe_load(
         emit("vertex", *FLAGS["vertex"], "--time", "01:00:00", "--hosts", "3", *TWO_HOSTS[2:], "batch.global_size=96")
     )
@@ -135,7 +140,7 @@ def test_a_custom_job_has_a_chief_and_workers_that_share_a_folder(emit) -> None:
     assert pools["scheduling"] == {"timeout": "3600s"}
 
 
-def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run) -> None:
+def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit: Callable[..., str], run: Callable[..., list[str]]) -> None:
     task = yaml.safe_load(emit("skypilot", "--setup", "pip install -e .", *FLAGS["skypilot"], *TWO_HOSTS))
     assert (task["num_nodes"], task["resources"], task["setup"]) == (
         2,
@@ -152,7 +157,9 @@ def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit, run) -> None:
     ]  # fmt: skip
 
 
-def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd: Path) -> None:
+def test_a_container_links_its_runs_to_what_is_shared(
+    emit: Callable[..., str], run: Callable[..., list[str]], cwd: Path
+) -> None:
     trainer = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"]["trainer"]
     shell, flag, script, *words = [*trainer["command"], *trainer["args"]]
     assert (shell, flag) == ("sh", "-c")
@@ -161,7 +168,9 @@ def test_a_container_links_its_runs_to_what_is_shared(emit, run, cwd: Path) -> N
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_arguments_arrive_as_they_were_given(engine, emit, run) -> None:
+def test_arguments_arrive_as_they_were_given(
+    engine: str, emit: Callable[..., str], run: Callable[..., list[str]]
+) -> None:
     text = emit(engine, *FLAGS[engine], *TWO_HOSTS, *AWKWARD)
     if engine in ("torchrun", "slurm"):
         arguments = run(text, "name")
@@ -175,7 +184,9 @@ def test_arguments_arrive_as_they_were_given(engine, emit, run) -> None:
     assert arguments[-4:] == list(AWKWARD)
 
 
-def test_own_folders_and_packages_come_along(emit, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_own_folders_and_packages_come_along(
+    emit: Callable[..., str], cwd: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (cwd / "my conf").mkdir()
     assert main(["emit", "slurm", "--config-dir", "my conf", "--allow-package", "tests,benchmarks", "epochs=1"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]

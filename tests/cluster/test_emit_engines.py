@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,17 +35,17 @@ SAME = ("epochs=1", "numerics.reproducible=true")
 FLAGS = ("--hosts", "2", "--gpus-per-host", "2", "--image", "ghcr.io/me/trainkit:1", "strategy=multi_worker_mirrored")
 
 
-def trainkit(*arguments, cwd: Path):
+def trainkit(*arguments: str, cwd: Path) -> str:
     command = [sys.executable, "-m", "trainkit", *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stdout
 
 
-def result_in(folder):
+def result_in(folder: Path) -> dict[str, Any]:
     (found,) = folder.glob("outputs/digits/*/result.json")
     return json.loads(found.read_text())
 
 
-def run(*command, cwd: Path, **variables):
+def run(*command: str, cwd: Path, **variables: str) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | {"PATH": path, **variables}, capture_output=True, text=True, check=False,
@@ -55,20 +56,20 @@ def run(*command, cwd: Path, **variables):
 
 
 @pytest.fixture(scope="module")
-def mirrored(tmp_path_factory: pytest.TempPathFactory):
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bits of the same training on one host."""
     folder = tmp_path_factory.mktemp("mirrored")
     trainkit("strategy=mirrored", "strategy.replicas=2", *SAME, cwd=folder)
     return result_in(folder)["weights_sha256"]
 
 
-def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored) -> None:
+def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:
     script = trainkit("emit", "torchrun", *PAIR, *SAME, cwd=cwd)
     assert "launch by torchrun: rank 0 of 2 on one host, meeting at " in run("bash", "-c", script, cwd=cwd)
     assert result_in(cwd)["weights_sha256"] == mirrored
 
 
-def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored) -> None:
+def test_the_batch_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:
     (cwd / "train.sbatch").write_text(trainkit("emit", "slurm", *PAIR, "--time", "00:05:00", *SAME, cwd=cwd))
     with slurm() as environ:
         run("sbatch", "--wait", "--output=out", "train.sbatch", cwd=cwd, **environ)

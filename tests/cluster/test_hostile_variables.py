@@ -1,5 +1,7 @@
 """Variables of launchers that are malformed: each is refused with its value, the rule and the remedy."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from trainkit.cluster.detect import detect
@@ -18,7 +20,7 @@ MPI = {
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "2"}
 
 
-def told(environ):
+def told(environ: Mapping[str, str]) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         detect(environ)
     return [str(problem).removesuffix(" (environment)") for problem in caught.value.problems]

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 
@@ -8,7 +9,7 @@ from trainkit.cluster.spec import Spec
 FOUR = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
 
 
-def tf_config(cluster, task) -> dict[str, str]:
+def tf_config(cluster: object, task: object) -> dict[str, str]:
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
 
 
@@ -123,7 +124,7 @@ def test_a_missing_task_lists_those_there_are() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_bad_cluster_is_refused_in_these_words(keys, problem: str) -> None:
+def test_a_bad_cluster_is_refused_in_these_words(keys: dict[str, Any], problem: str) -> None:
     assert refused(lambda: Spec(**keys)) == [problem]
 
 

@@ -13,7 +13,7 @@ TWO = {"worker": ["a:1", "b:1"]}
 SECOND = {"type": "worker", "index": 1}
 
 
-def environ(content, variable: str = "TF_CONFIG"):
+def environ(content: object, variable: str = "TF_CONFIG") -> dict[str, str]:
     return {variable: content if isinstance(content, str) else json.dumps(content)}
 
 
@@ -121,5 +121,5 @@ def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:
         ),
     ],
 )
-def test_a_bad_tf_config_is_refused_in_these_words(content, problems: list[str]) -> None:
+def test_a_bad_tf_config_is_refused_in_these_words(content: object, problems: list[str]) -> None:
     assert refused(lambda: detect(environ(content))) == [f"{problem} (environment)" for problem in problems]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ OWN = "To use it, call it in a class or function of your own, and allow its pack
 
 
 @pytest.fixture
-def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch):
+def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The file that every attempt would write; its modules can be imported."""
     monkeypatch.syspath_prepend(cwd)
     yield set_up(cwd)
@@ -34,14 +34,14 @@ def canary(cwd: Path, monkeypatch: pytest.MonkeyPatch):
         del sys.modules[name]
 
 
-def problem(target, place=None):
+def problem(target: str, place: str | None = None) -> str:
     with pytest.raises(ConfigError) as caught:
         resolve_target(target, *([PLACES[place]] if place else []))
     return str(caught.value.problems[0]).removeprefix(f"_target_={target}: ")
 
 
 @pytest.mark.parametrize("name", ATTEMPTS)
-def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary, name) -> None:
+def test_an_attempt_is_refused_by_the_check_of_a_config_and_by_every_builder(canary: Path, name: str) -> None:
     group, node = ATTEMPTS[name]
     node = filled(node, Path.cwd())
     for written in ("conf", "recipes"):  # a choice of a group, and a recipe
@@ -172,7 +172,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     torchvision.models = models
 
 
-def test_builders_of_torchvision_and_timm_are_called(fake) -> None:
+def test_builders_of_torchvision_and_timm_are_called(fake: Path) -> None:
     assert isinstance(build({"_target_": "torchvision.models.resnet18"}, "model"), nn.Identity)
     assert isinstance(build({"_target_": "timm.create_model", "model_name": "resnet18"}, "model"), nn.Identity)
 
@@ -196,13 +196,13 @@ def test_builders_of_torchvision_and_timm_are_called(fake) -> None:
         ),
     ],
 )
-def test_timm_is_given_names_of_its_own_alone(fake, more: dict[str, str], rule: str) -> None:
+def test_timm_is_given_names_of_its_own_alone(fake: Path, more: dict[str, str], rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build({"_target_": "timm.create_model", **more}, "model")
     assert str(caught.value.problems[0]) == rule
 
 
-def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary) -> None:
+def test_a_folder_here_does_not_stand_for_a_package_that_is_not_installed(canary: Path) -> None:
     assert (
         problem("timm.create_model") == "timm is not installed, and the folder timm here is not imported in its place."
     )
@@ -223,7 +223,7 @@ bound = partial(make)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A package of the person's own, allowed."""
     (tmp_path / "test_allowed_own.py").write_text(PACKAGE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -231,7 +231,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         yield "test_allowed_own"
 
 
-def test_an_allowed_package_gives_what_it_defines(own) -> None:
+def test_an_allowed_package_gives_what_it_defines(own: str) -> None:
     for name in ("make", "Net", "Net.small"):
         assert isinstance(build({"_target_": f"{own}.{name}"}, "model"), nn.Module)
 
@@ -246,7 +246,7 @@ def test_an_allowed_package_gives_what_it_defines(own) -> None:
         ("Net.__subclasses__", "is defined in no module, not in {0}. Name it where it is defined."),
     ],
 )
-def test_an_allowed_package_gives_nothing_else(own, name: str, rule: str) -> None:
+def test_an_allowed_package_gives_nothing_else(own: str, name: str, rule: str) -> None:
     assert problem(f"{own}.{name}") == rule.format(own)
 
 
@@ -310,11 +310,11 @@ HYDRA = [
 
 @pytest.mark.parametrize(("place", "node", "words"), HYDRA)
 def test_hydras_own_node_names_its_plugins_alone(
-    canary,
+    canary: Path,
     write_conf: Callable[[Mapping[str, str]], Path],
     capsys: pytest.CaptureFixture[str],
     place: str,
-    node,
+    node: object,
     words: str,
 ) -> None:
     values = {"evil": node}
@@ -328,7 +328,7 @@ def test_hydras_own_node_names_its_plugins_alone(
 
 @pytest.mark.parametrize("group", ["launcher", "sweeper"])
 def test_a_launcher_and_a_sweeper_hold_no_node_that_runs_code(
-    canary, capsys: pytest.CaptureFixture[str], group: str
+    canary: Path, capsys: pytest.CaptureFixture[str], group: str
 ) -> None:
     argument = f"+hydra.{group}.a={{_target_:os.system,command:'touch canary'}}"
     assert main(["-m", "recipe=null", "steps=1", "seed=1,2", argument]) == 2

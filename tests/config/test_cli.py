@@ -63,7 +63,7 @@ def test_help_shows_the_grammar_and_every_verb(arguments: list[str], capsys: pyt
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_its_help(verb, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_its_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     assert capsys.readouterr().out.startswith(f"usage: trainkit {verb} ")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from trainkit.config.compose import compose
+from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,16 +28,18 @@ callbacks:
 
 
 @pytest.fixture
-def with_recipe(write_conf: Callable[[Mapping[str, str]], Path]):
+def with_recipe(write_conf: Callable[[Mapping[str, str]], Path]) -> Callable[..., Composition]:
     folder = write_conf({"recipe/mine.yaml": RECIPE})
 
-    def run(*arguments):
+    def run(*arguments: str) -> Composition:
         return compose(["recipe=mine", *arguments], config_dirs=[folder])
 
     return run
 
 
-def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_defaults(with_recipe) -> None:
+def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_defaults(
+    with_recipe: Callable[..., Composition],
+) -> None:
     values = with_recipe("optimizer.lr=0.25").values
     assert values["optimizer"]["lr"] == 0.25
     assert values["model"]["hidden"] == [32, 32]
@@ -44,7 +47,7 @@ def test_the_command_line_outranks_the_recipe_and_that_the_choice_and_that_the_d
     assert values["seed"] == 0
 
 
-def test_every_key_knows_the_line_that_set_it(with_recipe, tmp_path: Path) -> None:
+def test_every_key_knows_the_line_that_set_it(with_recipe: Callable[..., Composition], tmp_path: Path) -> None:
     composed = with_recipe("optimizer.lr=0.25")
     assert composed.origin("optimizer.lr").where == "command line"
     assert composed.origin("model.hidden").where == f"{tmp_path}/conf/recipe/mine.yaml:9"
@@ -64,7 +67,7 @@ def test_a_recipe_outranks_a_choice_whatever_the_order_of_the_defaults(
     assert (values["seed"], values["epochs"]) == (5, 2)
 
 
-def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe) -> None:
+def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_recipe: Callable[..., Composition]) -> None:
     composed = with_recipe("optimizer=adamw")
     assert composed.values["optimizer"]["lr"] == 0.001
     assert composed.values["model"]["hidden"] == [32, 32]
@@ -73,18 +76,18 @@ def test_a_swapped_choice_takes_along_what_the_recipe_set_in_its_group(with_reci
     )
 
 
-def test_naming_the_recipes_own_choice_drops_nothing(with_recipe) -> None:
+def test_naming_the_recipes_own_choice_drops_nothing(with_recipe: Callable[..., Composition]) -> None:
     composed = with_recipe("optimizer=sgd")
     assert composed.values["optimizer"]["lr"] == 0.5
     assert composed.notes == ()
 
 
-def test_of_a_list_group_only_what_is_no_longer_chosen_is_dropped(with_recipe) -> None:
+def test_of_a_list_group_only_what_is_no_longer_chosen_is_dropped(with_recipe: Callable[..., Composition]) -> None:
     assert with_recipe("callbacks=[plots]").values["callbacks"]["plots"]["every_s"] == 1.0
     assert "plots" not in with_recipe("callbacks=[progress]").values["callbacks"]
 
 
-def test_a_recipe_needs_no_package_header(with_recipe) -> None:
+def test_a_recipe_needs_no_package_header(with_recipe: Callable[..., Composition]) -> None:
     assert with_recipe().problems == ()
     assert with_recipe().values["recipe"] == "mine"
 
@@ -115,7 +118,7 @@ def test_a_users_choice_stands_beside_ours(write_conf: Callable[[Mapping[str, st
     assert composed.values["model"] == {"_target_": "mine.Net", "width": 4}
 
 
-def test_the_run_is_named_after_its_recipe(with_recipe) -> None:
+def test_the_run_is_named_after_its_recipe(with_recipe: Callable[..., Composition]) -> None:
     assert with_recipe().values["name"] == "mine"
     assert compose(["recipe=null"]).values["name"] == "run"
     assert with_recipe("name=x").values["name"] == "x"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.yaml_documents import read_document
+from trainkit.config.yaml_documents import Document, read_document
 from trainkit.errors import ConfigError
 
 TEXT = """\
@@ -24,34 +24,34 @@ when: 2026-11-21
 
 
 @pytest.fixture
-def document(tmp_path: Path):
+def document(tmp_path: Path) -> Document:
     (tmp_path / "mine.yaml").write_text(TEXT)
     return read_document(tmp_path / "mine.yaml")
 
 
-def test_every_key_has_its_line(document) -> None:
+def test_every_key_has_its_line(document: Document) -> None:
     assert document.lines["seed",] == 6
     assert document.lines["batch",] == 7
     assert document.lines["batch", "global_size"] == 8
 
 
-def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document) -> None:
+def test_the_defaults_list_is_taken_out_and_keeps_its_lines(document: Document) -> None:
     assert document.defaults == ["_self_", {"override /model": "mlp"}]
     assert document.defaults_lines == (4, 5)
     assert "defaults" not in document.values
 
 
-def test_header_and_description_are_read(document) -> None:
+def test_header_and_description_are_read(document: Document) -> None:
     assert document.package == "_global_"
     assert document.description == "What it is for"
 
 
-def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document) -> None:
+def test_numbers_are_read_as_people_write_them_and_dates_stay_text(document: Document) -> None:
     assert document.values["batch"]["global_size"] == 100.0
     assert document.values["when"] == "2026-11-21"
 
 
-def test_only_plain_scalars_are_traps(document) -> None:
+def test_only_plain_scalars_are_traps(document: Document) -> None:
     assert [(one.path, one.line, one.text) for one in document.gotchas] == [(("batch", "sizes", "0"), 10, "no")]
 
 

@@ -33,7 +33,7 @@ CANDIDATES = (
 )
 
 
-def run_level_keys(kind: type[RunConfig] = RunConfig, path=()) -> Iterator[tuple[str, ...]]:
+def run_level_keys(kind: type[RunConfig] = RunConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for field in fields(kind):
         hint = plain(hints_of(kind)[field.name])
         if is_dataclass(hint):
@@ -45,7 +45,7 @@ def run_level_keys(kind: type[RunConfig] = RunConfig, path=()) -> Iterator[tuple
 KEYS = list(run_level_keys())
 
 
-def another_value(path):
+def another_value(path: tuple[str, ...]) -> object:
     kind: typing.Any = RunConfig
     for name in path[:-1]:
         kind = plain(hints_of(kind)[name])
@@ -55,7 +55,7 @@ def another_value(path):
 
 
 @pytest.mark.parametrize("path", KEYS, ids=".".join)
-def test_a_changed_key_is_never_silent(path) -> None:
+def test_a_changed_key_is_never_silent(path: tuple[str, ...]) -> None:
     value = another_value(path)
     text = str(value).lower() if isinstance(value, bool) else value
     composed = compose(["recipe=null", f"{'.'.join(path)}={text}"])

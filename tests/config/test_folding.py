@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,11 @@ from trainkit.verbs.support.call import Call
 from trainkit.verbs.support.cv import expand_folds, refuse_open_folds
 
 
-def overrides(*given):
+def overrides(*given: str) -> tuple[str, ...]:
     return expand_folds(Call(overrides=("recipe=null", *given))).overrides[1:]
 
 
-def refused(call, *arguments):
+def refused(call: Callable[..., object], *arguments: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]

@@ -1,5 +1,6 @@
 """Arguments that would recurse, loop, allocate without end or write elsewhere: exit code 2 on every verb."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ TO_FILE = "Put it into a YAML file of your own: --config-dir."
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
     """Run a command in an empty folder; return what is on its screen, which is short, without its first line."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments):
+    def run(*arguments: str) -> list[str]:
         assert main(arguments) == 2
         lines = capsys.readouterr().err.splitlines()
         assert not list(tmp_path.iterdir()), "nothing is written"
@@ -31,7 +34,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("verb", ["train", "plan", "prove", "explain seed", "-m", "emit slurm", "--cfg job"])
-def test_brackets_without_end_are_refused_by_every_verb(refused, verb: str) -> None:
+def test_brackets_without_end_are_refused_by_every_verb(refused: Callable[..., list[str]], verb: str) -> None:
     assert refused(*verb.split(), BRACKETS) == [NESTED]
 
 
@@ -70,7 +73,9 @@ def test_a_run_takes_no_such_argument_either(
         ("init_from=" + "x" * 300, None),
     ],
 )
-def test_an_argument_that_no_run_takes_is_refused(refused, argument: str, told: str | None) -> None:
+def test_an_argument_that_no_run_takes_is_refused(
+    refused: Callable[..., list[str]], argument: str, told: str | None
+) -> None:
     if told is None:
         key, value = argument.split("=")
         told = str(Problem(key=key, value=value, rule="has a name of 300 bytes; a file system takes 255 at most."))
@@ -78,7 +83,7 @@ def test_an_argument_that_no_run_takes_is_refused(refused, argument: str, told: 
 
 
 @pytest.mark.parametrize("key", ["x" * 300, ".".join(["x"] * 200)])
-def test_a_key_longer_than_any_is_refused(refused, key: str) -> None:
+def test_a_key_longer_than_any_is_refused(refused: Callable[..., list[str]], key: str) -> None:
     problem = Problem(key=key, rule=f"is a key of {len(key)} characters; 200 is the most.", origin="command line")
     assert refused("explain", "seed", f"{key}=1") == [str(problem)]
 
@@ -98,7 +103,9 @@ def test_a_key_longer_than_any_is_refused(refused, key: str) -> None:
          "logger.w.api_key: is given twice: logger.w.api_key=(redacted) and logger.w.api_key=(redacted)."),
     ],
 )  # fmt: skip
-def test_a_key_or_group_given_twice_is_refused(refused, arguments: tuple[str, ...], told: str) -> None:
+def test_a_key_or_group_given_twice_is_refused(
+    refused: Callable[..., list[str]], arguments: tuple[str, ...], told: str
+) -> None:
     assert f"{told} Give it once. (command line)" in refused("explain", "seed", *arguments)
 
 
@@ -110,7 +117,7 @@ def test_a_choice_and_a_key_of_it_are_no_repetition(
     assert capsys.readouterr().out.startswith("optimizer.lr=1\n")
 
 
-def test_a_flag_given_twice_is_refused(refused) -> None:
+def test_a_flag_given_twice_is_refused(refused: Callable[..., list[str]]) -> None:
     assert refused("plan", "--world", "2", "--world", "3") == [
         "--world: is given twice: 2 and 3. Give it once. (command line)"
     ]
@@ -124,12 +131,14 @@ def test_a_flag_given_twice_is_refused(refused) -> None:
         ("parameter_server", "workers"), ("parameter_server", "servers"), ("parameter_server", "devices_per_worker"),
     ],
 )  # fmt: skip
-def test_processes_without_number_are_refused_before_they_are_counted_out(refused, strategy: str, key: str) -> None:
+def test_processes_without_number_are_refused_before_they_are_counted_out(
+    refused: Callable[..., list[str]], strategy: str, key: str
+) -> None:
     told = refused("plan", f"strategy={strategy}", f"strategy.{key}=1000000000")
     assert told == [f"strategy.{key}=1000000000: must be 1,024 or less. (command line)"]
 
 
-def test_replicas_times_ranks_are_bounded_too(refused) -> None:
+def test_replicas_times_ranks_are_bounded_too(refused: Callable[..., list[str]]) -> None:
     told = refused("plan", "strategy=pipeline", "strategy.replicas=1000", "strategy.stages=1000")
     rule = "1000 replicas of 1000 ranks need 1000000 devices, and one host starts 1,024 processes at most. Use fewer."
     assert told == [f"strategy.replicas=1000: {rule} (command line)"]
@@ -151,7 +160,9 @@ def test_replicas_times_ranks_are_bounded_too(refused) -> None:
          "--allow-package no_such_package: there is no such package. Install it, or start trainkit in the folder"),
     ],
 )  # fmt: skip
-def test_a_flag_or_path_out_of_range_is_refused(refused, flags: tuple[str, ...], told: str) -> None:
+def test_a_flag_or_path_out_of_range_is_refused(
+    refused: Callable[..., list[str]], flags: tuple[str, ...], told: str
+) -> None:
     (line,) = refused(*flags)
     assert told in line
 
@@ -168,19 +179,21 @@ def test_a_flag_or_path_out_of_range_is_refused(refused, flags: tuple[str, ...],
     ],
 )  # fmt: skip
 def test_jobs_without_number_are_refused_before_they_are_counted_out(
-    refused, arguments: tuple[str, ...], told: str
+    refused: Callable[..., list[str]], arguments: tuple[str, ...], told: str
 ) -> None:
     assert refused("-m", *arguments) == [f"{told} {DRAW} (command line)"]
     assert refused("prove", "strategy=mirrored", *arguments) == [f"{told} {DRAW} (command line)"]
 
 
 @pytest.mark.parametrize("sweeper", ["random", "halving"])
-def test_trials_without_number_are_refused_before_they_are_drawn(refused, sweeper: str) -> None:
+def test_trials_without_number_are_refused_before_they_are_drawn(
+    refused: Callable[..., list[str]], sweeper: str
+) -> None:
     told = refused("-m", f"hydra/sweeper={sweeper}", "sweep.trials=1000000000", "seed=interval(0,10)")
     assert told == ["sweep.trials=1000000000: must be 10,000 or less. (command line)"]
 
 
-def test_a_range_without_finite_ends_is_refused(refused) -> None:
+def test_a_range_without_finite_ends_is_refused(refused: Callable[..., list[str]]) -> None:
     assert refused("-m", "seed=range(0,inf)") == ["seed=range(0,inf): a range needs finite numbers. (command line)"]
 
 
@@ -195,14 +208,14 @@ def test_the_folder_of_a_job_lies_in_that_of_its_sweep(
     assert not (tmp_path.parent / "x").exists()
 
 
-def test_a_model_that_no_memory_holds_is_refused(refused) -> None:
+def test_a_model_that_no_memory_holds_is_refused(refused: Callable[..., list[str]]) -> None:
     (told,) = refused("plan", "model.hidden=[4000000000000,4000000000000]")
     assert told.startswith(
         "model: has a parameter that no memory holds: Storage size calculation overflowed with sizes"
     )
 
 
-def test_blocks_without_number_are_refused_before_they_are_built(refused) -> None:
+def test_blocks_without_number_are_refused_before_they_are_built(refused: Callable[..., list[str]]) -> None:
     told = refused("plan", "recipe=shakespeare", "model.num_layers=1000000000", "data.path=x", "data.download=false")
     assert "model.num_layers=1000000000: must be 1,000 or less. (command line)" in told
 

@@ -1,6 +1,7 @@
 """Crafted YAML and crafted compositions: exit code 2, one screen, the remedy, nothing written."""
 
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ PLAIN = "a config holds plain values alone"
 
 
 @pytest.fixture
-def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., list[str]]:
     """Run a command in an empty folder; return what is on its screen, which is short, without its first line."""
     monkeypatch.chdir(tmp_path)
 
-    def run(*arguments):
+    def run(*arguments: str) -> list[str]:
         before = sorted(tmp_path.rglob("*"))
         assert main(arguments) == 2
         lines = capsys.readouterr().err.splitlines()
@@ -31,7 +34,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
-def write(tmp_path: Path, files) -> None:
+def write(tmp_path: Path, files: Mapping[str, str | bytes]) -> None:
     for name, text in files.items():
         file = tmp_path / "conf" / name
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,9 @@ def write(tmp_path: Path, files) -> None:
         (f"a: {'9' * 5000}\n", "holds no value: an integer has too many digits. (conf/model/bad.yaml:2)"),
     ],
 )
-def test_yaml_that_breaks_a_bound_is_refused_with_its_line(tmp_path: Path, refused, text: str, rule: str) -> None:
+def test_yaml_that_breaks_a_bound_is_refused_with_its_line(
+    tmp_path: Path, refused: Callable[..., list[str]], text: str, rule: str
+) -> None:
     write(tmp_path, {"model/bad.yaml": f"_target_: trainkit.models.mlp.Mlp\n{text}"})
     told = refused("explain", "model", "--config-dir", "conf", "recipe=null", "model=bad")
     assert [line.replace(f"{tmp_path}/", "") for line in told] == [f"bad.yaml: {rule}"]
@@ -67,7 +72,9 @@ def test_yaml_that_breaks_a_bound_is_refused_with_its_line(tmp_path: Path, refus
         (b"#" * (MAX_BYTES + 1), f"it has {MAX_BYTES + 1:,} bytes, and at most {MAX_BYTES:,} are read"),
     ],
 )
-def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path, refused, content, reason: str) -> None:
+def test_a_file_that_is_no_text_or_too_large_is_refused(
+    tmp_path: Path, refused: Callable[..., list[str]], content: bytes, reason: str
+) -> None:
     write(tmp_path, {"model/bad.yaml": content})
     told = refused("explain", "model", "--config-dir", "conf", "recipe=null", "model=bad")
     rule = f"cannot be read: {reason}. A config is a regular file of UTF-8 text, {MAX_BYTES:,} bytes at most."
@@ -76,7 +83,7 @@ def test_a_file_that_is_no_text_or_too_large_is_refused(tmp_path: Path, refused,
 
 @pytest.mark.parametrize("kind", ["pipe", "/dev/zero", "bad.yaml"])
 def test_what_is_no_regular_file_is_no_choice_and_stops_no_listing(
-    tmp_path: Path, refused, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, refused: Callable[..., list[str]], capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     (tmp_path / "conf" / "model").mkdir(parents=True)
     file = tmp_path / "conf" / "model" / "bad.yaml"
@@ -111,7 +118,7 @@ ITEM = "each item must be GROUP: CHOICE, or CHOICE."
     ],
 )
 def test_defaults_that_lead_back_to_themselves_are_refused(
-    tmp_path: Path, refused, files: dict[str, str], told: str
+    tmp_path: Path, refused: Callable[..., list[str]], files: dict[str, str], told: str
 ) -> None:
     write(tmp_path, {f"recipe/{name}.yaml": text for name, text in files.items()})
     found = refused("explain", "name", "--config-dir", "conf", "recipe=x")
@@ -129,14 +136,16 @@ def test_defaults_that_lead_back_to_themselves_are_refused(
         ("'': a", f"defaults={{'': 'a'}}: {ITEM}"),
     ],
 )
-def test_an_item_of_a_defaults_list_names_a_choice(tmp_path: Path, refused, item: str, told: str) -> None:
+def test_an_item_of_a_defaults_list_names_a_choice(
+    tmp_path: Path, refused: Callable[..., list[str]], item: str, told: str
+) -> None:
     (tmp_path / "outside.yaml").write_text("name: read\n")
     write(tmp_path, {"recipe/x.yaml": f"defaults:\n - {item}\n"})
     found = refused("explain", "name", "--config-dir", "conf", "recipe=x")
     assert found == [f"{told} ({tmp_path}/conf/recipe/x.yaml:2)"]
 
 
-def test_a_list_of_choices_for_a_group_of_one_is_refused(tmp_path: Path, refused) -> None:
+def test_a_list_of_choices_for_a_group_of_one_is_refused(tmp_path: Path, refused: Callable[..., list[str]]) -> None:
     write(tmp_path, {"recipe/x.yaml": "defaults:\n - override /model: [mlp, gpt]\n"})
     told = refused("explain", "name", "--config-dir", "conf", "recipe=x")
     assert told == ["model=['mlp', 'gpt']: takes one choice, not a list. (conf/recipe/x.yaml:2)"]
@@ -163,7 +172,9 @@ CHAIN = "".join(f"a{level}: ${{a{level + 1}}}\n" for level in range(300))
         ("hydra:\n  job:\n    name: ${hydra.job.name}\n", "refers to itself. Write the value itself."),
     ],
 )
-def test_references_without_end_are_refused(tmp_path: Path, refused, text: str, told: str) -> None:
+def test_references_without_end_are_refused(
+    tmp_path: Path, refused: Callable[..., list[str]], text: str, told: str
+) -> None:
     write(tmp_path, {"recipe/x.yaml": text})
     assert any(told in line for line in refused("explain", "seed", "--config-dir", "conf", "recipe=x"))
 

@@ -19,7 +19,7 @@ from trainkit.config.compose.jobs import hydra_config, run_job
 from trainkit.config.paths import shipped_conf
 
 
-def state():
+def state() -> tuple[object, ...]:
     base = Singleton._instances.get(version.VersionBase)
     return (
         GlobalHydra.instance().is_initialized(),
@@ -66,7 +66,7 @@ def test_resolvers_of_the_user_survive() -> None:
         OmegaConf.clear_resolver("double")
 
 
-def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: Path, handlers) -> None:
+def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: Path, handlers: None) -> None:
     composed = compose(["recipe=null", "steps=3", "seed=5"])
     before = state()
     assert run_job(composed, tmp_path, lambda: 42) == 42
@@ -81,13 +81,13 @@ def test_a_job_has_one_hydra_folder_with_the_values_that_were_checked(tmp_path: 
     assert yaml.safe_load((tmp_path / ".hydra" / "overrides.yaml").read_text()) == ["recipe=null", "steps=3", "seed=5"]
 
 
-def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path: Path, handlers) -> None:
+def test_a_second_job_in_the_folder_keeps_what_the_first_wrote(tmp_path: Path, handlers: None) -> None:
     run_job(compose(["recipe=null", "seed=5"]), tmp_path, lambda: None)
     run_job(compose(["recipe=null", "seed=6"]), tmp_path, lambda: None)
     assert yaml.safe_load((tmp_path / ".hydra" / "config.yaml").read_text())["seed"] == 5
 
 
-def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers) -> None:
+def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers: None) -> None:
     error = ValueError("the task's own")
 
     def task() -> NoReturn:
@@ -98,7 +98,7 @@ def test_what_a_job_raises_is_raised_unchanged(tmp_path: Path, handlers) -> None
     assert caught.value is error
 
 
-def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers) -> None:
+def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers: None) -> None:
     import os
 
     composed = compose(["recipe=null", "+hydra.job.env_set.TRAINKIT_OF_THE_TEST=7"])
@@ -106,7 +106,7 @@ def test_hydras_own_settings_reach_the_job(tmp_path: Path, handlers) -> None:
 
 
 def test_what_files_say_about_hydra_reaches_the_job_too(
-    tmp_path: Path, handlers, write_conf: Callable[[Mapping[str, str]], Path]
+    tmp_path: Path, handlers: None, write_conf: Callable[[Mapping[str, str]], Path]
 ) -> None:
     folder = write_conf({"recipe/mine.yaml": "hydra:\n  job: {name: mine}\n  run: {dir: elsewhere}\n"})
     composed = compose(["recipe=mine"], config_dirs=[folder])

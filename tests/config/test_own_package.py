@@ -7,6 +7,7 @@ import pytest
 
 from trainkit.config.check import check, check_names, check_values
 from trainkit.config.compose import compose
+from trainkit.config.composition import Composition
 
 PACKAGE = """\
 from dataclasses import dataclass, field
@@ -36,24 +37,26 @@ def broken_at_import():
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Callable[[Mapping[str, str]], Path]):
+def own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_conf: Callable[[Mapping[str, str]], Path]
+) -> Callable[..., Composition]:
     """A package `test_own_nets` and a choice `model=mine` that names a class of it."""
     (tmp_path / "test_own_nets.py").write_text(PACKAGE)
     (tmp_path / "test_own_bad.py").write_text("raise RuntimeError('half written')\n")
     monkeypatch.syspath_prepend(tmp_path)
     folder = write_conf({"model/mine.yaml": "# My own\n_target_: test_own_nets.Net\nwidth: 3\n"})
 
-    def run(*arguments, packages: tuple[str, str] = ("test_own_nets", "test_own_bad")):
+    def run(*arguments: str, packages: tuple[str, str] = ("test_own_nets", "test_own_bad")) -> Composition:
         return compose(["recipe=null", "model=mine", *arguments], config_dirs=[folder], packages=packages)
 
     return run
 
 
-def problems(composition):
+def problems(composition: Composition) -> list[str]:
     return [str(problem) for problem in check_names(composition) or check_values(composition)]
 
 
-def test_a_users_class_is_built_once_its_package_is_named(own, tmp_path: Path) -> None:
+def test_a_users_class_is_built_once_its_package_is_named(own: Callable[..., Composition], tmp_path: Path) -> None:
     assert problems(own()) == []
     assert problems(own(packages=())) == [
         (
@@ -64,7 +67,7 @@ def test_a_users_class_is_built_once_its_package_is_named(own, tmp_path: Path) -
     ]
 
 
-def test_a_package_that_nobody_named_is_never_imported(own) -> None:
+def test_a_package_that_nobody_named_is_never_imported(own: Callable[..., Composition]) -> None:
     import sys
 
     assert problems(own("model._target_=test_own_bad.Net", packages=("test_own_nets",))) != []
@@ -87,16 +90,18 @@ def test_a_package_that_nobody_named_is_never_imported(own) -> None:
         ),
     ],
 )
-def test_its_signature_is_its_schema(own, tmp_path: Path, argument: str, problem: str) -> None:
+def test_its_signature_is_its_schema(
+    own: Callable[..., Composition], tmp_path: Path, argument: str, problem: str
+) -> None:
     (found,) = problems(own(argument))
     assert found.removesuffix(f" ({tmp_path}/conf/model/mine.yaml:2)") == problem
 
 
-def test_words_and_mappings_fit_enums_and_dataclasses(own) -> None:
+def test_words_and_mappings_fit_enums_and_dataclasses(own: Callable[..., Composition]) -> None:
     assert problems(own("model.kind=deep", "+model.head={width:4}", "model.rates=[1,0.5]")) == []
 
 
-def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own) -> None:
+def test_keys_that_only_kwargs_take_are_accepted_and_said_to_be_unchecked(own: Callable[..., Composition]) -> None:
     composed = own("model._target_=test_own_nets.Loose", "model.anything=3")
     assert check(composed) == ("model.anything: not checked, its class takes any key",)
 

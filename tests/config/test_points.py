@@ -7,10 +7,11 @@ import pytest
 from trainkit.cli import parse
 from trainkit.config.compose.composer import Composer
 from trainkit.config.compose.loader import ComposedConfigLoader
+from trainkit.config.composition import Composition
 from trainkit.errors import ConfigError
 
 
-def points(*arguments):
+def points(*arguments: str) -> list[Composition]:
     call, _ = parse(["-m", "recipe=null", *arguments])
     return call.compose_points()
 

@@ -14,7 +14,7 @@ NEEDED = {"resnet50_imagenet": ("data.path=/somewhere",)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_composes_without_a_problem_and_without_an_idle_key(name) -> None:
+def test_a_recipe_composes_without_a_problem_and_without_an_idle_key(name: str) -> None:
     composed = compose([f"recipe={name}", *NEEDED.get(name, ())])
     assert check(composed) == ()
     assert composed.notes == ()
@@ -22,12 +22,12 @@ def test_a_recipe_composes_without_a_problem_and_without_an_idle_key(name) -> No
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_takes_another_strategy(name) -> None:
+def test_a_recipe_takes_another_strategy(name: str) -> None:
     check(compose([f"recipe={name}", *NEEDED.get(name, ()), "strategy=mirrored", "strategy.replicas=2"]))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_says_what_it_is_and_how_it_is_run(name) -> None:
+def test_a_recipe_says_what_it_is_and_how_it_is_run(name: str) -> None:
     file = shipped_recipes() / name / "recipe.yaml"
     assert read_document(file).description
     assert f"recipe={name}" in file.read_text()

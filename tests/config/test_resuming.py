@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError
 
 
 @pytest.fixture
-def earlier(tmp_path: Path):
+def earlier(tmp_path: Path) -> Path:
     """A run folder with the config that a run resolved."""
     values = compose(
         ["recipe=null", "optimizer=sgd", "optimizer.lr=0.3", "batch.micro_size=16", "stop_at_step=5"]
@@ -23,7 +23,7 @@ def earlier(tmp_path: Path):
     return tmp_path
 
 
-def test_the_config_is_that_of_the_run(earlier) -> None:
+def test_the_config_is_that_of_the_run(earlier: Path) -> None:
     composed = compose_resumed(earlier, [])
     assert composed.values["optimizer"]["lr"] == 0.3
     assert composed.values["batch"]["micro_size"] == 16
@@ -31,7 +31,7 @@ def test_the_config_is_that_of_the_run(earlier) -> None:
     assert composed.origin("optimizer").where.startswith(f"{earlier}/resolved.yaml:")
 
 
-def test_another_placement_is_taken(earlier) -> None:
+def test_another_placement_is_taken(earlier: Path) -> None:
     composed = compose_resumed(earlier, ["strategy=mirrored", "strategy.replicas=3", "stop_at_step=null"])
     assert composed.values["strategy"]["replicas"] == 3
     assert "device" not in composed.values["strategy"]
@@ -39,7 +39,7 @@ def test_another_placement_is_taken(earlier) -> None:
     assert other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier) == []
 
 
-def test_another_training_is_refused_by_name(earlier) -> None:
+def test_another_training_is_refused_by_name(earlier: Path) -> None:
     composed = compose_resumed(earlier, ["optimizer.lr=0.1", "seed=1"])
     problems = other_training(load_resolved(earlier / "resolved.yaml"), composed.cfg, run=earlier)
     assert [str(problem) for problem in composed.with_origins(ConfigError(problems)).problems] == [
@@ -53,10 +53,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         compose_resumed(tmp_path, [])
 
 
-def test_what_ended_the_run_early_does_not_end_it_again(earlier) -> None:
+def test_what_ended_the_run_early_does_not_end_it_again(earlier: Path) -> None:
     assert compose_resumed(earlier, []).values["stop_at_step"] is None
     assert compose_resumed(earlier, ["stop_at_step=9"]).values["stop_at_step"] == 9
 
 
-def test_resolved_values_are_not_told_to_be_idle(earlier) -> None:
+def test_resolved_values_are_not_told_to_be_idle(earlier: Path) -> None:
     assert list(check(compose_resumed(earlier, []))) == []

@@ -241,7 +241,7 @@ def test_outside_a_repository_there_is_no_commit(cwd: Path) -> None:
 def test_a_repository_tells_commit_and_changes(cwd: Path) -> None:
     import subprocess
 
-    def git(*arguments) -> None:
+    def git(*arguments: str) -> None:
         subprocess.run(
             ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], check=True, capture_output=True
         )

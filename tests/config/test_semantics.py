@@ -1,7 +1,7 @@
 """Tags, fingerprints, differences."""
 
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 
@@ -26,11 +26,11 @@ class Elsewhere:
     ) -> None: ...
 
 
-def cfg(*arguments, **changes):
+def cfg(*arguments: str, **changes: Any) -> RunConfig:
     return RunConfig.from_dict({**compose(["recipe=null", *arguments]).values, **changes})
 
 
-def strategy(name, **values):
+def strategy(name: str, **values: Any) -> dict[str, Any]:
     return {"_target_": f"{__name__}.{name}", **values}
 
 

@@ -1,5 +1,7 @@
 """The YAMLs that ship, against the classes they name."""
 
+from pathlib import Path
+
 import pytest
 
 from trainkit.config.check import check
@@ -13,12 +15,12 @@ FILES = sorted(shipped_conf().glob("*/*.yaml"))
 NODES = [file for file in FILES if TARGET in read_document(file).values]
 
 
-def ids(file) -> str:
+def ids(file: Path) -> str:
     return f"{file.parent.name}/{file.stem}"
 
 
 @pytest.mark.parametrize("file", NODES, ids=ids)
-def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file) -> None:
+def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file: Path) -> None:
     values = read_document(file).values
     group = file.parent.name
     signature = signature_of(resolve_target(values[TARGET]))
@@ -28,12 +30,12 @@ def test_a_choice_lists_every_key_of_its_class_with_the_defaults(file) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_a_choice_says_in_a_line_what_it_is(file) -> None:
+def test_a_choice_says_in_a_line_what_it_is(file: Path) -> None:
     assert read_document(file).description
 
 
 @pytest.mark.parametrize("file", FILES, ids=ids)
-def test_a_choice_belongs_to_a_group_and_has_no_trap(file) -> None:
+def test_a_choice_belongs_to_a_group_and_has_no_trap(file: Path) -> None:
     assert file.parent.name in GROUPS
     assert read_document(file).gotchas == ()
 

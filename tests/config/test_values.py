@@ -39,7 +39,7 @@ class Tensor:
         (3, Tensor), (0.1, Union[float, Tensor]), ({"bound": 3}, Staleness), (3, Annotated[int, at_least(1)]),  # noqa: UP007
     ],
 )  # fmt: skip
-def test_a_value_fits(value, hint) -> None:
+def test_a_value_fits(value: object, hint: Any) -> None:
     assert misfit(value, hint) is None
 
 
@@ -70,7 +70,7 @@ def test_a_value_fits(value, hint) -> None:
         ("x", int | Literal["auto"] | None, "must be a whole number, auto or null."),
     ],
 )
-def test_a_value_does_not_fit_in_these_words(value, hint, rule: str) -> None:
+def test_a_value_does_not_fit_in_these_words(value: object, hint: Any, rule: str) -> None:
     assert misfit(value, hint) == rule
 
 

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tests.support import reference, zoo
 POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=5")
 
 
-def points_oracle(**settings) -> reference.Trained:
+def points_oracle(**settings: Any) -> reference.Trained:
     data = zoo.Points()
     known = {"model": zoo.Net(), "optimizer": reference.sgd(), "rate": lambda _: 0.1, "num_steps": 9}
     samples = [data[index] for index in range(37)]

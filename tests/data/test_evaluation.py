@@ -10,7 +10,7 @@ from trainkit.config.schema import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
 
 
-def batches(dataset, rank: int = 0, num_ranks: int = 1, **settings) -> EvalBatches:
+def batches(dataset: InMemorySquares | Squares, rank: int = 0, num_ranks: int = 1, **settings: Any) -> EvalBatches:
     return EvalBatches(
         dataset, batch_size=4, rank=rank, num_ranks=num_ranks, device=CPU, settings=LoaderSettings(**settings)
     )

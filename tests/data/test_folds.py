@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -15,18 +17,18 @@ class Read:
 
     classes = ("even", "odd")
 
-    def __init__(self, count) -> None:
+    def __init__(self, count: int) -> None:
         self.targets = [number % 2 for number in range(count)]
 
-    def __len__(self):
+    def __len__(self) -> int:
         return len(self.targets)
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         return torch.tensor([float(index**2)]), self.targets[index]
 
 
 class Gathered(Read):
-    def gather(self, indices):
+    def gather(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return indices.float() ** 2, indices % 2
 
 
@@ -93,7 +95,7 @@ def test_the_validation_split_is_set_aside_and_the_test_split_stays() -> None:
     assert folded(splits, CvConfig()) is splits
 
 
-def refused(train, cv):
+def refused(train: Any, cv: CvConfig) -> str:
     with pytest.raises(ConfigError) as caught:
         folded({"train": train}, cv)
     return str(caught.value).splitlines()[1].strip()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,7 +125,7 @@ def test_classes_are_the_sorted_folders(folder: Path) -> None:
 
 
 def test_a_training_image_is_augmented_by_its_key_alone(folder: Path) -> None:
-    def epochs(**settings):
+    def epochs(**settings: Any) -> list[torch.Tensor]:
         data = ImageFolder(path=folder, split="train", image_size=16, resize=20)
         loader = make_loader(data, shuffle=False, **settings)
         found = [loader.fetch(Ticket(step, (0,)))[0][0][0] for step in (0, 2)]

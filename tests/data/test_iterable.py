@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from tests.data.samples import CPU, make_loader
 from trainkit.config.schema import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.reading.iterable import Stream
+from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import Ticket
 
@@ -16,10 +19,10 @@ class Lines:
     def __init__(self, count: int = 10) -> None:
         self.count, self.epoch, self.reads = count, 0, 0
 
-    def set_epoch(self, epoch) -> None:
+    def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         for index in range(self.count):
             self.reads += 1
             yield self.epoch * 100 + index, 0
@@ -32,21 +35,21 @@ class SavedLines(Lines):
         super().__init__(count)
         self.at = 0
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         while self.at < self.count:
             self.at += 1
             self.reads += 1
             yield self.epoch * 100 + self.at - 1, 0
         self.at = 0
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, int]:
         return {"at": self.at}
 
-    def load_state_dict(self, state) -> None:
+    def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
 
 
-def numbers(loader, step, shards: tuple[int, int] = (0, 1)):
+def numbers(loader: Loader, step: int, shards: tuple[int, int] = (0, 1)) -> list[list[int]]:
     return [batch[0].tolist() for batch in loader.fetch(Ticket(step, shards))]
 
 

@@ -157,7 +157,7 @@ def test_an_empty_dataset_is_named() -> None:
 
 
 class Broken(Squares):
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
         if index == 5:
             raise OSError("disk gone")
         return super().__getitem__(index)

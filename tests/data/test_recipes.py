@@ -11,7 +11,7 @@ ELSEWHERE = {"resnet50_imagenet": ["data=synthetic", "data.shape=[3,32,32]", "da
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_composes_and_opens_with_its_command(recipe) -> None:
+def test_a_recipe_composes_and_opens_with_its_command(recipe: str) -> None:
     folder = Path(__file__).parents[2] / "recipes" / recipe
 
     cfg = trainkit.compose([f"recipe={recipe}", *ELSEWHERE.get(recipe, [])]).cfg
@@ -22,7 +22,7 @@ def test_a_recipe_composes_and_opens_with_its_command(recipe) -> None:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_with_dropout_or_batch_statistics_pins_its_shard(recipe) -> None:
+def test_a_recipe_with_dropout_or_batch_statistics_pins_its_shard(recipe: str) -> None:
     cfg = trainkit.compose([f"recipe={recipe}", *ELSEWHERE.get(recipe, [])]).cfg
     couples = cfg.model["_target_"].endswith(("ConvNet", "ResNet")) or cfg.model.get("dropout", 0) > 0
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from trainkit.data import splits
@@ -15,7 +17,7 @@ class Plain:
 
 
 class Split(Plain):
-    def __init__(self, split) -> None:
+    def __init__(self, split: str) -> None:
         self.split = split
 
 
@@ -24,12 +26,12 @@ class Three(Split):
 
 
 class Empty(Split):
-    def __len__(self):
+    def __len__(self) -> int:
         return 3 if self.split == "train" else 0
 
 
 class Endless:
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(())
 
 

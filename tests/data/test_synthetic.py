@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -64,7 +66,7 @@ def test_rows_of_unequal_length_are_padded() -> None:
         ),
     ],
 )
-def test_a_bad_size_is_told(build, message: str) -> None:
+def test_a_bad_size_is_told(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
 

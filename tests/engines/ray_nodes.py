@@ -11,7 +11,7 @@ Path(sys.argv[1], "ray").mkdir()
 from ray.cluster_utils import Cluster  # noqa: E402 - reads the variable
 
 
-def say(line) -> None:
+def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import pytest
 
@@ -20,12 +20,12 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
 from trainkit.errors import ConfigError, CrashLoopError, DataError, MissingExtraError, TrainingError
 from trainkit.run.backends.attempt import begin_attempt, wait_for_attempt
-from trainkit.run.backends.base import ProcessBackend
+from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.driver import run_on
 from trainkit.run.folder.run_folder import RunFolder
 
 
-def started_rank(job, number, attempt) -> subprocess.Popen:
+def started_rank(job: BackendJob, number: int, attempt: list[str]) -> subprocess.Popen:
     place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
     command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.payload, place, attempt))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -40,10 +40,10 @@ class Simple(ProcessBackend):
     host: ClassVar[str] = "127.0.0.1"
 
     @contextlib.contextmanager
-    def connect(self, *, num_ranks, uses_gpus):
+    def connect(self, *, num_ranks: int, uses_gpus: bool) -> Iterator[Self]:
         yield self
 
-    def run(self, job) -> None:
+    def run(self, job: BackendJob) -> None:
         if self.broken:
             raise RuntimeError("no room for 2 workers\n\tat org.apache")
         for _ in range(job.max_restarts + 1):
@@ -61,20 +61,22 @@ class Simple(ProcessBackend):
 
 
 @pytest.fixture
-def folder(tmp_path: Path):
+def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.path.mkdir()
     return made
 
 
-def train(folder, *, num_ranks: int = 2, engine=None, **supervisor):
+def train(
+    folder: RunFolder, *, num_ranks: int = 2, engine: ProcessBackend | None = None, **supervisor: Any
+) -> dict[str, Any]:
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
     return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder)
 
 
 def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
-    folder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake("steps=3")
     assert train(folder) == {"status": "finished", "attempt": 0, "restarts": []}
@@ -83,7 +85,7 @@ def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
 
 
 def test_a_killed_rank_is_named_and_all_start_again(
-    folder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
+    folder: RunFolder, fake: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     result = train(folder)
@@ -93,7 +95,9 @@ def test_a_killed_rank_is_named_and_all_start_again(
     assert f"{told}again." in plain(capsys.readouterr().out)
 
 
-def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake: Callable[..., None]) -> None:
+def test_an_exception_that_comes_again_is_not_started_a_third_time(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     with pytest.raises(CrashLoopError) as caught:
         train(folder, max_restarts=5)
@@ -102,7 +106,7 @@ def test_an_exception_that_comes_again_is_not_started_a_third_time(folder, fake:
     assert len(folder.read_result()["restarts"]) == 1
 
 
-def test_an_engine_that_gives_up_says_who_failed(folder, fake: Callable[..., None]) -> None:
+def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=exit")
     with pytest.raises(CrashLoopError) as caught:
         train(folder)
@@ -112,26 +116,28 @@ def test_an_engine_that_gives_up_says_who_failed(folder, fake: Callable[..., Non
     assert_no_process_is_left(folder)
 
 
-def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(folder, fake: Callable[..., None]) -> None:
+def test_an_error_of_ours_arrives_as_it_was_and_is_tried_once_more_at_most(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     fake("steps=6", raising="1:DataError:/gone")
     with pytest.raises(DataError, match=r"^/gone$"):
         train(folder, max_restarts=5)
 
 
-def test_a_hanging_rank_is_ended(folder, fake: Callable[..., None]) -> None:
+def test_a_hanging_rank_is_ended(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 pause=0.02", fail="rank=1,step=3,phase=forward,action=hang")
     with pytest.raises(TrainingError) as caught:
         train(folder, max_restarts=0, hang_timeout_s=0.5)
     assert "has made no progress for" in str(caught.value)
 
 
-def test_what_the_engine_says_is_told_without_its_frames(folder, fake: Callable[..., None]) -> None:
+def test_what_the_engine_says_is_told_without_its_frames(folder: RunFolder, fake: Callable[..., None]) -> None:
     with pytest.raises(TrainingError, match=r"^Simple ended the run: no room for 2 workers$"):
         train(folder, engine=Simple(broken=True))
 
 
 def test_a_request_to_stop_reaches_the_ranks(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("steps=1000 pause=0.01")
     requested = []
@@ -139,7 +145,7 @@ def test_a_request_to_stop_reaches_the_ranks(
     class Flag(contextlib.nullcontext):
         requested = None
 
-        def __enter__(self):
+        def __enter__(self) -> Self:
             requested.append(self)
             return self
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +23,13 @@ RUN = (
 ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
 
 
-def train(folder, *more) -> subprocess.Popen:
+def train(folder: str, *more: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "trainkit", *RUN, f"hydra.run.dir={folder}", "quiet=true", *more]
     return subprocess.Popen(command)
 
 
 @contextlib.contextmanager
-def ray_cluster():
+def ray_cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A head with room for one replica, in a process of its own that is told to add and remove further nodes."""
     with tempfile.TemporaryDirectory(prefix="ray") as folder:  # a short path: sockets stand in it
         command = [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), folder]
@@ -42,23 +43,23 @@ def ray_cluster():
             process.stdout.close()
 
 
-def tell(cluster, word) -> None:
+def tell(cluster: subprocess.Popen[str], word: str) -> None:
     print(word, file=cluster.stdin, flush=True)
     assert cluster.stdout.readline() == "done\n"
 
 
-def newest():
+def newest() -> int:
     return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
 
 
-def sizes():
+def sizes() -> list[int]:
     """The numbers of replicas that the run has had, one after the other."""
     lines = Path("run/metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines if line.endswith("}")]
     return [size for size, _ in itertools.groupby(row["replicas"] for row in rows if "replicas" in row)]
 
 
-def wait_until(reached, process) -> None:
+def wait_until(reached: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 200
     while not reached():
         assert process.poll() is None

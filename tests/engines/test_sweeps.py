@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,16 +22,16 @@ JOB = ("recipe=digits", "epochs=1", "callbacks=[]", "logger=[]", "quiet=true", "
 PACKAGES = {"joblib": "joblib", "submitit_local": "submitit", "ray": "ray"}
 
 
-def trainkit(*arguments, **environ):
+def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainkit", *arguments]
     return subprocess.run(command, env={**os.environ, **environ}, capture_output=True, text=True, check=False)
 
 
-def result(folder):
+def result(folder: str | Path) -> dict[str, Any]:
     return json.loads((Path(folder) / "result.json").read_text())
 
 
-def below(cwd: Path):
+def below(cwd: Path) -> list[str]:
     """Processes that work in a folder, this one apart."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
@@ -80,14 +81,14 @@ def one_node(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_run_on_slurm_is_a_job_of_an_array(cwd: Path, one_node) -> None:
+def test_a_run_on_slurm_is_a_job_of_an_array(cwd: Path, one_node: None) -> None:
     done = trainkit(*JOB, "cluster=slurm", "hydra.sweep.dir=sweep")
     assert done.returncode == 0, done.stdout + done.stderr
     assert result("sweep/0")["status"] == "finished"
     assert [path.name for path in Path("sweep/.jobs/submitit").glob("*_0_result.pkl")]
 
 
-def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node) -> None:
+def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) -> None:
     options = ("cluster=slurm", "hydra.sweep.dir=sweep", "epochs=40", "checkpoint.background=false")
     environ = {"TRAINKIT_FAIL": f"phase=data,while={cwd / 'slow'},action=slow"}
     Path("slow").touch()  # until it has been preempted

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NoReturn
 from unittest import mock
 
+from tests.end_to_end.attribution import Outcome
 from tests.support.pool import Place
 from tests.support.settings import latest
 
@@ -30,7 +31,7 @@ def variables(place: Place, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None):
+def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None) -> Outcome:
     """Train as a process of a launch: what it returned, what it raised as (class, code, text), what it printed."""
     from trainkit import api
     from trainkit.errors import TrainkitError
@@ -44,40 +45,42 @@ def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[s
             return None, (type(error).__name__, error.exit_code, str(error)), told.getvalue()
 
 
-def train_with_a_bad_plan(place: Place, folder: str, port: int):
+def train_with_a_bad_plan(place: Place, folder: str, port: int) -> Outcome:
     """The same, where rank 1 cannot read the data."""
     from trainkit.errors import DataError
     from trainkit.run.rendezvous import join as joining
 
-    def plan(*_, **__) -> NoReturn:
+    def plan(*_: object, **__: object) -> NoReturn:
         raise DataError("/data/x is absent.")
 
     with mock.patch.object(joining, "make_plan", plan) if place.rank == 1 else contextlib.nullcontext():
         return train(place, folder, port)
 
 
-def train_twice(place: Place, folder: str, port: int):
+def train_twice(place: Place, folder: str, port: int) -> list[Outcome]:
     """The same, once more as soon as it is done."""
     return [train(place, folder, port, f"seed={seed}", f"hydra.run.dir=run_{seed}") for seed in (1, 2)]
 
 
-def train_unlike(place: Place, folder: str, port: int, own: list[list[str]], environ: dict[str, str] | None = None):
+def train_unlike(
+    place: Place, folder: str, port: int, own: list[list[str]], environ: dict[str, str] | None = None
+) -> Outcome:
     """The same, each process with arguments of its own."""
     return train(place, folder, port, *own[place.rank], environ=environ)
 
 
-def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]):
+def train_as(place: Place, folder: str, port: int, environ: dict[str, str], overrides: tuple[str, ...]) -> Outcome:
     """The same, with further variables."""
     local = {"LOCAL_RANK": str(place.rank), "LOCAL_WORLD_SIZE": str(place.num_ranks)}
     return train(place, folder, port, *overrides, environ=local | environ)
 
 
-def train_alone(place: Place, folder: str, port: int, *overrides: str):
+def train_alone(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
     """Rank 0 of two, where the other one does not come."""
     return train(replace(place, num_ranks=2), folder, port, *overrides)
 
 
-def train_impatiently(place: Place, folder: str, port: int, *overrides: str):
+def train_impatiently(place: Place, folder: str, port: int, *overrides: str) -> Outcome:
     """The same, where a locked folder is refused at once."""
     from trainkit.run.rendezvous import join as joining
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launchers.test_launchers import FIXED, TORCHRUN, environ, sha256
-from tests.launchers.two_hosts import two_hosts
+from tests.launchers.two_hosts import Host, two_hosts
 from tests.support.settings import latest
 from tests.support.verdicts import plain
 
@@ -23,7 +23,7 @@ RUN = latest(*FIXED, f"steps={STEPS}", "checkpoint.every_steps=100", "eval.every
 VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def agent(host, leads, first):
+def agent(host: Host, leads: bool, first: Host) -> subprocess.Popen[bytes]:
     """An agent of torchrun's, alone in its session: to kill all of it is to lose the host."""
     rendezvous = (
         "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-id=job7", "--rdzv-backend=c10d",
@@ -38,7 +38,7 @@ def agent(host, leads, first):
         )  # fmt: skip
 
 
-def lose(process) -> None:
+def lose(process: subprocess.Popen[bytes]) -> None:
     """End a process and all below it at once, without a word."""
     for pid in [*below(process.pid), process.pid]:
         with contextlib.suppress(ProcessLookupError):
@@ -46,12 +46,12 @@ def lose(process) -> None:
     process.wait()
 
 
-def below(pid):
+def below(pid: int) -> list[int]:
     children = [int(word) for path in Path(f"/proc/{pid}/task").glob("*/children") for word in path.read_text().split()]
     return [found for child in children for found in (child, *below(child))]
 
 
-def wait_for_step(step, process, within_s: float = 120):
+def wait_for_step(step: int, process: subprocess.Popen[bytes], within_s: float = 120) -> int:
     """Wait until a checkpoint of that step or a later one exists; returns the step."""
     deadline = time.monotonic() + within_s
     while (reached := newest()) < step:
@@ -61,7 +61,7 @@ def wait_for_step(step, process, within_s: float = 120):
     return reached
 
 
-def newest():
+def newest() -> int:
     return max((int(path.name[5:]) for path in Path("run/checkpoints").glob("step_*")), default=0)
 
 

@@ -1,7 +1,9 @@
 """Processes that something else started: they find each other, agree, share one folder and end together."""
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +18,12 @@ STARTED_AGAIN = {"TORCHELASTIC_RUN_ID": "job7", "TORCHELASTIC_RESTART_COUNT": "1
 
 
 @pytest.fixture
-def start(pool: Pool, tmp_path: Path):
+def start(pool: Pool, tmp_path: Path) -> Callable[..., list[Any]]:
     """Start a launch; per rank what came back, what was raised and what was said."""
 
-    def go(*overrides, num_ranks: int = 2, function: str = "train", environ=None):
+    def go(
+        *overrides: Any, num_ranks: int = 2, function: str = "train", environ: dict[str, str] | None = None
+    ) -> list[Any]:
         args = (str(tmp_path), free_port(), *overrides)
         if environ is not None:
             function, args = "train_as", (args[0], args[1], environ, overrides)
@@ -28,11 +32,13 @@ def start(pool: Pool, tmp_path: Path):
     return go
 
 
-def folders(tmp_path: Path):
+def folders(tmp_path: Path) -> list[str]:
     return sorted(str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("resolved.yaml"))
 
 
-def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path: Path) -> None:
+def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     (result, _, said), (other, _, quiet) = start()
     assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, meeting at 127.0.0.1:" + said[-42:]
     assert (quiet, other["status"], other["folder"]) == ("", "finished", str(tmp_path / "run"))
@@ -42,13 +48,15 @@ def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(start, tmp_path:
     assert result["weights_sha256"] == alone["weights_sha256"]
 
 
-def test_one_launch_may_train_again_and_again(start, tmp_path: Path) -> None:
+def test_one_launch_may_train_again_and_again(start: Callable[..., list[Any]], tmp_path: Path) -> None:
     for rank in start(function="train_twice"):
         assert [error for _, error, _ in rank] == [None, None]
     assert folders(tmp_path) == ["run_1", "run_2"]
 
 
-def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, tmp_path: Path) -> None:
+def test_processes_with_other_configs_are_refused_and_nothing_is_written(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     told = start([["seed=1", "log_every_steps=5"], ["seed=2"]], function="train_unlike")
     lines = [
         "2 problems in the config",
@@ -60,14 +68,16 @@ def test_processes_with_other_configs_are_refused_and_nothing_is_written(start, 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(start, tmp_path: Path) -> None:
+def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     _, error, said = start("supervisor.join_timeout_s=0.4", function="train_alone", num_ranks=1)[0]
     assert error == ("HangError", 5, "waited 0.4 s (supervisor.join_timeout_s) in vain for worker:1.")
     assert said.splitlines()[1] == "waiting for worker:1"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_settings_that_concern_nobody_are_refused(start, cwd: Path) -> None:
+def test_settings_that_concern_nobody_are_refused(start: Callable[..., list[Any]], cwd: Path) -> None:
     told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
     rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to watch over them. (command line)"
     assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
@@ -81,14 +91,16 @@ def test_settings_that_concern_nobody_are_refused(start, cwd: Path) -> None:
     assert list(cwd.iterdir()) == []
 
 
-def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(start, tmp_path: Path) -> None:
+def test_what_is_wrong_on_one_host_is_told_on_rank_0_and_ends_all(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     told = start(function="train_with_a_bad_plan")
     assert told[0][1] == ("DataError", 3, "worker:1: /data/x is absent.")
     assert told[1][1] == ("PeerError", 3, "rank 1 ends with rank 1: /data/x is absent.")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path: Path) -> None:
+def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., list[Any]], tmp_path: Path) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=3,phase=backward,action=raise"}
     told = start(environ=fail)
     headline = "rank 1 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
@@ -101,7 +113,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(start, tmp_path: Path) -
 
 @pytest.mark.parametrize("again", [2, 3])
 def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_processes(
-    start, tmp_path: Path, again: int
+    start: Callable[..., list[Any]], tmp_path: Path, again: int
 ) -> None:
     fail = {"TRAINKIT_FAIL": "rank=1,step=7,phase=reduce,action=raise"}
     fixed = ("checkpoint.every_steps=4", "batch.micro_size=null")
@@ -114,21 +126,23 @@ def test_a_launch_that_is_started_again_goes_on_in_its_folder_on_as_many_process
     assert f"started again by the launcher: continues {tmp_path / 'run'}" in notes
 
 
-def hosts(*more, ports=None, environ=None, start):
+def hosts(
+    *more: str, ports: Sequence[int] = (), environ: dict[str, str] | None = None, start: Callable[..., list[Any]]
+) -> list[Any]:
     """Two tasks of a cluster, each of two ranks."""
     spec = ["cluster=spec", f"cluster.worker=[{','.join(f'127.0.0.1:{port}' for port in ports)}]"]
     own = [[*spec, *more, f"cluster.task=worker:{index}", "strategy.replicas=2"] for index in range(2)]
     return start(own, environ, function="train_unlike")
 
 
-def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start, tmp_path: Path) -> None:
+def test_a_task_that_stands_for_a_host_runs_a_rank_a_device(start: Callable[..., list[Any]], tmp_path: Path) -> None:
     told = hosts(ports=(free_port(), free_port()), start=start)
     alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
     assert told[0][0]["weights_sha256"] == alone["weights_sha256"]
     assert sorted(path.name for path in (tmp_path / "run/logs").iterdir()) == [f"rank_{rank}.log" for rank in (1, 2, 3)]
 
 
-def test_a_rank_that_fails_on_another_host_is_named(start) -> None:
+def test_a_rank_that_fails_on_another_host_is_named(start: Callable[..., list[Any]]) -> None:
     fail = {"TRAINKIT_FAIL": "rank=3,step=3,phase=backward,action=raise"}
     told = hosts(ports=(free_port(), free_port()), environ=fail, start=start)
     headline = "rank 3 failed in step 3 (backward): RuntimeError: failpoint in backward of step 3."
@@ -136,14 +150,18 @@ def test_a_rank_that_fails_on_another_host_is_named(start) -> None:
     assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
 
 
-def test_a_finished_launch_that_is_started_again_is_another_run(start, tmp_path: Path) -> None:
+def test_a_finished_launch_that_is_started_again_is_another_run(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     for _ in range(2):
         start(environ=STARTED_AGAIN)
     assert folders(tmp_path) == ["run", "run-2"]
     assert list(tmp_path.rglob(".launches/*")) == []
 
 
-def test_a_second_group_cannot_write_into_the_folder_of_the_first(start, tmp_path: Path) -> None:
+def test_a_second_group_cannot_write_into_the_folder_of_the_first(
+    start: Callable[..., list[Any]], tmp_path: Path
+) -> None:
     start("stop_at_step=4", num_ranks=1)
     with RunFolder(tmp_path / "run").lock():
         told = start("resume=auto", function="train_impatiently")

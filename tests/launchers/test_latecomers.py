@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,13 @@ class Cluster:
         said = {"cluster": self.members, "task": {"type": role, "index": int(index)}}
         self._start(task, more, {"TF_CONFIG": json.dumps(said)})
 
-    def _start(self, task: str, overrides, environ) -> None:
+    def _start(self, task: str, overrides: Iterable[str], environ: dict[str, str]) -> None:
         self.processes[task] = subprocess.Popen(
             quick.command(*RUN, *overrides),
             cwd=self.folder, env=os.environ | environ, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def wait(self, condition) -> None:
+    def wait(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + 600
         while not condition():
             assert time.monotonic() < deadline, "waited in vain"
@@ -68,7 +69,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path):
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
     found = Cluster(tmp_path)
     yield found
     for process in found.processes.values():
@@ -78,7 +79,7 @@ def cluster(tmp_path: Path):
 
 
 @pytest.mark.long
-def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster) -> None:
+def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(cluster: Cluster) -> None:
     cluster.start("chief:0")
     cluster.start("ps:0")
     cluster.wait(lambda: cluster.made_by("chief") > 20)
@@ -104,7 +105,7 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
 
 
 @pytest.mark.long
-def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster) -> None:
+def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster: Cluster) -> None:
     cluster.start("chief:0", "stop_at_step=300")
     cluster.start("ps:0", "stop_at_step=300")
     cluster.start("worker:0", "stop_at_step=300", "optimizer.lr=0.5")

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,34 +30,34 @@ PYTHON = (sys.executable, *TRAINKIT)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 
-def environ(**more):
+def environ(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
 
 
-def start(*command, **variables) -> subprocess.Popen:
+def start(*command: str, **variables: str) -> subprocess.Popen:
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environ(**variables), stdout=pipe, stderr=pipe, text=True)
 
 
-def ended(*processes):
+def ended(*processes: subprocess.Popen[str]) -> list[str]:
     """What each one wrote to its standard error; all ended well."""
     told = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * len(processes), told
     return [error for _, error in told]
 
 
-def detected(text):
+def detected(text: str) -> str:
     """The line that says what was found, without what differs from run to run."""
     (line,) = [line for line in text.splitlines() if line.startswith("launch by")]
     return line.partition(", meeting at")[0]
 
 
-def sha256(folder):
+def sha256(folder: str | Path) -> str:
     return json.loads((Path(folder) / "result.json").read_text())["weights_sha256"]
 
 
 @pytest.fixture(scope="module")
-def mirrored(tmp_path_factory: pytest.TempPathFactory):
+def mirrored(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bits of mirrored on one host."""
     folder = tmp_path_factory.mktemp("mirrored")
     command = (sys.executable, "-m", "trainkit", *FIXED, "strategy=mirrored", "strategy.replicas=2", "quiet=true")
@@ -65,7 +66,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def one_run(cwd: Path, mirrored):
+def one_run(cwd: Path, mirrored: str) -> Callable[[], None]:
     """Hold what is in the current folder to the promise."""
 
     def check() -> None:
@@ -76,14 +77,14 @@ def one_run(cwd: Path, mirrored):
     return check
 
 
-def test_torchrun(one_run) -> None:
+def test_torchrun(one_run: Callable[[], None]) -> None:
     (told,) = ended(start(*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", *TRAINKIT))
     assert detected(told) == "launch by torchrun: rank 0 of 2 on one host"
     one_run()
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_torchrun_starts_again_what_was_killed(one_run, lost: int) -> None:
+def test_torchrun_starts_again_what_was_killed(one_run: Callable[[], None], lost: int) -> None:
     planted = f"rank={lost},step=7,phase=reduce,action=kill,attempt=0"
     command = (*TORCHRUN, "--nproc-per-node=2", f"--master-port={free_port()}", "--max-restarts=1", *TRAINKIT)
     (told,) = ended(start(*command, "checkpoint.every_steps=3", TRAINKIT_FAIL=planted))
@@ -93,7 +94,7 @@ def test_torchrun_starts_again_what_was_killed(one_run, lost: int) -> None:
     assert notes == [f"started again by the launcher: continues {Path('run').absolute()}"]
 
 
-def test_mpirun(one_run) -> None:
+def test_mpirun(one_run: Callable[[], None]) -> None:
     if shutil.which("mpirun") is None:
         pytest.skip("needs mpirun: apt-get install openmpi-bin")
     command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *PYTHON)
@@ -102,7 +103,7 @@ def test_mpirun(one_run) -> None:
     one_run()
 
 
-def test_mpiexec_of_mpich(one_run) -> None:
+def test_mpiexec_of_mpich(one_run: Callable[[], None]) -> None:
     if shutil.which("mpiexec.mpich") is None:
         pytest.skip("needs mpiexec.mpich: apt-get install mpich")
     (told,) = ended(start("mpiexec.mpich", "-n", "2", *PYTHON, MASTER_PORT=str(free_port())))
@@ -110,25 +111,25 @@ def test_mpiexec_of_mpich(one_run) -> None:
     one_run()
 
 
-def test_containers_told_by_pet_variables(one_run) -> None:
+def test_containers_told_by_pet_variables(one_run: Callable[[], None]) -> None:
     group = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     told = ended(*(start(*PYTHON, **group, PET_NODE_RANK=str(rank)) for rank in range(2)))
     assert detected(told[0]) == "launch by PET_NNODES: rank 0 of 2 on 2 hosts"
     one_run()
 
 
-def test_srun(one_run) -> None:
+def test_srun(one_run: Callable[[], None]) -> None:
     with slurm() as variables:
         (told,) = ended(start("srun", "--ntasks=2", *PYTHON, **variables))
     assert detected(told) == "launch by SLURM: rank 0 of 2 on one host"
     one_run()
 
 
-def tf_config(workers, index) -> str:
+def tf_config(workers: list[str], index: int) -> str:
     return json.dumps({"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}})
 
 
-def test_tf_config(one_run) -> None:
+def test_tf_config(one_run: Callable[[], None]) -> None:
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     told = ended(*(start(*PYTHON, TF_CONFIG=tf_config(workers, index)) for index in range(2)))
     assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
@@ -136,14 +137,14 @@ def test_tf_config(one_run) -> None:
     one_run()
 
 
-def test_a_cluster_spelt_out(one_run) -> None:
+def test_a_cluster_spelt_out(one_run: Callable[[], None]) -> None:
     spec = ("cluster=spec", f"cluster.worker=['127.0.0.1:{free_port()}','127.0.0.1:{free_port()}']")
     told = ended(*(start(*PYTHON, *spec, f"cluster.task=worker:{index}") for index in range(2)))
     assert detected(told[0]) == "launch by cluster=spec: rank 0 of 2 on one host"
     one_run()
 
 
-def test_two_hosts(one_run) -> None:
+def test_two_hosts(one_run: Callable[[], None]) -> None:
     with two_hosts() as hosts:
         spec = ("cluster=spec", f"cluster.worker=[{','.join(f'{host.address}:2222' for host in hosts)}]")
         processes = [
@@ -154,7 +155,7 @@ def test_two_hosts(one_run) -> None:
     one_run()
 
 
-def test_torchrun_on_two_hosts(one_run) -> None:
+def test_torchrun_on_two_hosts(one_run: Callable[[], None]) -> None:
     with two_hosts() as hosts:
         where = ("--nnodes=2", "--nproc-per-node=1", f"--master-addr={hosts[0].address}", "--master-port=29400")
         processes = [
@@ -208,7 +209,7 @@ def test_a_cut_cable_ends_both_hosts_and_each_names_the_other(cwd: Path) -> None
         ), text
 
 
-def wait_until(condition, within_s: float = 60) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline

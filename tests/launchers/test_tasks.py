@@ -1,18 +1,21 @@
 """What the strategies make of a launch, before anything is started."""
 
+from typing import Any
+
 import pytest
 
 from tests.launchers.launches import launch_of
 from trainkit.cli import main
+from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.check import check
 from trainkit.config.compose import compose
-from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.base import Numerics, PlanContext, Strategy
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.one_device import OneDevice
 
 
-def problems(strategy, launch, **facts):
+def problems(strategy: Strategy, launch: LaunchEnvironment | None, **facts: Any) -> list[str]:
     return [str(problem) for problem in strategy.problems(PlanContext(launch=launch, **facts))]
 
 

@@ -18,14 +18,14 @@ class Clock:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
-    def sleep(self, seconds) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
 
 
-def wait_for_ever(patience) -> None:
+def wait_for_ever(patience: WaitReporter) -> None:
     while True:
         patience.wait(0.5)
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -79,7 +82,7 @@ def test_attention_stays_wide_inside_autocast_on_a_cpu(monkeypatch: pytest.Monke
     seen = []
     attend = nn.functional.scaled_dot_product_attention
 
-    def spy(queries, *args, **kwargs):
+    def spy(queries: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(queries.dtype)
         return attend(queries, *args, **kwargs)
 
@@ -115,7 +118,7 @@ def test_a_gpt_continues_a_text_past_its_context_and_repeats_itself_from_one_see
         ),
     ],
 )
-def test_a_bad_size_is_told(build, message: str) -> None:
+def test_a_bad_size_is_told(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build()
 

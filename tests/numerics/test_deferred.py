@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ class Odd(nn.Module):
             self.own.mul_(2).add_(self.orthogonal[0, 0])
 
 
-def bits(model, values=None):
+def bits(model: nn.Module, values: Mapping[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: tensor if values is None else values[name] for name, tensor in named}
 

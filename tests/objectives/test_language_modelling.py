@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from tests.objectives.ranks import Alone, on_ranks
+from trainkit.objectives.base import Collective
 from trainkit.objectives.language_modelling import LanguageModelling
 
 SCORES = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
@@ -45,7 +46,7 @@ def test_the_weight_is_known_beforehand_only_without_padding() -> None:
 def test_perplexity_is_that_of_all_tokens_not_a_mean_of_ranks() -> None:
     objective = LanguageModelling()
 
-    def evaluate(collective):
+    def evaluate(collective: Collective) -> float:
         metric = objective.metrics()["perplexity"]
         part = slice(collective.rank, collective.rank + 1)
         metric.update(objective.score(SCORES[part], PADDED[part]), None)

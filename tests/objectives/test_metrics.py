@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from tests.objectives.ranks import Alone, on_ranks
 from trainkit.errors import ConfigError
-from trainkit.objectives.base import Loss
+from trainkit.objectives.base import Collective, Loss
 from trainkit.objectives.classification import Classification
 from trainkit.objectives.metrics import TopK, gather_ragged
 
@@ -17,8 +20,8 @@ LABELS = torch.randint(4, (50,), generator=GENERATOR)
 PARTS = [slice(0, 33), slice(33, 50)]
 
 
-def evaluate(prototype, parts):
-    def work(collective):
+def evaluate(prototype: Any, parts: list[slice]) -> Callable[[Collective], float]:
+    def work(collective: Collective) -> float:
         metric = Classification(extra_metrics={"it": prototype}).metrics()["it"]
         part = parts[collective.rank]
         if len(LABELS[part]):
@@ -28,7 +31,7 @@ def evaluate(prototype, parts):
     return work
 
 
-def prototypes():
+def prototypes() -> list[Any]:
     multi = {"task": "multiclass", "num_classes": 4}
     return [
         pytest.param(torchmetrics.F1Score(**multi, average="macro"), id="counted"),
@@ -39,7 +42,7 @@ def prototypes():
 
 @pytest.mark.parametrize("prototype", prototypes())
 @pytest.mark.parametrize("parts", [PARTS, [slice(0, 50), slice(50, 50)]], ids=["uneven", "one rank empty"])
-def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(prototype, parts) -> None:
+def test_a_torchmetrics_class_gives_the_same_on_two_ranks_as_on_one(prototype: Any, parts: list[slice]) -> None:
     expected = evaluate(prototype, [slice(0, 50)])(Alone())
 
     assert on_ranks(2, evaluate(prototype, parts)) == [pytest.approx(expected, abs=1e-7)] * 2
@@ -60,7 +63,7 @@ def test_a_metric_with_many_numbers_is_refused() -> None:
 
 
 def test_accuracy_is_exact_over_unequal_ranks() -> None:
-    def work(collective):
+    def work(collective: Collective) -> float:
         metric = TopK(1)
         part = PARTS[collective.rank]
         metric.update(Loss(torch.tensor(0.0), 1.0, None, SCORES[part], LABELS[part]), None)

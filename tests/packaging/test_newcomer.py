@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ OWN = ("--config-dir", "my_conf", "--allow-package", "newcomer")
 
 
 @pytest.fixture
-def trainkit(installed: Path, cwd: Path, clean_environ: dict[str, str]):
+def trainkit(
+    installed: Path, cwd: Path, clean_environ: dict[str, str]
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Runs the installed command in the user's project."""
     shutil.copytree(PROJECT, cwd, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__"))
 
@@ -29,14 +32,16 @@ def result(folder: str) -> dict:
     return json.loads(Path(folder, "result.json").read_text())
 
 
-def test_a_users_recipe_trains_their_model_on_their_data(trainkit) -> None:
+def test_a_users_recipe_trains_their_model_on_their_data(
+    trainkit: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     done = trainkit(*OWN, "recipe=sides", "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
     assert (result("out")["status"], result("out")["steps"]) == ("finished", 6)
     assert {"val/loss", "val/accuracy"} <= result("out")["metrics"].keys()
 
 
-def test_a_users_strategy_trains_the_same_weights(trainkit) -> None:
+def test_a_users_strategy_trains_the_same_weights(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     for strategy in ("one_device", "pair"):
         done = trainkit(
             *OWN, "recipe=sides", f"strategy={strategy}", "numerics.reproducible=true", f"hydra.run.dir={strategy}"
@@ -45,7 +50,7 @@ def test_a_users_strategy_trains_the_same_weights(trainkit) -> None:
     assert result("pair")["weights_sha256"] == result("one_device")["weights_sha256"]
 
 
-def test_a_users_recipe_and_groups_are_swept(trainkit) -> None:
+def test_a_users_recipe_and_groups_are_swept(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     done = trainkit(
         *OWN, "-m", "recipe=sides", "model=curve,mlp", "model.in_features=1", "model.out_features=2",
         "hydra.sweep.dir=sweep",
@@ -55,13 +60,15 @@ def test_a_users_recipe_and_groups_are_swept(trainkit) -> None:
     assert Path("sweep", "leaderboard.md").is_file()
 
 
-def test_prove_finds_a_users_mean_of_means(trainkit) -> None:
+def test_prove_finds_a_users_mean_of_means(trainkit: Callable[..., subprocess.CompletedProcess[str]]) -> None:
     wrong = trainkit("prove", *OWN, "recipe=sides", "strategy=wrong")
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert "first after step 1: param/layers.0.weight" in wrong.stdout
 
 
-def test_a_bad_value_in_a_users_recipe_is_answered_with_file_and_line(trainkit) -> None:
+def test_a_bad_value_in_a_users_recipe_is_answered_with_file_and_line(
+    trainkit: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     recipe = Path("my_conf/recipe/sides.yaml")
     recipe.write_text(recipe.read_text().replace("epochs: 2", "epochs: two"))
     done = trainkit(*OWN, "recipe=sides")
@@ -72,7 +79,9 @@ def test_a_bad_value_in_a_users_recipe_is_answered_with_file_and_line(trainkit) 
     assert not Path("outputs").exists()
 
 
-def test_a_package_that_was_not_named_is_refused_before_it_is_imported(trainkit) -> None:
+def test_a_package_that_was_not_named_is_refused_before_it_is_imported(
+    trainkit: Callable[..., subprocess.CompletedProcess[str]],
+) -> None:
     Path("newcomer/__init__.py").write_text("raise SystemExit('imported')\n")
     done = trainkit("--config-dir", "my_conf", "recipe=sides")
     assert done.returncode == 2

@@ -10,7 +10,7 @@ import pytest
 from trainkit.report.curves import Curve, draw_lr, draw_metrics, read_curves
 
 
-def is_png(path):
+def is_png(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -64,7 +64,7 @@ def test_figures_of_a_strategy_are_no_metric(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("values", [[math.nan], [0.0], [-1.0, 2.0], []])
-def test_odd_values_are_drawn_too(tmp_path: Path, values) -> None:
+def test_odd_values_are_drawn_too(tmp_path: Path, values: list[float]) -> None:
     points = list(enumerate(values))
     draw_metrics(tmp_path, title="t", curves={"val/loss": Curve.of(points)}, modes={})
     draw_lr(tmp_path / "lr.png", title="t", points=points)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from trainkit.report.events import EventFile
 from trainkit.report.png import grid, png_bytes
 
+if TYPE_CHECKING:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-def read(folder):
+
+def read(folder: Path) -> EventAccumulator:
     """What TensorBoard itself makes of the files."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -9,7 +10,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from trainkit.report.hparams import write_hparams
 
 
-def read(folder):
+def read(folder: Path) -> list[Any]:
     (path,) = folder.glob("*.hparams")
     events = [Event.FromString(raw) for raw in RawEventFileLoader(str(path)).Load()]
     return [

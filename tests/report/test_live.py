@@ -18,7 +18,7 @@ READING = Reading(
 )
 
 
-def words(width) -> str:
+def words(width: int) -> str:
     return "  ".join(text for text, _ in terminal_parts(READING, step=1250, width=width))
 
 

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trainkit.report.sweep_plot import Axis, draw_sweep
 
 
-def job(value, status: str = "finished", **settings):
+def job(value: float | None, status: str = "finished", **settings: str) -> dict[str, Any]:
     return {"label": "a job", "value": value, "status": status, "settings": settings}
 
 
@@ -41,6 +42,6 @@ def test_few_values_are_all_written_and_many_at_even_places() -> None:
         [job(0.1, **{f"key{place}": str(number) for place in range(12)}) for number in range(3)],
     ],
 )
-def test_odd_sweeps_are_drawn_too(tmp_path: Path, jobs) -> None:
+def test_odd_sweeps_are_drawn_too(tmp_path: Path, jobs: list[dict[str, Any]]) -> None:
     draw_sweep(tmp_path / "leaderboard.png", title="sweep", metric="val/loss", mode="min", jobs=jobs)
     assert (tmp_path / "leaderboard.png").read_bytes().startswith(b"\x89PNG")

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from trainkit.report.tables import (
     closing_lines,
@@ -29,7 +29,7 @@ RESULT = {
 }
 
 
-def shown(renderable, width: int = 60, soft_wrap: bool = False):
+def shown(renderable: RenderableType, width: int = 60, soft_wrap: bool = False) -> list[str]:
     console = Console(file=io.StringIO(), width=width, record=True)
     console.print(renderable, soft_wrap=soft_wrap)
     return [line.rstrip() for line in console.export_text().strip("\n ").split("\n")]

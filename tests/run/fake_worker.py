@@ -10,23 +10,29 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 from trainkit import errors
+from trainkit.cluster.identity import Identity
 from trainkit.run import worker_main as worker
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
+from trainkit.run.process.signals import StopFlag
 from trainkit.trainer import failpoints
 from trainkit.trainer.manifest import Checkpoint, folder_name, list_complete, manifest_bytes
 
 SETTINGS = dict(pair.split("=") for pair in os.environ.get("FAKE", "").split())
 
 
-def save(folder, step) -> None:
+def save(folder: RunFolder, step: int) -> None:
     final = folder.checkpoints / folder_name(step)
     final.mkdir(parents=True, exist_ok=True)
     (final / "manifest.json").write_bytes(manifest_bytes(Checkpoint(folder=final, step=step, files={})))
 
 
-def raise_planted(rank) -> None:
+def raise_planted(rank: int) -> None:
     planted_rank, _, rest = os.environ.get("FAKE_RAISE", "-1::").partition(":")
     kind, _, message = rest.partition(":")
     if int(planted_rank) == rank:
@@ -35,7 +41,7 @@ def raise_planted(rank) -> None:
         raise getattr(errors, kind, None)(message) if hasattr(errors, kind) else RuntimeError(message)
 
 
-def wait_for_the_others(folder, identity, step, stop) -> None:
+def wait_for_the_others(folder: RunFolder, identity: Identity, step: int, stop: StopFlag) -> None:
     """As a sum over ranks does: nobody goes on to the next step alone."""
     num_training = 1 if os.environ.get("FAKE_ROLES") else identity.num_ranks
     paths = [folder.heartbeat_of(rank) for rank in range(num_training)]
@@ -46,7 +52,7 @@ def wait_for_the_others(folder, identity, step, stop) -> None:
         time.sleep(0.002)
 
 
-def assist(folder, identity, heart) -> None:
+def assist(folder: RunFolder, identity: Identity, heart: Heartbeat) -> None:
     """Until the training is over, and for ever where FAKE says that this role stays."""
     role, step = identity.task.role, 0
     while SETTINGS.get("stays") == role or not (folder.live / "over").exists():
@@ -59,7 +65,9 @@ def assist(folder, identity, heart) -> None:
         time.sleep(0.01)
 
 
-def run(resolved, identity, folder, stop, report):
+def run(
+    resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
+) -> dict[str, Any] | None:
     rank, every = identity.task.rank, int(SETTINGS.get("save", 0))
     pids = [os.getpid()]
     if "child" in SETTINGS:

@@ -5,9 +5,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.cluster.tasks import Task
+from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.supervisor.supervisor import supervise
 
@@ -21,12 +24,12 @@ class NoStore:
         pass
 
 
-def run_fakes(folder, num_ranks, **settings):
+def run_fakes(folder: RunFolder, num_ranks: int, **settings: Any) -> dict[str, Any]:
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(num_ranks)]
     return run_tasks(folder, tasks, **settings)
 
 
-def run_roles(folder, roles, **settings):
+def run_roles(folder: RunFolder, roles: str, **settings: Any) -> dict[str, Any]:
     """A chief that trains, and tasks that assist it; workers and the evaluator are replaced alone."""
     os.environ["FAKE_ROLES"] = roles
     counts = Counter()
@@ -41,7 +44,9 @@ def run_roles(folder, roles, **settings):
         del os.environ["FAKE_ROLES"]
 
 
-def run_tasks(folder, tasks, *, hang_timeout_s: str = "auto", **settings):
+def run_tasks(
+    folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: str = "auto", **settings: Any
+) -> dict[str, Any]:
     folder.path.mkdir(exist_ok=True)
     limits = TimeLimits(hang_timeout_s=hang_timeout_s)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
@@ -51,7 +56,7 @@ def run_tasks(folder, tasks, *, hang_timeout_s: str = "auto", **settings):
     return {key: value for key, value in result.items() if key != "restarts"}  # read from the folder where they matter
 
 
-def launch(folder, num_ranks):
+def launch(folder: RunFolder, num_ranks: int) -> subprocess.Popen[str]:
     """A supervisor in a process of its own, returned once every worker has come to its first step."""
     command = [sys.executable, "-m", "tests.run.fake_launch", str(folder.path), str(num_ranks)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -59,31 +64,31 @@ def launch(folder, num_ranks):
     return process
 
 
-def wait_for(condition, timeout_s: float = 15) -> None:
+def wait_for(condition: Callable[[], object], timeout_s: float = 15) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.01)
 
 
-def pids_of(folder):
+def pids_of(folder: RunFolder) -> list[int]:
     """The processes that the workers of the last attempt wrote down: themselves and their children."""
     return [int(pid) for path in sorted(folder.live.glob("pids_*")) for pid in path.read_text().split()]
 
 
-def alive(pids):
+def alive(pids: Iterable[int]) -> list[int]:
     """Those that are neither gone nor a zombie."""
     return [pid for pid in pids if _state(pid) not in ("gone", "Z")]
 
 
-def _state(pid):
+def _state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "gone"
 
 
-def assert_no_process_is_left(folder, within_s: float = 2.0) -> None:
+def assert_no_process_is_left(folder: RunFolder, within_s: float = 2.0) -> None:
     pids = pids_of(folder)
     assert pids
     deadline = time.monotonic() + within_s

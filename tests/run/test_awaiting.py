@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,7 @@ from trainkit.run.supervisor.await_evaluator import await_evaluator, bring_up_to
 
 
 @pytest.fixture
-def folder(tmp_path: Path):
+def folder(tmp_path: Path) -> RunFolder:
     found = RunFolder(tmp_path / "run")
     found.live.mkdir(parents=True)
     return found
@@ -29,28 +31,30 @@ def folder(tmp_path: Path):
 class Clock:
     """Seconds that pass while the run waits; at some of them something happens."""
 
-    def __init__(self, **happens) -> None:
+    def __init__(self, **happens: Callable[[], object]) -> None:
         self.now, self.happens = 0.0, happens
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
-    def sleep(self, seconds) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += 1 + 0 * seconds
         self.happens.get(f"at_{self.now:g}", lambda: None)()
 
 
-def awaited(folder, clock, *, limit_s: float = 1000.0, requested=lambda: None):
+def awaited(
+    folder: RunFolder, clock: Clock, *, limit_s: float = 1000.0, requested: Callable[[], object] = lambda: None
+) -> str | None:
     return await_evaluator(folder, 2, limit_s=limit_s, requested=requested, clock=clock, sleep=clock.sleep)
 
 
-def test_the_result_waits_until_the_evaluator_is_done(folder) -> None:
+def test_the_result_waits_until_the_evaluator_is_done(folder: RunFolder) -> None:
     clock = Clock(at_9=lambda: report_end(folder, EvaluatorEnd(status="finished")))
     assert awaited(folder, clock) == EvaluatorEnd(status="finished")
     assert (clock.now, folder.trained.exists()) == (9, True)
 
 
-def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder) -> None:
+def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder: RunFolder) -> None:
     seconds = (90, 180, 270)
     rows = {f"at_{second}": lambda second=second: folder.evaluations.write_text("r" * second) for second in seconds}
     end = awaited(folder, clock := Clock(**rows), limit_s=100)
@@ -59,14 +63,14 @@ def test_it_waits_as_long_as_checkpoints_are_evaluated_in_time(folder) -> None:
     assert clock.now == 270 + 101
 
 
-def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder) -> None:
+def test_an_evaluator_that_reported_an_error_has_30_s_to_come_again(folder: RunFolder) -> None:
     write_error_report(folder.error_of(2), 2, DataError("no such file"))
     end = awaited(folder, clock := Clock())
     assert end == EvaluatorEnd(status="failed", reason="DataError: no such file")
     assert clock.now == 31
 
 
-def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(folder) -> None:
+def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(folder: RunFolder) -> None:
     heart = Heartbeat(folder.heartbeat_of(2))
     end = awaited(folder, clock := Clock(at_200=lambda: heart.beat(3, "evaluate")))
     heart.close()
@@ -74,19 +78,19 @@ def test_an_evaluator_without_a_sign_of_life_is_not_waited_for_to_the_limit(fold
     assert clock.now == 200 + 301
 
 
-def test_a_stop_ends_the_wait(folder) -> None:
+def test_a_stop_ends_the_wait(folder: RunFolder) -> None:
     answers = itertools.chain([None] * 5, itertools.repeat("stopped"))
     end = awaited(folder, clock := Clock(), requested=lambda: next(answers))
     assert end == EvaluatorEnd(status="stopped", reason="the run was asked to end")
     assert clock.now == 5
 
 
-def test_one_that_is_stopped_with_nothing_left_to_do_has_finished(folder) -> None:
+def test_one_that_is_stopped_with_nothing_left_to_do_has_finished(folder: RunFolder) -> None:
     told = describe(folder, EvaluatorEnd(status="stopped", reason="Ctrl-C"))
     assert told == {"status": "finished", "reason": None, "evaluated": 0, "not_evaluated": []}
 
 
-def test_a_result_that_did_not_wait_is_brought_up_to_date(folder) -> None:
+def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> None:
     folder.write_result({"status": "finished", "best": None, "steps": 9})
     folder.checkpoints.mkdir()
     (folder.checkpoints / "index.json").write_text('{"best": "step_00000004", "last": null}')
@@ -96,7 +100,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder) -> None:
     assert result["evaluator"]["status"] == "finished"
 
 
-def test_the_result_of_a_run_that_goes_on_is_left_alone(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_result_of_a_run_that_goes_on_is_left_alone(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.await_evaluator._LOCKED_S", 0.0)
     folder.write_result({"status": "stopped"})
     with folder.lock():
@@ -122,7 +126,7 @@ RUN = [
 ]  # fmt: skip
 
 
-def finished(folder, fail, *overrides):
+def finished(folder: RunFolder, fail: str, *overrides: str) -> tuple[dict[str, Any], str]:
     """Train with a planted failure of the evaluator; the first checkpoint is the best. Returns result and screen."""
     command = quick.command(*RUN, f"hydra.run.dir={folder.path}", *overrides)
     environ = os.environ | {"TRAINKIT_FAIL": f"rank=2,phase=evaluate,{fail}"}

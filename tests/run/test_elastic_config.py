@@ -5,19 +5,19 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.check import check
 from trainkit.config.compose import compose
 from trainkit.errors import ConfigError
-from trainkit.run.planning.plan import make_plan
+from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.strategies.data_parallel import Mirrored
 
 MIRRORED = ("recipe=null", "strategy=mirrored", "strategy.replicas=2")
 
 
-def plan(*overrides, launch):
+def plan(*overrides: str, launch: LaunchEnvironment | None) -> RunPlan:
     composed = compose(overrides)
     check(composed)
     return make_plan(composed.cfg, num_gpus=0, launch=launch)
 
 
-def refused(*overrides, launch=None):
+def refused(*overrides: str, launch: LaunchEnvironment | None = None) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         plan(*overrides, launch=launch)
     return [str(problem) for problem in caught.value.problems]
@@ -49,7 +49,7 @@ def refused(*overrides, launch=None):
         ((*MIRRORED, "elastic.min_replicas=0"), "elastic.min_replicas=0: must be at least 1. (command line)"),
     ],
 )
-def test_a_setting_that_cannot_work_is_refused(overrides, told: str) -> None:
+def test_a_setting_that_cannot_work_is_refused(overrides: tuple[str, ...], told: str) -> None:
     assert refused(*overrides) == [told]
 
 

@@ -3,8 +3,10 @@
 import json
 import shutil
 import socket
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,11 @@ from trainkit.config.schema import load_resolved
 from trainkit.data.sets.digits import Digits
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.planning.plan import make_plan
+from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.session import evaluator_main as evaluator
 from trainkit.run.session.async_evaluator import CheckpointEvaluator, evaluate_checkpoints
 from trainkit.trainer.checkpoint import EvaluatedIndex, Retention, list_complete
-from trainkit.trainer.manifest import manifest_bytes
+from trainkit.trainer.manifest import Checkpoint, manifest_bytes
 
 OVERRIDES = [
     "recipe=null", "steps=12", "batch.global_size=64", "model.hidden=[8]", "eval.every_steps=4",
@@ -30,7 +32,7 @@ EVALUATOR = Identity(task=Task(role="evaluator", index=0, rank=1), num_ranks=2)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory):
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that evaluated at each checkpoint itself."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     trainkit.train(trainkit.compose(OVERRIDES), run_dir=folder)
@@ -38,7 +40,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def run(trained, tmp_path: Path):
+def run(trained: Path, tmp_path: Path) -> RunFolder:
     """A copy of it, whose checkpoints have not been judged."""
     shutil.copytree(trained, tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
@@ -46,27 +48,27 @@ def run(trained, tmp_path: Path):
     return folder
 
 
-def planned(folder, **checkpoint):
+def planned(folder: RunFolder, **checkpoint: Any) -> RunPlan:
     cfg = load_resolved(folder.resolved)
     return make_plan(replace(cfg, checkpoint=replace(cfg.checkpoint, **checkpoint)))
 
 
-def evaluate(folder, requested=lambda: None) -> None:
+def evaluate(folder: RunFolder, requested: Callable[[], object] = lambda: None) -> None:
     evaluate_checkpoints(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
 
 
-def rows(path):
+def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_every_checkpoint_gets_the_figures_that_the_training_found(run) -> None:
+def test_every_checkpoint_gets_the_figures_that_the_training_found(run: RunFolder) -> None:
     evaluate(run)
     own = {row["step"]: row["val/accuracy"] for row in rows(run.metrics) if "val/accuracy" in row}
     assert {row["step"]: row["val/accuracy"] for row in rows(run.evaluations)} == own
     assert sorted(own) == [4, 8, 12]
 
 
-def test_what_was_done_in_an_earlier_life_is_not_done_again(run) -> None:
+def test_what_was_done_in_an_earlier_life_is_not_done_again(run: RunFolder) -> None:
     first = CheckpointEvaluator(planned(run), run, device="cpu", on_phase=lambda phase, step: None)
     assert first.evaluate_next()["step"] == 4
     first.close()
@@ -75,7 +77,7 @@ def test_what_was_done_in_an_earlier_life_is_not_done_again(run) -> None:
     assert [row["step"] for row in rows(run.evaluations)] == [4, 8, 12]
 
 
-def test_it_names_the_best_where_the_training_knew_no_metric(run) -> None:
+def test_it_names_the_best_where_the_training_knew_no_metric(run: RunFolder) -> None:
     for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     evaluate(run)
@@ -84,17 +86,17 @@ def test_it_names_the_best_where_the_training_knew_no_metric(run) -> None:
     assert names == {"last": "step_00000012", "best": best["checkpoint"]}
 
 
-def forget_metric(checkpoint) -> None:
+def forget_metric(checkpoint: Checkpoint) -> None:
     (checkpoint.folder / "manifest.json").write_bytes(manifest_bytes(replace(checkpoint, metric=None)))
 
 
-def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run) -> None:
+def test_the_checkpoint_that_is_being_evaluated_is_not_removed(run: RunFolder) -> None:
     EvaluatedIndex(evaluating="step_00000004").write(run.checkpoints)
     Retention(keep_last=1, keep_best=0).apply(run.checkpoints, step=12)
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
-def test_the_best_by_its_judgement_outlives_newer_ones(run) -> None:
+def test_the_best_by_its_judgement_outlives_newer_ones(run: RunFolder) -> None:
     for checkpoint in list_complete(run.checkpoints):
         forget_metric(checkpoint)
     EvaluatedIndex(metrics={"step_00000004": 0.9, "step_00000008": 0.5}).write(run.checkpoints)
@@ -102,7 +104,7 @@ def test_the_best_by_its_judgement_outlives_newer_ones(run) -> None:
     assert [one.step for one in list_complete(run.checkpoints)] == [12, 4]
 
 
-def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_named_and_left_out(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     file = run.checkpoints / "step_00000008" / "rank_00000.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
@@ -112,7 +114,7 @@ def test_a_damaged_checkpoint_is_named_and_left_out(run, capsys: pytest.CaptureF
     assert "step_00000008 is left out: checkpoint" in capsys.readouterr().out
 
 
-def test_it_waits_for_checkpoints_until_there_is_a_result(run) -> None:
+def test_it_waits_for_checkpoints_until_there_is_a_result(run: RunFolder) -> None:
     result = run.read_result()
     run.result.unlink()
     asked = iter(range(6))
@@ -125,21 +127,21 @@ def test_it_waits_for_checkpoints_until_there_is_a_result(run) -> None:
     assert len(rows(run.evaluations)) == 3
 
 
-def test_its_figures_stand_in_an_event_file_of_its_own(run) -> None:
+def test_its_figures_stand_in_an_event_file_of_its_own(run: RunFolder) -> None:
     evaluate(run)
     files = list(run.tensorboard.glob("events.out.tfevents.*"))
     assert [file.name.endswith(".evaluator") for file in files] == [True]
     assert b"val/accuracy" in files[0].read_bytes()
 
 
-def test_any_run_folder_can_be_evaluated_by_hand(run) -> None:
+def test_any_run_folder_can_be_evaluated_by_hand(run: RunFolder) -> None:
     assert evaluator.main([str(run.path)]) == 0
     assert [row["epoch"] for row in rows(run.evaluations)] == pytest.approx(
         [256 / 1437, 512 / 1437, 768 / 1437], abs=1e-5
     )
 
 
-def test_a_run_that_nobody_works_on_is_not_waited_for(run) -> None:
+def test_a_run_that_nobody_works_on_is_not_waited_for(run: RunFolder) -> None:
     run.result.unlink()
     (run.path / ".lock").write_text(json.dumps({"pid": 2**22 + 1, "host": socket.gethostname()}))
     assert evaluator.main([str(run.path)]) == 0
@@ -156,7 +158,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 BESIDE = ["recipe=null", "strategy=parameter_server", "strategy.evaluator=true"]
 
 
-def refused(splits, *overrides):
+def refused(splits: Mapping[str, Any], *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         make_plan(trainkit.compose([*BESIDE, *overrides]).cfg, splits=splits)
     return str(caught.value).splitlines()[1:]

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,21 +30,21 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def beat(folder, rank, step, phase: str = "forward") -> None:
+def beat(folder: RunFolder, rank: int, step: int, phase: str = "forward") -> None:
     heart = Heartbeat(folder.heartbeat_of(rank))
     heart.beat(step, phase)
     heart.close()
 
 
-def exited(rank, code: int = 1) -> ProcessExit:
+def exited(rank: int, code: int = 1) -> ProcessExit:
     return ProcessExit(attempt=0, rank=rank, code=code)
 
 
-def say(folder, rank, error) -> None:
+def say(folder: RunFolder, rank: int, error: BaseException) -> None:
     write_error_report(folder.error_of(rank), rank, error)
 
 
-def raised_in_c(kind, text):
+def raised_in_c(kind: type[Exception], text: str) -> Exception:
     """The error as C code raises it: no `raise` statement is in its traceback."""
     try:
         ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())
@@ -52,7 +53,7 @@ def raised_in_c(kind, text):
     raise AssertionError
 
 
-def raised(error, module=__name__):
+def raised(error: Exception, module: str = __name__) -> Exception:
     """The error as a `raise` statement of a module raises it."""
     try:
         exec("def fail(error): raise error\nfail(error)", {"__name__": module, "error": error})
@@ -61,7 +62,7 @@ def raised(error, module=__name__):
     raise AssertionError
 
 
-def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connection(folder) -> None:
+def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connection(folder: RunFolder) -> None:
     exits = [exited(0), exited(1, -9), exited(2)]
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     assert root_cause(folder, exits[:2], []).headline == "rank 1 was ended by SIGKILL while starting."
@@ -69,7 +70,7 @@ def test_an_own_error_comes_before_a_signal_and_a_signal_before_a_lost_connectio
     assert plain(root_cause(folder, exits, []).headline) == "rank 2 failed while starting: ValueError: bad batch."
 
 
-def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder) -> None:
+def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder: RunFolder) -> None:
     for rank, step in ((0, 7), (1, 5)):
         beat(folder, rank, step)
         say(folder, rank, ValueError(f"of rank {rank}"))
@@ -79,7 +80,9 @@ def test_of_one_kind_the_lower_step_comes_first_whatever_arrived_first(folder) -
     assert root_cause(folder, [exited(2, -9), exited(3, -9)], []).rank == 3
 
 
-def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_of_the_other_says(folder) -> None:
+def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_of_the_other_says(
+    folder: RunFolder,
+) -> None:
     evidence = ProcessEvidence(folder)
     for rank, moment in ((1, 2.0e9), (0, 1.0e9)):
         say(folder, rank, ValueError(f"of rank {rank}"))
@@ -93,7 +96,7 @@ def test_within_a_step_the_first_to_arrive_here_comes_first_whatever_the_clock_o
     ("message", "told"),
     [("one\ntwo", "ValueError: one."), ("", "ValueError."), ("It ends.", "ValueError: It ends.")],
 )
-def test_a_headline_is_one_sentence(folder, message: str, told: str) -> None:
+def test_a_headline_is_one_sentence(folder: RunFolder, message: str, told: str) -> None:
     say(folder, 0, ValueError(message))
     assert plain(root_cause(folder, [exited(0)], []).headline) == f"rank 0 failed while starting: {told}"
 
@@ -114,7 +117,7 @@ def test_a_headline_is_one_sentence(folder, message: str, told: str) -> None:
         raised(RuntimeError("EADDRINUSE: address already in use"), module="torch.distributed.rendezvous"),
     ],
 )
-def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error) -> None:
+def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error: Exception) -> None:
     assert not is_after_effect(error)
 
 
@@ -129,15 +132,15 @@ def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error) -> None:
         raised(RuntimeError("wait timeout after 1000ms, keys: /0"), module="torch.distributed.distributed_c10d"),
     ],
 )
-def test_an_error_that_a_transport_raised_for_a_lost_peer_is_an_after_effect(error) -> None:
+def test_an_error_that_a_transport_raised_for_a_lost_peer_is_an_after_effect(error: Exception) -> None:
     assert is_after_effect(error)
     wrapped = ValueError("what the user makes of it")
     wrapped.__cause__ = error
     assert is_after_effect(raised(wrapped))
 
 
-def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder) -> None:
-    def fail(module):
+def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder: RunFolder) -> None:
+    def fail(module: str) -> bool:
         code = "raise TrainingError('rank 1 is silent') from ConnectionAbortedError('rank 1')"
         try:
             exec(code, {"__name__": module, "TrainingError": TrainingError})
@@ -148,7 +151,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
     assert not fail("my_package.model")
 
 
-def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder) -> None:
+def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder: RunFolder) -> None:
     say(folder, 0, raised_in_c(RuntimeError, RESET))
     for rank, step in ((0, 4), (1, 3), (2, 4)):
         beat(folder, rank, step)
@@ -158,7 +161,7 @@ def test_where_all_only_lost_another_the_one_that_is_mute_is_named(folder) -> No
 
 
 @pytest.fixture
-def stopped():
+def stopped() -> Iterator[ProcessId]:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         mark = ProcessId.of(process.pid)
         process.send_signal(signal.SIGSTOP)
@@ -167,7 +170,7 @@ def stopped():
         process.kill()
 
 
-def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, stopped) -> None:
+def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: RunFolder, stopped: ProcessId) -> None:
     beat(folder, 0, 4)
     beat(folder, 1, 5)
     evidence = ProcessEvidence(folder, lambda: {0: ProcessId.of(os.getpid()), 1: stopped})
@@ -183,7 +186,7 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder, st
 
 
 def test_of_ranks_in_one_phase_the_one_that_has_not_called_a_collective_is_named(
-    folder, monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for rank in (0, 1):
         beat(folder, rank, 0, "data")
@@ -195,13 +198,13 @@ def test_of_ranks_in_one_phase_the_one_that_has_not_called_a_collective_is_named
     assert hanging(folder, overdue, [0, 1]).rank == 0
 
 
-def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder, stopped) -> None:
+def test_a_process_that_took_the_pid_of_a_rank_is_not_taken_for_the_rank(folder: RunFolder, stopped: ProcessId) -> None:
     later = ProcessId(stopped.pid, stopped.started - 1)
     evidence = ProcessEvidence(folder, lambda: {1: later})
     assert (evidence.held(1), evidence.has_ended(1)) == (None, True)
 
 
-def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder, tmp_path: Path) -> None:
+def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder: RunFolder, tmp_path: Path) -> None:
     events = tmp_path / "memory.events"
     events.write_text("low 0\nhigh 0\nmax 7\noom 1\noom_kill 3\n")
     evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent", events]))
@@ -213,12 +216,12 @@ def test_a_kill_for_lack_of_memory_is_told_by_the_cgroups_count(folder, tmp_path
     assert root_cause(folder, [exited(1, -signal.SIGTERM)], [], evidence).headline.endswith("SIGTERM while starting.")
 
 
-def test_where_nobody_counts_lack_of_memory_is_a_guess(folder, tmp_path: Path) -> None:
+def test_where_nobody_counts_lack_of_memory_is_a_guess(folder: RunFolder, tmp_path: Path) -> None:
     evidence = ProcessEvidence(folder, memory=MemoryEvents([tmp_path / "absent"]))
     assert root_cause(folder, [exited(1, -9)], [], evidence).headline.endswith("The system may have run out of memory.")
 
 
-def test_exit_code_0_before_the_end_is_a_failure(folder) -> None:
+def test_exit_code_0_before_the_end_is_a_failure(folder: RunFolder) -> None:
     beat(folder, 1, 7)
     assert not is_clean(folder, exited(1, 0), stopping=True)
     found = root_cause(folder, [exited(1, 0)], [])
@@ -227,11 +230,11 @@ def test_exit_code_0_before_the_end_is_a_failure(folder) -> None:
     assert is_clean(folder, exited(1, 0), stopping=False)
 
 
-def test_exit_codes_of_a_stop_are_clean_where_a_stop_was_asked_for(folder) -> None:
+def test_exit_codes_of_a_stop_are_clean_where_a_stop_was_asked_for(folder: RunFolder) -> None:
     assert [is_clean(folder, exited(1, 130), stopping=stopping) for stopping in (True, False)] == [True, False]
 
 
-def test_sys_exit_is_told_with_the_line_that_called_it(folder) -> None:
+def test_sys_exit_is_told_with_the_line_that_called_it(folder: RunFolder) -> None:
     beat(folder, 1, 7)
     say(folder, 1, raised(SystemExit(0)))
     found = root_cause(folder, [exited(1, 0)], [])
@@ -239,7 +242,7 @@ def test_sys_exit_is_told_with_the_line_that_called_it(folder) -> None:
     assert found.detail.splitlines()[-1] == "SystemExit: 0"
 
 
-def test_the_first_error_of_a_rank_is_the_one_it_reports(folder) -> None:
+def test_the_first_error_of_a_rank_is_the_one_it_reports(folder: RunFolder) -> None:
     report = Reporter(folder.error_of(1), 1)
     report(ValueError("the cause"))
     beat(folder, 1, 9, "save")
@@ -248,7 +251,7 @@ def test_the_first_error_of_a_rank_is_the_one_it_reports(folder) -> None:
     assert plain(found.headline) == "rank 1 failed while starting: ValueError: the cause."
 
 
-def test_a_verdict_names_pid_and_host(folder) -> None:
+def test_a_verdict_names_pid_and_host(folder: RunFolder) -> None:
     say(folder, 1, ValueError("bad"))
     host = os.uname().nodename
     assert root_cause(folder, [exited(1)], []).headline.startswith(f"rank 1 (pid {os.getpid()} on {host}) failed")
@@ -258,7 +261,7 @@ def test_a_verdict_names_pid_and_host(folder) -> None:
     )
 
 
-def test_a_silent_death_shows_the_end_of_the_log(folder) -> None:
+def test_a_silent_death_shows_the_end_of_the_log(folder: RunFolder) -> None:
     folder.logs.mkdir()
     folder.log_of(1).write_text("".join(f"line {number}\n" for number in range(30)))
     text = str(root_cause(folder, [exited(1, -11)], []).error("So be it."))
@@ -276,14 +279,14 @@ def test_a_silent_death_shows_the_end_of_the_log(folder) -> None:
         ConfigError([Problem(key="a.b", value=3, rule="too large.", origin="x.yaml:2"), Problem(key="c", rule="odd.")]),
     ],
 )
-def test_an_error_of_ours_arrives_as_it_was_raised(folder, error: Exception) -> None:
+def test_an_error_of_ours_arrives_as_it_was_raised(folder: RunFolder, error: Exception) -> None:
     say(folder, 1, error)
     found = root_cause(folder, [exited(1, error.exit_code)], [])
     assert found.is_permanent
     assert (type(found.error()), str(found.error())) == (type(error), str(error))
 
 
-def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(folder) -> None:
+def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(folder: RunFolder) -> None:
     class BadBatchError(TrainingError):
         pass
 
@@ -292,7 +295,7 @@ def test_an_error_class_of_a_user_arrives_as_the_one_of_ours_it_is_made_from(fol
     assert (type(found), str(found)) == (TrainingError, "batch 7")
 
 
-def test_damaged_last_words_are_none(folder) -> None:
+def test_damaged_last_words_are_none(folder: RunFolder) -> None:
     folder.live.mkdir()
     folder.error_of(0).write_text('{"rank": 0}')
     assert read_error_report(folder.error_of(0)) is None

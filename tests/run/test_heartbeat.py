@@ -8,7 +8,7 @@ from trainkit.trainer.failpoints import PHASES
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase) -> None:
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: str) -> None:
     heart = Heartbeat(tmp_path / "rank_0")
     heart.beat(1 << 40, phase)
     pulse = read_heartbeat(tmp_path / "rank_0")

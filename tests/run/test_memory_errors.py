@@ -91,7 +91,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXTS)
-def test_an_error_of_memory_is_known_by_its_text(kind, text: str) -> None:
+def test_an_error_of_memory_is_known_by_its_text(kind: MemoryKind | None, text: str) -> None:
     assert memory_kind(RuntimeError(text)) is kind
     assert is_out_of_memory(RuntimeError(text)) == (kind is not MemoryKind.on_chip)
 
@@ -102,7 +102,7 @@ def test_an_error_that_only_resembles_one_is_not(text: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "text"), TEXTS[:2])
-def test_only_errors_of_libraries_are_read(kind, text) -> None:
+def test_only_errors_of_libraries_are_read(kind: MemoryKind | None, text: str) -> None:
     assert memory_kind(ValueError(text)) is None
 
 
@@ -120,7 +120,7 @@ def test_only_errors_of_libraries_are_read(kind, text) -> None:
         (None, DistBackendError(PEER)),
     ],
 )
-def test_an_error_of_memory_is_known_by_its_class_and_number(kind, error) -> None:
+def test_an_error_of_memory_is_known_by_its_class_and_number(kind: MemoryKind | None, error: BaseException) -> None:
     assert memory_kind(error) is kind
 
 
@@ -150,6 +150,6 @@ def test_an_error_raised_while_one_of_memory_was_handled_is_another() -> None:
 
 
 @pytest.mark.parametrize("text", OTHERS[4:7])
-def test_a_library_that_does_not_start_is_out_of_memory_where_the_device_is_full(text) -> None:
+def test_a_library_that_does_not_start_is_out_of_memory_where_the_device_is_full(text: str) -> None:
     assert is_out_of_memory(RuntimeError(text), device_is_short=lambda: True)
     assert not is_out_of_memory(RuntimeError(text), device_is_short=lambda: False)

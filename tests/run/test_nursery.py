@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ LONG = [
 ]  # fmt: skip
 LAST = 400
 
+Training = tuple[subprocess.Popen[str], Path, int, dict[str, int]]
+
 
 def below(pid: int) -> dict[int, str]:
     """The processes that a process has started, and those that these have, by what they are called."""
@@ -33,7 +36,7 @@ def below(pid: int) -> dict[int, str]:
 
 
 @pytest.fixture
-def training(tmp_path: Path):
+def training(tmp_path: Path) -> Iterator[Training]:
     """A long run that has written a checkpoint, its nursery's number and its ranks'."""
     folder = tmp_path / "run"
     with subprocess.Popen(
@@ -59,7 +62,7 @@ def test_ranks_that_are_forks_compute_what_processes_of_their_own_do(
     assert forks["metrics"] == fresh["metrics"]
 
 
-def test_a_rank_that_dies_is_forked_again_by_the_same_process(training) -> None:
+def test_a_rank_that_dies_is_forked_again_by_the_same_process(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(pids["worker:1"], signal.SIGKILL)
     while sorted(below(nursery).values()) != ["worker:0", "worker:1"] or below(nursery).keys() & set(pids.values()):
@@ -70,7 +73,7 @@ def test_a_rank_that_dies_is_forked_again_by_the_same_process(training) -> None:
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
-def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training) -> None:
+def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(training: Training) -> None:
     process, folder, nursery, pids = training
     os.kill(nursery, signal.SIGKILL)
     _, told = process.communicate(timeout=120)
@@ -80,7 +83,7 @@ def test_where_the_process_they_are_forks_of_dies_the_run_restarts_with_another(
     assert json.loads((folder / "result.json").read_text())["steps"] == LAST
 
 
-def test_all_end_with_the_supervisor(training) -> None:
+def test_all_end_with_the_supervisor(training: Training) -> None:
     process, _, nursery, pids = training
     process.kill()
     process.wait()

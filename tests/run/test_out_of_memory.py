@@ -24,7 +24,7 @@ ALLOCATOR = RuntimeError(
 )
 
 
-def told(*arguments, error: Exception = ALLOCATOR, step: int = 3):
+def told(*arguments: str, error: Exception = ALLOCATOR, step: int = 3) -> list[str]:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with pytest.raises(OutOfMemoryError) as caught, explain_oom(plan, plan.tasks[0], lambda: step):
         raise error
@@ -80,7 +80,7 @@ def test_any_other_error_stays_what_it_is() -> None:
         raise RuntimeError("shapes differ")
 
 
-def told_on_cuda(error, *arguments, raises: type[Exception] = OutOfMemoryError) -> str:
+def told_on_cuda(error: Exception, *arguments: str, raises: type[Exception] = OutOfMemoryError) -> str:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with (
         pytest.raises(raises) as caught,

@@ -5,7 +5,7 @@ from pathlib import Path
 from trainkit.run.rendezvous.store import HostedStore
 
 
-def listeners(port):
+def listeners(port: int) -> list[str]:
     """The addresses that something listens on at this port, as /proc writes them."""
     lines = [
         line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]

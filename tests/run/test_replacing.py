@@ -17,14 +17,14 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def lives(folder, rank):
+def lives(folder: RunFolder, rank: int) -> list[tuple[int, int]]:
     """(attempt, life) of each start of a rank, by its log."""
     lines = folder.log_of(rank).read_text().splitlines()
     told = [json.loads(line.removeprefix(f"rank {rank} says ")) for line in lines if line.startswith("rank ")]
     return [(one["attempt"], one["life"]) for one in told]
 
 
-def test_a_worker_that_is_killed_is_started_again_alone(folder, fake: Callable[..., None]) -> None:
+def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     said = []
     assert run_roles(folder, "worker worker ps", log=said.append) == {"status": "finished", "attempt": 0}
@@ -34,7 +34,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder, fake: Callable[.
     assert_no_process_is_left(folder)
 
 
-def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake: Callable[..., None]) -> None:
+def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
     said = []
     assert run_roles(folder, "worker ps", log=said.append) == {"status": "finished", "attempt": 1}
@@ -42,7 +42,7 @@ def test_a_server_that_is_killed_takes_the_group_with_it(folder, fake: Callable[
     assert lives(folder, 1) == [(0, 0), (1, 0)]
 
 
-def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake: Callable[..., None]) -> None:
+def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
     said = []
     assert run_roles(folder, "worker ps", hang_timeout_s=1, log=said.append)["attempt"] == 0
@@ -55,14 +55,16 @@ def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder, fake: Call
 
 
 def test_a_task_that_waits_to_be_asked_is_not_hanging(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=80 pause=0.02", fail="rank=1,step=3,phase=idle,action=hang")
     assert run_roles(folder, "worker", hang_timeout_s=1, log=pytest.fail)["status"] == "finished"
 
 
-def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake: Callable[..., None]) -> None:
+def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     hang = "rank=0,step=0,phase=forward,action=hang"
     fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
     said = []
@@ -77,14 +79,14 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(folder, fake
 
 
 def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
-    folder, fake: Callable[..., None], tmp_path: Path
+    folder: RunFolder, fake: Callable[..., None], tmp_path: Path
 ) -> None:
     marker, said = tmp_path / "slow", []
     marker.touch()  # the training is slow until the evaluator is given up, however loaded the machine is
     slow = f"rank=0,phase=forward,while={marker},action=slow"
     fake("steps=2000", fail=f"{slow};rank=1,step=0,phase=forward,action=kill")
 
-    def say(line) -> None:
+    def say(line: str) -> None:
         said.append(line)
         if len(said) == 2:
             marker.unlink()
@@ -96,13 +98,13 @@ def test_an_evaluator_that_keeps_dying_is_given_up_and_the_training_goes_on(
     )
 
 
-def test_an_error_of_a_workers_own_ends_the_run(folder, fake: Callable[..., None]) -> None:
+def test_an_error_of_a_workers_own_ends_the_run(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=400 pause=0.02", raising="1:DataError:/gone")
     with pytest.raises(DataError, match=r"^/gone$"):
         run_roles(folder, "worker", log=pytest.fail)
 
 
-def test_an_error_of_the_evaluators_own_does_not(folder, fake: Callable[..., None]) -> None:
+def test_an_error_of_the_evaluators_own_does_not(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
     said = []
     assert run_roles(folder, "evaluator", log=said.append)["status"] == "finished"
@@ -112,7 +114,7 @@ def test_an_error_of_the_evaluators_own_does_not(folder, fake: Callable[..., Non
 
 
 def test_a_worker_that_stays_when_the_training_has_ended_is_ended(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts._SHUTDOWN_GRACE_S", 0.2)
     fake("steps=3 stays=worker")
@@ -121,7 +123,7 @@ def test_a_worker_that_stays_when_the_training_has_ended_is_ended(
 
 
 def test_tasks_share_a_token_that_no_file_holds(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.attempts.token_hex", lambda size: "5ec2e7" * size)
     fake("steps=3")

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +26,15 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def raised(rank: int = 1, step: int = 5, text: str = "ValueError: bad sample"):
+def raised(rank: int = 1, step: int = 5, text: str = "ValueError: bad sample") -> frozenset[RaisedError]:
     return frozenset({RaisedError(task=f"worker:{rank}", rank=rank, step=step, text=text)})
 
 
-def killed(step, begun_at, reached) -> Fault:
+def killed(step: int, begun_at: int, reached: int) -> Fault:
     return Fault(step=step, begun_at=begun_at, reached=reached, newer=reached > begun_at)
 
 
-def failed(step, begun_at, reached, **what) -> str:
+def failed(step: int, begun_at: int, reached: int, **what: Any) -> str:
     return replace(killed(step, begun_at, reached), raised=raised(step=step, **what))
 
 
@@ -66,7 +67,7 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize(("faults", "refusal"), SEQUENCES.values(), ids=SEQUENCES)
-def test_the_rule_over_a_sequence_of_failures(faults, refusal) -> None:
+def test_the_rule_over_a_sequence_of_failures(faults: list[Fault], refusal: str | None) -> None:
     rule = RestartPolicy(max_restarts=2)
     answers = [rule.refuse(fault) for fault in faults]
     assert answers[:-1] == [None] * (len(faults) - 1)
@@ -78,7 +79,7 @@ def test_replicas_that_are_lost_count_in_no_rule() -> None:
     assert [rule.refuse(failed(5, 0, 3), lost=True) for _ in range(9)] == [None] * 9
 
 
-def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder) -> None:
+def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder: RunFolder) -> None:
     folder.live.mkdir(parents=True)
     tasks = [Task(role="worker", index=rank, rank=rank) for rank in range(2)]
     faults = []
@@ -96,7 +97,7 @@ def test_ranks_that_all_raise_are_told_from_one_whichever_is_named_first(folder)
 
 @pytest.mark.parametrize(("error", "lost"), [(ValueError("gone"), True), (DataError("no such file"), False)])
 def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_user(
-    folder, monkeypatch: pytest.MonkeyPatch, error: Exception, lost: bool
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, error: Exception, lost: bool
 ) -> None:
     folder.live.mkdir(parents=True)
     monkeypatch.setattr("trainkit.run.process.error_report.is_after_effect", lambda _: lost)
@@ -105,7 +106,7 @@ def test_what_follows_from_another_rank_and_what_trainkit_raises_is_not_of_the_u
     assert fault == Fault(step=None, begun_at=0, reached=3, newer=True)
 
 
-def test_the_record_survives_lines_that_are_none(folder) -> None:
+def test_the_record_survives_lines_that_are_none(folder: RunFolder) -> None:
     folder.path.mkdir()
     restart = Restart(kind="all", cause="rank 1 was ended by SIGKILL.\nA second line.", step=3, rank=1, task="worker:1")
     record_restart(folder.path, restart)
@@ -117,7 +118,7 @@ def test_the_record_survives_lines_that_are_none(folder) -> None:
 
 
 def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once_an_exception_comes_again(
-    folder,
+    folder: RunFolder,
 ) -> None:
     folder.path.mkdir()
     answers, before = [], []
@@ -133,13 +134,15 @@ def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once
     assert record_relaunch(folder, "rank 1 failed.", 1, before=before, tolerant=True).refusal is None
 
 
-def test_a_group_that_left_no_report_is_started_again(folder) -> None:
+def test_a_group_that_left_no_report_is_started_again(folder: RunFolder) -> None:
     folder.live.mkdir(parents=True)
     assert record_relaunch(folder, None, None, before=[]).refusal is None
     assert restarts_of(folder.path)["restarts"][0]["cause"] == "The processes were gone."
 
 
-def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.path.mkdir()
     monkeypatch.setattr("trainkit.run.folder.restart_record._LISTED", 2)
     for step in range(5):
@@ -149,7 +152,9 @@ def test_of_many_restarts_the_first_are_listed_and_the_rest_is_counted(folder, m
     assert found["restarts_not_listed"] == 3
 
 
-def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fake: Callable[..., None]) -> None:
+def test_an_exception_that_comes_again_ends_the_run_after_one_restart(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
     said = []
     with pytest.raises(CrashLoopError) as caught:
@@ -165,7 +170,7 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(folder, fa
     ]
 
 
-def test_restarts_are_counted_through_resume(folder, fake: Callable[..., None]) -> None:
+def test_restarts_are_counted_through_resume(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, log=print)
     assert len(folder.read_result()["restarts"]) == 1
@@ -177,14 +182,16 @@ def test_restarts_are_counted_through_resume(folder, fake: Callable[..., None]) 
     ]
 
 
-def test_tasks_that_are_started_again_alone_are_counted_as_such(folder, fake: Callable[..., None]) -> None:
+def test_tasks_that_are_started_again_alone_are_counted_as_such(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
     run_roles(folder, "worker worker ps", log=print)
     (restart,) = json.loads(folder.result.read_text())["restarts"]
     assert (restart["kind"], restart["task"], restart["step"]) == ("alone", "worker:0", 3)
 
 
-def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(folder, fake: Callable[..., None]) -> None:
+def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
     said = []
     with pytest.raises(CrashLoopError) as caught:

@@ -7,7 +7,7 @@ from trainkit.run.supervisor.membership import ReplicaMembership
 class Clock:
     now = 0.0
 
-    def __call__(self):
+    def __call__(self) -> float:
         return self.now
 
 
@@ -16,17 +16,17 @@ def clock() -> Clock:
     return Clock()
 
 
-def roster_of(count, clock, min_replicas: int = 1, retry_s: float = 60.0) -> ReplicaMembership:
+def roster_of(count: int, clock: Clock, min_replicas: int = 1, retry_s: float = 60.0) -> ReplicaMembership:
     tasks = [Task(role="worker", index=rank, rank=rank, device=f"cuda:{rank}") for rank in range(count)]
     return ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s, clock=clock)
 
 
-def indices(roster):
+def indices(roster: ReplicaMembership) -> list[int]:
     assert [task.rank for task in roster.tasks] == list(range(len(roster.tasks)))
     return [task.index for task in roster.tasks]
 
 
-def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock) -> None:
+def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock: Clock) -> None:
     roster = roster_of(4, clock)
     assert roster.record_failure(2, at_start=False) is None
     expected = "worker:2 (cuda:2) is lost: goes on with 3 of 4 replicas, and tries it again in 60 s."
@@ -35,20 +35,20 @@ def test_a_replica_is_waited_for_once_and_lost_the_second_time(clock) -> None:
     assert [task.device for task in roster.tasks] == ["cuda:0", "cuda:1", "cuda:3"]
 
 
-def test_a_newer_checkpoint_clears_the_account(clock) -> None:
+def test_a_newer_checkpoint_clears_the_account(clock: Clock) -> None:
     roster = roster_of(4, clock)
     roster.record_failure(2, at_start=False)
     roster.clear_failures()
     assert roster.record_failure(2, at_start=False) is None
 
 
-def test_one_that_fails_in_a_restart_before_its_first_step_is_lost_at_once(clock) -> None:
+def test_one_that_fails_in_a_restart_before_its_first_step_is_lost_at_once(clock: Clock) -> None:
     roster = roster_of(4, clock)
     assert roster.record_failure(0, at_start=True) is not None
     assert indices(roster) == [1, 2, 3]
 
 
-def test_a_lost_one_returns_when_it_is_due(clock) -> None:
+def test_a_lost_one_returns_when_it_is_due(clock: Clock) -> None:
     roster = roster_of(3, clock)
     roster.record_failure(1, at_start=True)
     clock.now = 59.9
@@ -59,7 +59,7 @@ def test_a_lost_one_returns_when_it_is_due(clock) -> None:
     assert (roster.is_due, indices(roster)) == (False, [0, 1, 2])
 
 
-def test_the_wait_doubles_until_a_checkpoint_was_made_with_it(clock) -> None:
+def test_the_wait_doubles_until_a_checkpoint_was_made_with_it(clock: Clock) -> None:
     roster, waits = roster_of(2, clock), []
     for _ in range(3):
         waits.append(roster.record_failure(1, at_start=True).rpartition(" in ")[2])
@@ -70,7 +70,7 @@ def test_the_wait_doubles_until_a_checkpoint_was_made_with_it(clock) -> None:
     assert waits == ["60 s.", "120 s.", "240 s.", "60 s."]
 
 
-def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock) -> None:
+def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock: Clock) -> None:
     roster = roster_of(2, clock)
     roster.record_failure(1, at_start=True)
     roster.clear_failures()
@@ -80,7 +80,7 @@ def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock) -> N
 
 
 @pytest.mark.parametrize("fewest", [None, 3])
-def test_below_the_minimum_nobody_is_lost(clock, fewest: int | None) -> None:
+def test_below_the_minimum_nobody_is_lost(clock: Clock, fewest: int | None) -> None:
     roster = roster_of(3, clock, min_replicas=fewest)
     assert [roster.record_failure(0, at_start=True) for _ in range(3)] == [None] * 3
     assert roster.at_minimum == (fewest is not None)

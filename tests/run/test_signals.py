@@ -2,7 +2,9 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 @pytest.fixture
-def running(folder, monkeypatch: pytest.MonkeyPatch):
+def running(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
     """A supervisor of two workers with a child each, in the middle of a long training."""
     monkeypatch.setenv("FAKE", "steps=100000 pause=0.02 child=1")
     process = launch(folder, 2)
@@ -32,7 +34,7 @@ def running(folder, monkeypatch: pytest.MonkeyPatch):
         process.wait()
 
 
-def test_one_ctrl_c_stops_and_saves(running, folder) -> None:
+def test_one_ctrl_c_stops_and_saves(running: subprocess.Popen[str], folder: RunFolder) -> None:
     running.send_signal(signal.SIGINT)
     assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": "stopped", "attempt": 0}
     assert running.returncode == 0  # the caller of supervise turns the status into 130
@@ -40,13 +42,15 @@ def test_one_ctrl_c_stops_and_saves(running, folder) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, "preempted"), (signal.SIGHUP, "hangup")])
-def test_sigterm_and_sighup_stop_and_save_too(running, folder, number: int, status: str) -> None:
+def test_sigterm_and_sighup_stop_and_save_too(
+    running: subprocess.Popen[str], folder: RunFolder, number: int, status: str
+) -> None:
     running.send_signal(number)
     assert json.loads(running.communicate(timeout=10)[0].splitlines()[-1]) == {"status": status, "attempt": 0}
     assert_no_process_is_left(folder)
 
 
-def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE", "steps=100000 pause=0.02")
     monkeypatch.setattr("tests.run.faking.wait_for", lambda condition: None)
     process = launch(folder, 2)
@@ -56,7 +60,7 @@ def test_a_ctrl_c_before_the_workers_are_up_is_not_lost(folder, monkeypatch: pyt
     assert json.loads(process.communicate(timeout=10)[0].splitlines()[-1])["status"] == "stopped"
 
 
-def test_the_second_ctrl_c_ends_everything_at_once(running, folder) -> None:
+def test_the_second_ctrl_c_ends_everything_at_once(running: subprocess.Popen[str], folder: RunFolder) -> None:
     for pid in pids_of(folder):
         os.kill(pid, signal.SIGSTOP)  # nobody will answer the first
     running.send_signal(signal.SIGINT)
@@ -69,7 +73,7 @@ def test_the_second_ctrl_c_ends_everything_at_once(running, folder) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True], ids=["running", "stopped"])
-def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep: bool) -> None:
+def test_a_killed_supervisor_leaves_no_orphan(running: subprocess.Popen[str], folder: RunFolder, asleep: bool) -> None:
     if asleep:
         for pid in pids_of(folder):
             os.kill(pid, signal.SIGSTOP)
@@ -78,7 +82,9 @@ def test_a_killed_supervisor_leaves_no_orphan(running, folder, asleep: bool) -> 
     assert_no_process_is_left(folder, within_s=2.0)
 
 
-def test_a_killed_worker_does_not_outlive_the_supervisor_either(running, folder) -> None:
+def test_a_killed_worker_does_not_outlive_the_supervisor_either(
+    running: subprocess.Popen[str], folder: RunFolder
+) -> None:
     worker = pids_of(folder)[0]
     os.kill(worker, signal.SIGKILL)
     assert "rank 0 was ended by SIGKILL" in plain(running.communicate(timeout=10)[0])

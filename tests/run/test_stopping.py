@@ -18,7 +18,7 @@ from trainkit.run.process.signals import (
 from trainkit.sweeps.loop.stopping import signals_to
 
 
-def interrupt(number) -> None:
+def interrupt(number: int) -> None:
     os.kill(os.getpid(), number)
 
 

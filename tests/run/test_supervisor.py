@@ -3,6 +3,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def said_by_rank_1(folder):
+def said_by_rank_1(folder: RunFolder) -> list[dict[str, Any]]:
     lines = folder.log_of(1).read_text().splitlines()
     return [json.loads(line.removeprefix("rank 1 says ")) for line in lines if line.startswith("rank 1 says")]
 
 
 def test_ranks_run_to_the_end_and_the_result_comes_back(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
     monkeypatch.setattr("trainkit.run.folder.metadata.num_cores", lambda: 7)
@@ -33,7 +34,7 @@ def test_ranks_run_to_the_end_and_the_result_comes_back(
 
 
 def test_rank_0_prints_through_and_the_others_into_their_logs(
-    folder, fake: Callable[..., None], capfd: pytest.CaptureFixture[str]
+    folder: RunFolder, fake: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     fake("steps=1")
     run_fakes(folder, 2)
@@ -42,7 +43,7 @@ def test_rank_0_prints_through_and_the_others_into_their_logs(
 
 
 def test_in_a_notebook_rank_0_prints_into_the_cell(
-    folder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("steps=1")
     cell = io.StringIO()
@@ -51,7 +52,9 @@ def test_in_a_notebook_rank_0_prints_into_the_cell(
     assert [line[:11] for line in cell.getvalue().splitlines()] == ["rank 0 says"]
 
 
-def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder, fake: Callable[..., None]) -> None:
+def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(
+    folder: RunFolder, fake: Callable[..., None]
+) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     said = []
     assert run_fakes(folder, 2, log=said.append) == {"status": "finished", "attempt": 1}
@@ -63,7 +66,7 @@ def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(folder
     assert [line["prefix"] for line in said_by_rank_1(folder)] == ["attempt/0", "attempt/1"]
 
 
-def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake: Callable[..., None]) -> None:
+def test_without_a_checkpoint_a_failure_ends_the_run(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=4 pause=0.02", fail="rank=1,step=2,phase=update,action=exit")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 2)
@@ -73,7 +76,7 @@ def test_without_a_checkpoint_a_failure_ends_the_run(folder, fake: Callable[...,
     assert_no_process_is_left(folder)
 
 
-def test_the_traceback_of_the_failing_rank_is_shown(folder, fake: Callable[..., None]) -> None:
+def test_the_traceback_of_the_failing_rank_is_shown(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=4", fail="rank=1,step=2,phase=update,action=raise")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 2)
@@ -86,7 +89,7 @@ def test_the_traceback_of_the_failing_rank_is_shown(folder, fake: Callable[..., 
     assert lines[-1] == "RuntimeError: failpoint in update of step 2"
 
 
-def test_restarts_that_get_no_further_are_given_up(folder, fake: Callable[..., None]) -> None:
+def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
     said = []
     with pytest.raises(CrashLoopError) as caught:
@@ -109,13 +112,13 @@ def test_restarts_that_get_no_further_are_given_up(folder, fake: Callable[..., N
     }
 
 
-def test_restarts_that_get_further_may_go_on(folder, fake: Callable[..., None]) -> None:
+def test_restarts_that_get_further_may_go_on(folder: RunFolder, fake: Callable[..., None]) -> None:
     fail = ";".join(f"rank=0,step={attempt + 1},attempt={attempt},phase=update,action=kill" for attempt in (0, 1, 2))
     fake("steps=5 save=1", fail=fail)
     assert run_fakes(folder, 1, max_restarts=1, log=print) == {"status": "finished", "attempt": 3}
 
 
-def test_no_restarts_means_none(folder, fake: Callable[..., None]) -> None:
+def test_no_restarts_means_none(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=exit")
     with pytest.raises(TrainingError) as caught:
         run_fakes(folder, 1, max_restarts=0)
@@ -123,7 +126,7 @@ def test_no_restarts_means_none(folder, fake: Callable[..., None]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DataError", "ConfigError"])
-def test_an_error_of_ours_is_not_tried_again(folder, fake: Callable[..., None], kind: str) -> None:
+def test_an_error_of_ours_is_not_tried_again(folder: RunFolder, fake: Callable[..., None], kind: str) -> None:
     fake("steps=6 save=1", raising=f"1:{kind}:/gone")
     expected = {
         "DataError": DataError("/gone"),
@@ -135,7 +138,7 @@ def test_an_error_of_ours_is_not_tried_again(folder, fake: Callable[..., None], 
 
 
 @pytest.mark.parametrize("action", ["hang", "stop"])
-def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake: Callable[..., None], action: str) -> None:
+def test_a_rank_without_a_pulse_is_named_and_ended(folder: RunFolder, fake: Callable[..., None], action: str) -> None:
     fake("steps=600 pause=0.02 child=1", fail=f"rank=1,step=2,phase=forward,action={action}")
     with pytest.raises(HangError) as caught:
         run_fakes(folder, 2, hang_timeout_s=2)
@@ -149,12 +152,12 @@ def test_a_rank_without_a_pulse_is_named_and_ended(folder, fake: Callable[..., N
     assert_no_process_is_left(folder, within_s=0.1)
 
 
-def test_a_hang_is_restarted_from_a_checkpoint(folder, fake: Callable[..., None]) -> None:
+def test_a_hang_is_restarted_from_a_checkpoint(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=4 save=1 pause=0.02", fail="rank=1,step=2,phase=forward,attempt=0,action=hang")
     assert run_fakes(folder, 2, hang_timeout_s=2, log=print)["status"] == "finished"
 
 
-def test_children_of_a_worker_end_with_it(folder, fake: Callable[..., None]) -> None:
+def test_children_of_a_worker_end_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=1 child=1")
     run_fakes(folder, 2)
     assert_no_process_is_left(folder, within_s=0.1)

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ NAMES = ("a module of torch's imports", "os.system as data", "a list of nodes", 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory):
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two finished runs in a folder."""
     root = tmp_path_factory.mktemp("runs")
     for seed in (0, 1):
@@ -38,7 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory):
 
 
 @pytest.fixture
-def edited(runs, cwd: Path):
+def edited(runs: Path, cwd: Path) -> Callable[[str], Path]:
     """Copies of the runs, and a way to put an attempt into the config of both; returns the canary."""
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
@@ -77,7 +78,7 @@ UNBUILT = {
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_an_edited_run_folder_runs_nothing(edited, entry: str, name: str) -> None:
+def test_an_edited_run_folder_runs_nothing(edited: Callable[[str], Path], entry: str, name: str) -> None:
     canary = edited(name)
     try:
         code = ENTRIES[entry]()
@@ -89,7 +90,7 @@ def test_an_edited_run_folder_runs_nothing(edited, entry: str, name: str) -> Non
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_verbs_that_only_read_import_nothing_of_a_run(
-    edited, name: str, capsys: pytest.CaptureFixture[str]
+    edited: Callable[[str], Path], name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     canary = edited(name)
     for line in (["diff", "runs/0", "runs/1"], ["top", "runs"], ["ls"]):
@@ -98,7 +99,7 @@ def test_the_verbs_that_only_read_import_nothing_of_a_run(
 
 
 def test_a_module_beside_a_run_folder_is_not_imported_for_it(
-    edited, monkeypatch: pytest.MonkeyPatch, cwd: Path
+    edited: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, cwd: Path
 ) -> None:
     monkeypatch.syspath_prepend(cwd)
     canary = edited("a module that is imported")
@@ -110,14 +111,14 @@ def test_a_module_beside_a_run_folder_is_not_imported_for_it(
     assert "evil_module" not in sys.modules
 
 
-def worker(run):
+def worker(run: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainkit.run.worker_main", str(run / "resolved.yaml")]
     known = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
     environ = {**known, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path.cwd())])}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd: Path) -> None:
+def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited: Callable[[str], Path], cwd: Path) -> None:
     canary = edited("a module that is imported")
     done = worker(cwd / "runs/0")
     assert done.returncode == 2
@@ -125,7 +126,7 @@ def test_a_worker_builds_nothing_that_its_parent_did_not_allow(edited, cwd: Path
     assert not canary.exists()
 
 
-def test_an_ensemble_that_was_written_runs_nothing(runs, cwd: Path) -> None:
+def test_an_ensemble_that_was_written_runs_nothing(runs: Path, cwd: Path) -> None:
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
     assert main(["ensemble", "runs", "--k", "2"]) == 0
@@ -138,7 +139,7 @@ def test_an_ensemble_that_was_written_runs_nothing(runs, cwd: Path) -> None:
     assert not canary.exists()
 
 
-def test_what_a_checkpoint_names_is_not_built(runs, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_checkpoint_names_is_not_built(runs: Path, cwd: Path, capsys: pytest.CaptureFixture[str]) -> None:
     canary = set_up(cwd)
     shutil.copytree(runs, cwd / "runs")
     (manifest,) = Path("runs/0/checkpoints").glob("*/manifest.json")
@@ -165,7 +166,7 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("verb", ARGUMENTS)
-def test_an_argument_runs_nothing(edited, verb: str) -> None:
+def test_an_argument_runs_nothing(edited: Callable[[str], Path], verb: str) -> None:
     canary = edited("a module of torch's imports")
     recipe = [] if verb in ("resume", "top") else ["recipe=null"]
     for target in ("torch.os.system", "subprocess.getoutput", "trainkit.run.folder.metadata.subprocess.getoutput"):
@@ -174,7 +175,7 @@ def test_an_argument_runs_nothing(edited, verb: str) -> None:
     assert not canary.exists()
 
 
-def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited, cwd: Path) -> None:
+def test_a_sweep_that_goes_on_runs_nothing_of_its_folder(edited: Callable[[str], Path], cwd: Path) -> None:
     canary = edited("os.system as data")
     command = ["touch", str(canary)]
     jobs = [{"job": "0", "overrides": ["data._target_=os.system"], "command": command, "exit_code": 1}]

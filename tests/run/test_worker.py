@@ -10,7 +10,7 @@ from trainkit.run.folder.run_folder import RunFolder
 FAKE = Path(__file__).with_name("fake_worker.py")
 
 
-def work(folder, **environ):
+def work(folder: RunFolder, **environ: str) -> subprocess.CompletedProcess[str]:
     folder.path.mkdir(exist_ok=True)
     command = [sys.executable, FAKE, str(folder.resolved)]
     return subprocess.run(

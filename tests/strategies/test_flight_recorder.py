@@ -74,7 +74,7 @@ def test_the_rank_that_comes_second_finds_another_collective_in_its_place(ranks:
     ],
 )
 def test_sizes_and_dtypes_are_compared_where_they_have_to_be_equal(
-    ranks: Ranks, name: str, here: torch.Tensor, there, alike: bool
+    ranks: Ranks, name: str, here: torch.Tensor, there: torch.Tensor | None, alike: bool
 ) -> None:
     ranks[0].record(WORLD, name, here)
     if alike:

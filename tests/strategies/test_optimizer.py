@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,12 @@ from torch import nn
 from trainkit.strategies.core.optimizer import OptimizerStepper
 
 
-def stepped(make, grads_of_steps, *, through_stepper):
+def stepped(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+    grads_of_steps: Sequence[Sequence[float | None]],
+    *,
+    through_stepper: bool,
+) -> torch.Tensor:
     """Two parameters after some steps; None leaves a parameter out of a step."""
     params = [nn.Parameter(torch.full((3,), 1.0 + place)) for place in range(2)]
     optimizer = make(params)
@@ -31,7 +38,9 @@ def stepped(make, grads_of_steps, *, through_stepper):
     ],
     ids=["adamw", "sgd"],
 )
-def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(make) -> None:
+def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
+) -> None:
     steps = [(0.5, 0.2), (0.1, 0.3), (0.4, None), (0.2, 0.7)]
 
     ours = stepped(make, steps, through_stepper=True)

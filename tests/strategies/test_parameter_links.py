@@ -7,6 +7,7 @@ import random
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from threading import Thread
 
@@ -23,7 +24,7 @@ HEAD = struct.Struct("!4s16sIQ")
 
 
 @pytest.fixture
-def ends():
+def ends() -> Iterator[list[Connection]]:
     """Two links that talk to each other."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         first, second = socket.create_connection(server.getsockname()), server.accept()[0]

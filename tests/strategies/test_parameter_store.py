@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from threading import Thread
 
@@ -45,7 +46,7 @@ class Net(nn.Module):
         self.register_buffer("table", torch.arange(5.0), persistent=False)
 
 
-def optimizer_of(name: str):
+def optimizer_of(name: str) -> Callable[[Mapping[str, torch.Tensor]], torch.optim.Optimizer]:
     return lambda named: OPTIMIZERS[name](list(named.values()))
 
 

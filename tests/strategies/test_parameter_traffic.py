@@ -163,7 +163,7 @@ def test_the_traffic_of_a_table_grows_with_the_rows_touched_and_not_with_the_tab
             wanted = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[:count]
             grads = sparse_gradients(model, wanted.tolist(), 1)
 
-            def act(grads=grads, wanted=wanted) -> None:
+            def act(grads: dict[str, torch.Tensor] = grads, wanted: torch.Tensor = wanted) -> None:
                 worker.push("a", grads)
                 worker.pull_rows(0, wanted)
                 worker.pull(into)

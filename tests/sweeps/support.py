@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+from pathlib import Path
+from typing import Any
 
 from trainkit.sweeps.loop.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.sweep import Sweep
@@ -46,7 +48,9 @@ if count < int(sys.argv[2]): os.kill(os.getpid(), signal.SIGKILL)
 """A job that is killed so many times before it finishes."""
 
 
-def job(folder, number, code, *words, slots: int = 1, config: str = "", seed=None) -> SweepJob:
+def job(
+    folder: Path, number: int, code: str, *words: object, slots: int = 1, config: str = "", seed: int | None = None
+) -> SweepJob:
     place = folder / str(number)
     command = (sys.executable, "-c", code, str(place), *map(str, words))
     return SweepJob(
@@ -60,22 +64,22 @@ def job(folder, number, code, *words, slots: int = 1, config: str = "", seed=Non
     )
 
 
-def sweep_in(folder, **settings) -> Sweep:
+def sweep_in(folder: Path, **settings: Any) -> Sweep:
     return Sweep(folder=folder, screen=PlainScreen, **settings)
 
 
-def run(sweep, *jobs):
+def run(sweep: Sweep, *jobs: SweepJob) -> dict[str, int]:
     sweep.expect(jobs)
     sweep.run(JobList(jobs))
     return sweep.exit_codes
 
 
-def waiting_for(path) -> None:
+def waiting_for(path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
 
 
-def signalled(when, *numbers):
+def signalled(when: Path, *numbers: int) -> threading.Thread:
     """Send signals to this process once a job runs."""
 
     def send() -> None:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any, Self
 
 import pytest
 
@@ -35,12 +37,12 @@ pathlib.Path(sys.argv[1]).touch(); time.sleep(60)
 """
 
 
-def engine_class(launcher) -> type[JobBackend]:
+def engine_class(launcher: str) -> type[JobBackend]:
     module, name = ENGINES[launcher]
     return getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
 
 
-def described(folder, code, *words, driver=None):
+def described(folder: Path, code: str, *words: object, driver: Driver | None = None) -> Path:
     path = folder / "1.json"
     JobSpec(
         command=(sys.executable, "-c", code, *map(str, words)),
@@ -60,7 +62,7 @@ class InThreads:
         self.threads = []
         self.asked = []
 
-    def submit(self, path, *, slots, secrets):
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Self:
         self.asked.append(slots)
         if not self.loses:
             thread = threading.Thread(target=run_described, args=(path, secrets))
@@ -68,7 +70,7 @@ class InThreads:
             self.threads.append(thread)
         return self
 
-    def lost(self):
+    def lost(self) -> str | None:
         return "the node is gone" if self.loses else None
 
     def cancel(self) -> None:
@@ -76,7 +78,7 @@ class InThreads:
 
 
 @contextlib.contextmanager
-def started(folder, code, *words, loses: bool = False):
+def started(folder: Path, code: str, *words: object, loses: bool = False) -> Iterator[tuple[Any, Callable[[], Any]]]:
     ends, engine = SimpleQueue(), InThreads(loses)
     remote = Remote(folder, lambda _: 2)
     with remote.connected(engine):
@@ -165,14 +167,14 @@ def test_a_job_that_its_engine_lost_has_failed_and_says_why(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("launcher", ENGINES)
-def test_the_keys_of_a_launcher_are_those_of_its_class(launcher) -> None:
+def test_the_keys_of_a_launcher_are_those_of_its_class(launcher: str) -> None:
     kind = engine_class(launcher)
     defaults = {one.name: getattr(kind(), one.name) for one in fields(kind)}
     assert plugin._KEYS[launcher] == defaults
     assert kind.of(plugin._KEYS[launcher]) == kind()
 
 
-def refused(call, *arguments):
+def refused(call: Callable[..., object], *arguments: object) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         call(*arguments)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
@@ -225,7 +227,7 @@ def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains
     assert not trainkit.compose(command[3:5]).is_sweep
 
 
-def sweep(*arguments):
+def sweep(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "trainkit", "-m", "recipe=null", "seed=1,2", *arguments]
     return subprocess.run(command, env=os.environ, capture_output=True, text=True, check=False)
 

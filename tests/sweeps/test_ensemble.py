@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ LOSS = MonitoredMetric(metric="val/loss", mode="min")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory):
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two runs on digits that differ in their seed, and one of a wider model."""
     root = tmp_path_factory.mktemp("sweep")
     for name, more in [("0", "seed=1"), ("1", "seed=2"), ("2", "model.hidden=[32]")]:
@@ -34,29 +35,29 @@ def sweep(tmp_path_factory: pytest.TempPathFactory):
     return root
 
 
-def called(folder, **flags):
+def called(folder: Path, **flags: str) -> int:
     return verb.run(Call(verb="ensemble", arguments=(str(folder),), flags=flags))
 
 
-def refused(folder, **flags) -> str:
+def refused(folder: Path, **flags: str) -> str:
     with pytest.raises(ConfigError) as caught:
         called(folder, **flags)
     (problem,) = caught.value.problems
     return f"{problem.key}: {problem.rule}"
 
 
-def figures(folder):
+def figures(folder: Path) -> dict[str, Any]:
     return yaml.safe_load((folder / "model.yaml").read_text())["figures"]
 
 
-def two(sweep, root):
+def two(sweep: Path, root: Path) -> Path:
     for name in ("0", "1"):
         shutil.copytree(sweep / name, root / name)
     return root
 
 
 def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_them(
-    sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert called(two(sweep, tmp_path), k="2") == 0
     told = figures(tmp_path / "ensemble")
@@ -71,7 +72,7 @@ def test_members_are_scored_as_they_were_in_training_and_the_ensemble_beside_the
     assert f'trainkit.load("{tmp_path}/ensemble")' in capsys.readouterr().out
 
 
-def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(sweep, tmp_path: Path) -> None:
+def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(sweep: Path, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     images = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     joined = trainkit.load(tmp_path / "ensemble")
@@ -80,7 +81,7 @@ def test_the_written_model_is_loaded_as_one_and_gives_the_mean_of_probabilities(
     assert not joined.training
 
 
-def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(sweep, tmp_path: Path) -> None:
+def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_anew(sweep: Path, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     averaged = trainkit.load(tmp_path / "ensemble/averaged").state_dict()
     members = [trainkit.load(tmp_path / name).state_dict() for name in ("0", "1")]
@@ -92,7 +93,7 @@ def test_averaged_weights_are_the_mean_and_their_batch_statistics_are_counted_an
             torch.testing.assert_close(tensor.double(), mean, rtol=1e-6, atol=1e-7)
 
 
-def test_models_of_other_shapes_have_no_mean_of_weights(sweep, tmp_path: Path) -> None:
+def test_models_of_other_shapes_have_no_mean_of_weights(sweep: Path, tmp_path: Path) -> None:
     shutil.copytree(sweep, tmp_path / "all")
     called(tmp_path / "all", out=str(tmp_path / "made"))
     assert "averaged weights" not in figures(tmp_path / "made")
@@ -101,14 +102,14 @@ def test_models_of_other_shapes_have_no_mean_of_weights(sweep, tmp_path: Path) -
     ]  # fmt: skip
 
 
-def test_an_earlier_ensemble_is_left_alone(sweep, tmp_path: Path) -> None:
+def test_an_earlier_ensemble_is_left_alone(sweep: Path, tmp_path: Path) -> None:
     two(sweep, tmp_path)
     for _ in range(2):
         called(tmp_path, k="2", checkpoint="best")
     assert (tmp_path / "ensemble-2/model.yaml").exists()
 
 
-def test_damaged_weights_are_not_loaded(sweep, tmp_path: Path) -> None:
+def test_damaged_weights_are_not_loaded(sweep: Path, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     file = tmp_path / "ensemble/model.safetensors"
     assert set(load_file(file)) == set(trainkit.load(tmp_path / "ensemble").state_dict())
@@ -119,7 +120,7 @@ def test_damaged_weights_are_not_loaded(sweep, tmp_path: Path) -> None:
         trainkit.load(tmp_path / "ensemble")
 
 
-def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_path: Path) -> None:
+def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep: Path, tmp_path: Path) -> None:
     called(two(sweep, tmp_path), k="2")
     config = tmp_path / "ensemble/model.yaml"
     config.write_text(config.read_text().replace("trainkit.models.mlp.Mlp", "os.system"))
@@ -127,7 +128,7 @@ def test_a_model_of_a_package_that_nobody_allowed_is_not_imported(sweep, tmp_pat
         trainkit.load(tmp_path / "ensemble")
 
 
-def test_what_cannot_be_combined_is_refused(sweep, tmp_path: Path) -> None:
+def test_what_cannot_be_combined_is_refused(sweep: Path, tmp_path: Path) -> None:
     assert refused(sweep, k="4") == "--k 4: only 3 runs there have val/accuracy."
     assert refused(sweep, k="1") == "--k 1: an ensemble needs 2 members or more."
     assert refused(sweep, checkpoint="first") == "--checkpoint first: must be best or last."
@@ -176,9 +177,9 @@ def test_every_member_computes_on_a_device_of_its_own() -> None:
 
 
 class _Constant(nn.Module):
-    def __init__(self, outputs) -> None:
+    def __init__(self, outputs: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("outputs", outputs)
 
-    def forward(self, _):
+    def forward(self, _: torch.Tensor) -> torch.Tensor:
         return self.outputs

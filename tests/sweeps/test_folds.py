@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tests.sweeps.test_leaderboard import made
-from trainkit.sweeps.results.leaderboard import collect
+from trainkit.sweeps.results.leaderboard import Leaderboard, collect
 
 RATES = ("0.1", "0.2")
 
 
-def folded(root, accuracies, codes=None):
+def folded(root: Path, accuracies: Sequence[float | None], codes: None = None) -> Leaderboard:
     """A sweep over two rates, three folds each."""
     lines = [
         ("epochs=1", f"optimizer.lr={rate}", "cv.folds=3", f"cv.fold={fold}") for rate in RATES for fold in (0, 1, 2)

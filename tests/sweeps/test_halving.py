@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.sweeps.loop.job_sources import SweepJob
@@ -13,14 +15,14 @@ LOSS = MonitoredMetric(metric="val/loss", mode="min")
 class Runs:
     """Stands for the launcher: every job reaches its rung at once, with the loss that its point has there."""
 
-    def __init__(self, root: Path, loss, *, length: int = 9) -> None:
+    def __init__(self, root: Path, loss: Callable[[str, int], float], *, length: int = 9) -> None:
         self.root, self.loss, self.length, self.log = root, loss, length, []
 
-    def job(self, overrides, number, *, going_on=None) -> SweepJob:
+    def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         folder = self.root / str(number) if going_on is None else going_on.folder
         return SweepJob(name=folder.name, folder=folder, overrides=tuple(overrides), command=tuple(overrides))
 
-    def train(self, job) -> None:
+    def train(self, job: SweepJob) -> None:
         stop = next((int(line.partition("=")[2]) for line in job.command if line.startswith("stop_at")), None)
         self.log.append((job.name, stop))
         job.folder.mkdir(exist_ok=True)
@@ -30,12 +32,12 @@ class Runs:
         result = {"status": "finished" if step == self.length else "stopped", "steps": step}
         (job.folder / "result.json").write_text(json.dumps(result))
 
-    def halving(self, points, **settings) -> Halving:
+    def halving(self, points: Sequence[str], **settings: Any) -> Halving:
         settings = {"reduction": 3, "rungs": 3, "goal": LOSS} | settings
         lengths = [self.length] * len(points)
         return Halving(points=[(point,) for point in points], lengths=lengths, job=self.job, **settings)
 
-    def all_of(self, source, codes=()):
+    def all_of(self, source: Halving, codes: Iterable[tuple[str, int]] = ()) -> list[tuple[str, int | None]]:
         while (job := source.next()) is not None:
             code = dict(codes).get(job.name, 0)
             self.train(job)
@@ -44,7 +46,7 @@ class Runs:
         return self.log
 
 
-def by_number(point, step):
+def by_number(point: str, step: int) -> float:
     """The last point is the best one."""
     return 1 / (1 + int(point[5:])) + 1 / step
 

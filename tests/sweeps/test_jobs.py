@@ -7,21 +7,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.run.folder.lock import locked
-from trainkit.sweeps.loop.job_sources import JobList, free_folder
+from trainkit.sweeps.loop.job_sources import JobList, SweepJob, free_folder
 from trainkit.sweeps.loop.slots import Slots
 
 
-def rows(folder):
+def rows(folder: Path) -> dict[str, dict[str, Any]]:
     return {row["job"]: row for row in json.loads((folder / "sweep.json").read_text())["jobs"]}
 
 
-def said(capfd: pytest.CaptureFixture[str]):
+def said(capfd: pytest.CaptureFixture[str]) -> str:
     return re.sub(r"\d+\.\d s", "N s", capfd.readouterr().out)
 
 
@@ -143,10 +144,10 @@ def test_the_search_stops_a_job_in_good_order(tmp_path: Path, capfd: pytest.Capt
     class Search(JobList):
         heard = ()
 
-        def watch(self, job):
+        def watch(self, job: SweepJob) -> bool:
             return job.name == "0" and (job.folder / "here").exists()
 
-        def ended(self, job, code) -> None:
+        def ended(self, job: SweepJob, code: int) -> None:
             self.heard += ((job.name, code),)
 
     sweep, search = sweep_in(tmp_path), Search([job(tmp_path, 0, POLITE), job(tmp_path, 1, RUN, 0.9)])
@@ -178,7 +179,7 @@ def test_a_sweep_that_is_killed_leaves_no_job_behind(tmp_path: Path) -> None:
     gone = time.monotonic() + 2
     states = [Path(f"/proc/{log.read_text().strip()}/stat") for log in logs]
 
-    def alive():
+    def alive() -> list[Path]:
         return [path for path in states if path.exists() and " Z " not in path.read_text()]
 
     while time.monotonic() < gone and alive():

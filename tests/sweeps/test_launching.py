@@ -8,6 +8,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,26 +17,26 @@ from tests.support import quick
 SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
 
 
-def command(*arguments):
+def command(*arguments: str) -> list[str]:
     return quick.command("-m", *SHORT, *arguments)
 
 
-def swept(*arguments, code: int = 0):
+def swept(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command(*arguments), capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stderr + done.stdout
     return done
 
 
-def rows(folder):
+def rows(folder: Path) -> list[dict[str, Any]]:
     return json.loads((folder / "sweep.json").read_text())["jobs"]
 
 
-def metrics(folder):
+def metrics(folder: Path) -> list[tuple[str, str, str]]:
     with (folder / "leaderboard.csv").open() as file:
         return [(row["job"], row["status"], row["val/loss"]) for row in csv.DictReader(file)]
 
 
-def children():
+def children() -> list[list[str]]:
     """Processes on this machine that work in a sweep of this test."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):

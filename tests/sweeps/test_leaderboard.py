@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,14 +16,14 @@ ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 
 
 def made(
-    root,
-    name,
+    root: Path,
+    name: str,
     *,
-    accuracy=None,
+    accuracy: float | None = None,
     status: str = "finished",
     seconds: float = 6.13,
     eval_keys: str = "{metric: val/accuracy}",
-):
+) -> Path:
     folder = root / name
     folder.mkdir(parents=True)
     metrics = {} if accuracy is None else {"val/accuracy": accuracy, "val/loss": None}
@@ -31,7 +33,7 @@ def made(
     return folder
 
 
-def board_of(root):
+def board_of(root: Path) -> Leaderboard:
     made(root, "0", accuracy=0.9)
     made(root, "1", accuracy=0.98123)
     made(root, "2", status="failed", seconds=None)
@@ -126,7 +128,16 @@ def test_the_three_files_are_written(tmp_path: Path) -> None:
     ]
 
 
-def row(root, name, accuracy, *, loss: float = 1.0, steps: int = 9, status: str = "finished", reason: str = ""):
+def row(
+    root: Path,
+    name: str,
+    accuracy: float | None,
+    *,
+    loss: float = 1.0,
+    steps: int = 9,
+    status: str = "finished",
+    reason: str = "",
+) -> dict[str, Any]:
     folder = root / name
     folder.mkdir()
     metrics = {"val/accuracy": accuracy, "val/loss": loss}
@@ -135,7 +146,7 @@ def row(root, name, accuracy, *, loss: float = 1.0, steps: int = 9, status: str 
     return {"job": name, "folder": name, "overrides": ["epochs=1", f"seed={name}"], "exit_code": 0}
 
 
-def swept_folder(root, rows):
+def swept_folder(root: Path, rows: Sequence[dict[str, Any]]) -> Leaderboard:
     (root / "sweep.json").write_text(json.dumps({"jobs": rows}))
     return collect(root, ACCURACY)
 

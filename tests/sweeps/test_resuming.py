@@ -11,6 +11,7 @@ import pytest
 
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
 from trainkit.config.schema import EvalConfig, RunConfig
+from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity
 
@@ -18,16 +19,16 @@ SLOW = "import time; time.sleep(0.2)\n" + RUN
 LONG_ENOUGH = 8
 
 
-def slow_jobs(folder):
+def slow_jobs(folder: Path) -> list[SweepJob]:
     return [job(folder, number, SLOW, number / 10, "ran", config=f"config {number}") for number in range(LONG_ENOUGH)]
 
 
-def board(folder):
+def board(folder: Path) -> list[tuple[str, str, str, str]]:
     with (folder / "leaderboard.csv").open() as file:
         return [(row["job"], row["status"], row["val/accuracy"], row["seed"]) for row in csv.DictReader(file)]
 
 
-def runs(folder, number):
+def runs(folder: Path, number: int) -> int:
     file = folder / str(number) / "runs"
     return file.read_text().count("ran") if file.exists() else 0
 
@@ -75,7 +76,7 @@ def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path
 
 
 @pytest.mark.parametrize("moment", [random.uniform(0.2, 0.9) for _ in range(2)], ids=["once", "again"])
-def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment) -> None:
+def test_a_sweep_that_is_killed_at_any_moment_ends_as_if_it_had_not_been(tmp_path: Path, moment: float) -> None:
     place, calm = tmp_path / "killed", tmp_path / "calm"
     code = (
         "import sys; from pathlib import Path; from tests.sweeps.test_resuming import *; place = Path(sys.argv[1])\n"

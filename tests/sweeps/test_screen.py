@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,13 +12,13 @@ from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
 from trainkit.sweeps.screen import JobLine, PlainScreen, TableScreen, View, table_of
 
 
-def shown(view, height: int = 20):
+def shown(view: View, height: int = 20) -> list[str]:
     console = Console(file=io.StringIO(), width=80, highlight=False)
     console.print(table_of(view, height=height))
     return [line.rstrip() for line in console.file.getvalue().splitlines()]
 
 
-def lines(*states):
+def lines(*states: str) -> list[JobLine]:
     return [JobLine(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
 
 
@@ -55,7 +56,7 @@ def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
     assert "starts" not in console.file.getvalue()
 
 
-def run_folder(folder, config, *rows) -> Watch:
+def run_folder(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:
     (folder / "resolved.yaml").write_text(config)
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return Watch(folder)

@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
     pytest.importorskip("optuna")
     from trainkit.sweeps.spaces.trials import Trials, open_study
 
-    def job(overrides, number, *, going_on=None) -> SweepJob:
+    def job(overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         word = "good" if number < 3 else "bad"
         folder = tmp_path / str(number)
         command = (sys.executable, "-c", TRAIN, str(folder), word)
@@ -60,7 +61,7 @@ def test_a_hopeless_job_is_stopped_in_good_order_and_counts_as_pruned(
     assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 3 + ["PRUNED"] * 2
 
 
-def trained(cwd: Path, *arguments) -> None:
+def trained(cwd: Path, *arguments: str) -> None:
     common = ["recipe=null", "callbacks=[]", "logger=[]", "eval.metric=val/accuracy"]
     done = subprocess.run(quick.command(*arguments, *common), capture_output=True, text=True, check=False, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr

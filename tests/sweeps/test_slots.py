@@ -1,21 +1,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.sweeps.support import job, run, sweep_in
 from trainkit.config.schema import SweepConfig as Settings
-from trainkit.errors import ConfigError
+from trainkit.errors import ConfigError, Problem
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 
 
-def slots_of(num_gpus: int = 0, num_cores: int = 8, environ=None, **settings):
+def slots_of(num_gpus: int = 0, num_cores: int = 8, environ: Mapping[str, str] | None = None, **settings: Any) -> Slots:
     return Slots.of(Settings(**settings), num_gpus=num_gpus, num_cores=num_cores, environ=environ or {})
 
 
-def refused(**settings):
+def refused(**settings: Any) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         slots_of(**settings)
     return [str(problem) for problem in caught.value.problems]
@@ -78,7 +80,7 @@ def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> Non
     from trainkit.strategies.base import PlanContext
     from trainkit.strategies.one_device import OneDevice
 
-    def found(device):
+    def found(device: str) -> list[Problem]:
         strategy = OneDevice(device=device)
         return numbering_problems(lambda gpus: strategy.problems(PlanContext(num_gpus=gpus)), there=2, own=1)
 

@@ -13,13 +13,13 @@ def composer() -> Composer:
     return Composer()
 
 
-def refused(composer, *arguments):
+def refused(composer: Composer, *arguments: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         _ = asked(composer, arguments).points
     return [str(problem).removesuffix(" (command line)") for problem in caught.value.problems]
 
 
-def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer) -> None:
+def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer: Composer) -> None:
     rates, widths = "optimizer.lr=tag(zip,choice(0.1,0.03))", "model.hidden=tag(zip,choice([64],[256]))"
     assert composer.points([rates, "seed=1,2", widths, "epochs=1"]) == [
         ["optimizer.lr=0.1", "seed=1", "model.hidden=[64]", "epochs=1"],
@@ -29,7 +29,7 @@ def test_keys_that_are_zipped_move_together_beside_a_plain_grid(composer) -> Non
     ]
 
 
-def test_groups_are_zipped_too(composer) -> None:
+def test_groups_are_zipped_too(composer: Composer) -> None:
     assert composer.points(["optimizer=tag(zip,choice(sgd,adamw))", "optimizer.lr=tag(zip,range(1,3))"]) == [
         ["optimizer=sgd", "optimizer.lr=1"],
         ["optimizer=adamw", "optimizer.lr=2"],
@@ -37,7 +37,7 @@ def test_groups_are_zipped_too(composer) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("seed=1,2", "seed=3"), ("+seed=3", "seed=1,2"), ("seed=1,2", "seed=1,2")])
-def test_a_key_given_twice_is_refused(composer, arguments: tuple[str, str]) -> None:
+def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, str]) -> None:
     with pytest.raises(ConfigError) as caught:
         composer.points(arguments)
     first, second = arguments
@@ -134,22 +134,26 @@ def test_a_key_given_twice_is_refused(composer, arguments: tuple[str, str]) -> N
         ),
     ],
 )
-def test_what_cannot_be_searched_is_refused(composer, arguments: tuple[str, ...], problems: list[str]) -> None:
+def test_what_cannot_be_searched_is_refused(
+    composer: Composer, arguments: tuple[str, ...], problems: list[str]
+) -> None:
     assert refused(composer, *arguments) == problems
 
 
-def test_an_absent_optuna_is_told_with_the_line_that_installs_it(composer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_absent_optuna_is_told_with_the_line_that_installs_it(
+    composer: Composer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert refused(composer, "hydra/sweeper=optuna", "sweep.trials=3", "seed=1,2") == [
         'hydra/sweeper=optuna: needs the package optuna. Install it: pip install "trainkit[optuna]"'
     ]
 
 
-def drawn(composer, *arguments, trials):
+def drawn(composer: Composer, *arguments: str, trials: int) -> list[tuple[str, ...]]:
     return drawing.sample(composer.space(arguments), trials=trials, seed=7)
 
 
-def test_random_points_lie_in_their_space_and_follow_the_log(composer) -> None:
+def test_random_points_lie_in_their_space_and_follow_the_log(composer: Composer) -> None:
     rates = [
         float(line.partition("=")[2])
         for (line,) in drawn(composer, "optimizer.lr=tag(log,interval(0.0001,1))", trials=2000)
@@ -159,11 +163,11 @@ def test_random_points_lie_in_their_space_and_follow_the_log(composer) -> None:
     assert abs(sum(rate < 0.01 for rate in rates) / 2000 - 0.5) < 5 * 0.0112
 
 
-def test_whole_numbers_have_both_ends_of_their_interval(composer) -> None:
+def test_whole_numbers_have_both_ends_of_their_interval(composer: Composer) -> None:
     assert {line for (line,) in drawn(composer, "seed=int(interval(1,3))", trials=60)} == {"seed=1", "seed=2", "seed=3"}
 
 
-def test_more_trials_keep_the_first_ones_and_zipped_keys_together(composer) -> None:
+def test_more_trials_keep_the_first_ones_and_zipped_keys_together(composer: Composer) -> None:
     arguments = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(1,2))", "optimizer.lr=interval(0,1)")
     ten = drawn(composer, *arguments, trials=10)
     assert drawn(composer, *arguments, trials=4) == ten[:4]
@@ -171,7 +175,7 @@ def test_more_trials_keep_the_first_ones_and_zipped_keys_together(composer) -> N
     assert len({line[2] for line in ten}) == 10
 
 
-def test_the_corners_of_a_space_hold_every_value(composer) -> None:
+def test_the_corners_of_a_space_hold_every_value(composer: Composer) -> None:
     space = composer.space(["seed=1,2,3", "optimizer.lr=interval(0.1,1)"])
     assert space.corners() == [
         ["seed=1", "optimizer.lr=0.1"],

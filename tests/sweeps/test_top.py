@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,18 +27,18 @@ RUN = (
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory):
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One fold of a training, ended early: what a search may leave."""
     root = tmp_path_factory.mktemp("sweep")
     trainkit.train(trainkit.compose(RUN), run_dir=root / "0")
     return root
 
 
-def called(*arguments, overrides=(), **flags):
+def called(*arguments: object, overrides: Sequence[str] = (), **flags: str) -> int:
     return top.run(Call(verb="top", arguments=tuple(map(str, arguments)), flags=flags, overrides=overrides))
 
 
-def refused(*arguments, **given) -> str:
+def refused(*arguments: object, **given: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         called(*arguments, **given)
     (problem,) = caught.value.problems
@@ -90,7 +92,7 @@ def test_equal_figures_and_a_choice_by_the_test_split_are_explained(
 
 
 def test_the_best_is_trained_anew_whole_and_on_all_samples(
-    sweep, cwd: Path, capsys: pytest.CaptureFixture[str]
+    sweep: Path, cwd: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert called(sweep, k="1", then="", overrides=("optimizer.lr=0.003", "hydra.run.dir=again")) == 0
     result = json.loads((cwd / "again/result.json").read_text())
@@ -99,7 +101,7 @@ def test_the_best_is_trained_anew_whole_and_on_all_samples(
     assert json.loads((sweep / "0/result.json").read_text())["steps"] == 4
 
 
-def test_what_was_auto_follows_what_is_changed(sweep) -> None:
+def test_what_was_auto_follows_what_is_changed(sweep: Path) -> None:
     anew = compose_anew(sweep / "0", ["strategy=mirrored", "strategy.replicas=2"])
     assert anew.cfg.batch.micro_size is None  # that of one device, 64, would leave the second nothing to do
     assert (anew.cfg.cv.folds, anew.cfg.stop_at_step, anew.run_dir_given) == (None, None, False)
@@ -107,7 +109,7 @@ def test_what_was_auto_follows_what_is_changed(sweep) -> None:
     assert anew.notes[-1].endswith("is left out: no fold is held out of this training")
 
 
-def test_what_cannot_be_trained_anew_is_refused(sweep, tmp_path: Path) -> None:
+def test_what_cannot_be_trained_anew_is_refused(sweep: Path, tmp_path: Path) -> None:
     assert refused(sweep, k="2", then="") == "--k 2: --then trains the best one. Use --k 1."
     assert refused(sweep, overrides=("seed=1",)) == "top: takes no key=value."
     made(tmp_path, "a", status="failed")

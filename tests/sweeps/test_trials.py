@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,34 +30,36 @@ def composer() -> Composer:
 class Bench:
     """A search in a folder, whose jobs this test plays."""
 
-    def __init__(self, root, composer, arguments: tuple[str, ...] = RATE, *, num_steps: int = 9, **settings) -> None:
+    def __init__(
+        self, root: Path, composer: Composer, arguments: tuple[str, ...] = RATE, *, num_steps: int = 9, **settings: Any
+    ) -> None:
         self.root, self.settings = root, Settings(**{"trials": 8, **settings})
         self.study = open_study(root, settings=self.settings, goal=LOSS, num_steps=num_steps)
         space = composer.space(arguments)
         trials = self.settings.trials
         self.source = Trials(study=self.study, space=space, trials=trials, goal=LOSS, job=self.job)
 
-    def job(self, overrides, number, *, going_on=None) -> SweepJob:
+    def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         folder = self.root / str(number)
         folder.mkdir(exist_ok=True)
         return SweepJob(name=str(number), folder=folder, overrides=tuple(overrides), command=())
 
-    def told(self, job, step, loss):
+    def told(self, job: SweepJob, step: int, loss: float | None) -> bool:
         with (job.folder / "metrics.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, "val/loss": loss}) + "\n")
         return self.source.watch(job)
 
-    def ended(self, job, loss, code: int = 0) -> None:
+    def ended(self, job: SweepJob, loss: float | None, code: int = 0) -> None:
         result = {"status": "finished" if code == 0 else "stopped", "metrics": {"val/loss": loss}}
         (job.folder / "result.json").write_text(json.dumps(result))
         self.source.ended(job, code)
 
     @property
-    def states(self):
+    def states(self) -> list[TrialState]:
         return [trial.state for trial in self.study.get_trials(deepcopy=False)]
 
 
-def whole(bench, losses) -> None:
+def whole(bench: Bench, losses: Iterable[float]) -> None:
     """Play jobs that train to their end."""
     for place, loss in enumerate(losses):
         job = bench.source.next()
@@ -64,7 +68,7 @@ def whole(bench, losses) -> None:
         bench.ended(job, loss / 3)
 
 
-def test_every_kind_of_axis_has_its_distribution(composer) -> None:
+def test_every_kind_of_axis_has_its_distribution(composer: Composer) -> None:
     found = distributions(
         composer.space(
             [
@@ -84,7 +88,7 @@ def test_every_kind_of_axis_has_its_distribution(composer) -> None:
     }
 
 
-def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path: Path, composer) -> None:
+def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_path: Path, composer: Composer) -> None:
     zipped = ("seed=tag(zip,choice(1,2))", "epochs=tag(zip,choice(3,4))")
     bench = Bench(tmp_path, composer, (*zipped, "steps=range(10,30,10)", *RATE), trials=3)
     jobs = []
@@ -99,7 +103,7 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
         assert 0.001 <= float(rate.partition("=")[2]) <= 0.1
 
 
-def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer) -> None:
+def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     whole(bench, [0.3, 0.2, 0.1])
     job = bench.source.next()
@@ -109,7 +113,7 @@ def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer) 
     assert bench.states == [TrialState.COMPLETE] * 3 + [TrialState.PRUNED]
 
 
-def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path, composer) -> None:
+def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
     whole(bench, [0.3, 0.2, 0.1])
     job = bench.source.next()
@@ -119,13 +123,13 @@ def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path
     assert bench.study.get_trials(deepcopy=False)[3].intermediate_values == {1: 0.9, 2: 0.9}
 
 
-def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer) -> None:
+def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="none")
     whole(bench, [0.3, 0.2, 0.1])
     assert not bench.told(bench.source.next(), 1, 99.0)
 
 
-def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer) -> None:
+def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
     pruned = 0
     for number in range(20):
@@ -138,14 +142,14 @@ def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer) -> None:
 
 @pytest.mark.parametrize(("code", "loss"), [(1, 0.5), (0, None)])
 def test_a_job_that_fails_or_has_no_figure_is_no_result(
-    tmp_path: Path, composer, code: int, loss: float | None
+    tmp_path: Path, composer: Composer, code: int, loss: float | None
 ) -> None:
     bench = Bench(tmp_path, composer)
     bench.ended(bench.source.next(), loss, code=code)
     assert bench.states == [TrialState.FAIL]
 
 
-def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer) -> None:
+def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
     whole(bench, [0.3])
     job = bench.source.next()
@@ -164,7 +168,7 @@ def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer
     assert again.states == [TrialState.COMPLETE] * 4
 
 
-def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer) -> None:
+def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, ("seed=1,2",))
     bench.ended(bench.source.next(), 0.5)
     other = Bench(tmp_path, composer, ("seed=1,2,3",))

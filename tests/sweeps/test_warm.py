@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
@@ -24,18 +26,18 @@ pytestmark = pytest.mark.skipif(not WarmStarter.is_possible(), reason="forks of 
 TRAIN = ("recipe=null", "model.dropout=0.2", "steps=12", "callbacks=[]", "logger=[]")
 
 
-def training(folder, name, *overrides) -> SweepJob:
+def training(folder: Path, name: str, *overrides: str) -> SweepJob:
     arguments = latest(*TRAIN, *overrides, f"hydra.run.dir={folder / name}")
     command = (sys.executable, "-m", "trainkit", *arguments)
     return SweepJob(name=name, folder=folder / name, overrides=overrides, command=command)
 
 
-def order(folder, news, *arguments) -> Start:
+def order(folder: Path, news: SimpleQueue[Any], *arguments: str) -> JobCommand:
     command = (sys.executable, *arguments)
     return JobCommand(number=1, command=command, environ={}, log=folder / LOG, report=news.put)
 
 
-def result_of(folder, name):
+def result_of(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name / "result.json").read_text())
 
 
