@@ -1,1 +1,1 @@
-"""Many runs of one command: jobs, one after the other, and the leaderboard of what came out."""
+"""Many runs of one command: their jobs, and the leaderboard of the results."""

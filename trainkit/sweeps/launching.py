@@ -1,4 +1,4 @@
-"""The launcher `slots`: the jobs that a sweeper of Hydra's, or a search, asks for become processes here."""
+"""The launcher `slots`: runs the jobs of a Hydra sweeper, or of a search, as processes of this machine."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ __all__ = ["Launching"]
 
 
 class Launching:
-    """Composes jobs and runs them; lives as long as the sweep.
+    """Composes jobs and runs them, for the duration of a sweep.
 
     Args:
-        hydra_context: knows how to compose a job, and the command that runs one.
-        config: of the sweep.
+        hydra_context: composes a job, and returns the command that runs it.
+        config: config of the sweep.
 
     Raises:
-        ConfigError: the slots that are asked for do not exist.
+        ConfigError: this machine does not have the requested slots.
     """
 
     def __init__(self, *, hydra_context: HydraContext, config: DictConfig) -> None:
         self._loader: Any = hydra_context.config_loader
         self._config = config
         self.settings: Settings = _run_config(config).sweep
-        """`sweep.*`, as given."""
+        """`sweep.*` as given."""
         self._folder = _folder_of(config, self.settings)
         with open_dict(config):
-            config.hydra.sweep.dir = str(self._folder)  # the sweeper too writes into it
+            config.hydra.sweep.dir = str(self._folder)  # the sweeper writes into it too
         self._jobs: dict[str, SweepJob] = {}
         self._sweep: Sweep | None = None
         self._warm: WarmStarter | None = None
@@ -59,7 +59,7 @@ class Launching:
 
     @property
     def sweep(self) -> Sweep:
-        """What runs the jobs; made when the first is asked for, since it asks torch for GPUs."""
+        """The sweep that runs the jobs; created for the first job, because it queries torch for GPUs."""
         if self._sweep is None:
             self._sweep = self._made()
         return self._sweep
@@ -78,14 +78,14 @@ class Launching:
         )
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
-        """Compose all jobs of a batch, then run them, and show the leaderboard so far.
+        """Compose all jobs of a batch, run them, and show the leaderboard so far.
 
         Args:
             job_overrides: the arguments of each job.
-            first: the number of the first one.
+            first: the number of the first job.
 
         Returns:
-            One `JobReturn` a job, with its exit code: a job that failed is no reason to end the search.
+            One `JobReturn` per job, with its exit code: a failed job does not end the search.
         """
         setup_globals()
         with self._warmed(len(job_overrides)):
@@ -104,7 +104,7 @@ class Launching:
         """Run all jobs of a source, and show the leaderboard.
 
         Raises:
-            StoppedError, TerminatedError: a signal ended it early.
+            StoppedError, TerminatedError: a signal ended the sweep early.
         """
         with self._warmed(source.total):
             try:
@@ -114,7 +114,7 @@ class Launching:
 
     @contextlib.contextmanager
     def _warmed(self, total: int | None) -> Iterator[None]:
-        """Start jobs as forks of a warm process while the block runs, where that pays and can be done."""
+        """Start jobs as forks of a preloaded process while the block runs, where this is possible and saves time."""
         fresh = self.sweep.start is start_fresh
         if not fresh or total == 1 or self.sweep.slots.on_gpus or not WarmStarter.is_possible():
             yield
@@ -125,15 +125,15 @@ class Launching:
         self._warm, self.sweep.start = None, start_fresh
 
     def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
-        """One point as a job.
+        """Return the job of one point.
 
         Args:
-            overrides: its arguments.
-            number: its number in the sweep; names its folder, unless a job of this folder has its config already.
-            going_on: the job whose run it goes on with, in its folder.
+            overrides: the arguments of the point.
+            number: its number in the sweep and the name of its folder, unless a job of this folder has the same config.
+            going_on: the earlier job whose run it continues, in the same folder.
 
         Raises:
-            ConfigError: what is wrong with it, or that it needs more slots than there are.
+            ConfigError: the config has problems, or needs more slots than there are.
         """
         return self._composed(list(overrides), number, going_on)[1]
 
@@ -144,9 +144,9 @@ class Launching:
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number
-        HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` asks for the job's number
+        HydraConfig.instance().set_config(config)  # `hydra.sweep.subdir` refers to the job's number
         cfg = _run_config(config)
-        if self._warm is not None and not self._kept:  # that of the first job: mostly it is that of all
+        if self._warm is not None and not self._kept:  # the dataset of the first job, which usually is that of all jobs
             self._kept = True
             if not missing_secrets({"data": cfg.data}):
                 self._warm.keep(cfg.data)
@@ -172,7 +172,7 @@ class Launching:
         return config, job
 
     def _place(self, config: DictConfig, key: str) -> tuple[str, Path]:
-        """Name and folder of a new job; those it had in an earlier sweep of this folder, where it was part of that."""
+        """Return name and folder of a job; a job of an earlier sweep in this folder keeps its own."""
         row = self.sweep.record.of(key)
         if row is not None:
             return row.job, row.folder
@@ -203,14 +203,14 @@ class Launching:
         return " ".join(line for line in map(redacted_argument, overrides) if line not in fixed)
 
     def _refuse_to_carry(self, secrets: Sequence[str]) -> None:
-        """Refuse arguments whose secrets cannot reach the process of a job; processes of this host take any."""
+        """Refuse secrets that cannot reach the process of a job; processes of this host receive all of them."""
 
 
 def _subfolder(text: str) -> str:
-    """The folder of a job, which lies below that of the sweep.
+    """Check the folder of a job, which must be below that of the sweep.
 
     Raises:
-        ConfigError: it leads elsewhere, or no file system takes it.
+        ConfigError: it is not below the sweep's folder, or no file system accepts it.
     """
     rule = path_rule(text)
     if ".." in Path(text).parts or Path(text).is_absolute() or not Path(text).parts:
@@ -221,7 +221,7 @@ def _subfolder(text: str) -> str:
 
 
 def _folder_of(config: DictConfig, settings: Settings) -> Path:
-    """Where the sweep goes: the folder that was named, or a new one."""
+    """Return the folder of the sweep: the one that was named, or a new one."""
     folder = Path(str(config.hydra.sweep.dir))
     if rule := path_rule(str(folder)):
         raise ConfigError([Problem(key="hydra.sweep.dir", value=str(folder), rule=rule, origin=COMMAND_LINE)])

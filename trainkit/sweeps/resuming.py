@@ -1,4 +1,4 @@
-"""Which result need not be made again: the identity of a job, over all keys that are not cosmetic."""
+"""Which results can be reused: the identity of a job, over all keys that are not cosmetic."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _OF_THE_SWEEP: Final = "sweep"
 
 
 def identity(cfg: RunConfig) -> str:
-    """A hash that two configs share where the result of one can stand for that of the other.
+    """Return a hash that is equal for two configs if the result of one can stand for the other's.
 
-    `name`, when to log and to save, and what concerns the sweep as a whole do not count; where and how fast it runs
-    does, unlike in the fingerprint: a point of a sweep over strategies is a point of its own. A secret does not count.
+    `name`, keys of logging and saving, and keys about the sweep as a whole do not count. Placement and speed do count,
+    unlike in the fingerprint: a sweep over strategies has separate points. Secrets do not count.
 
     Example:
         >>> one, other = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)

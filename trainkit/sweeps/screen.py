@@ -1,4 +1,4 @@
-"""What a person sees of a sweep that runs: a table that changes in a terminal, one line a change where piped."""
+"""The display of a running sweep: a live table in a terminal, or one line per change in a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STYLES: Final[Mapping[State, str]] = {
     "done": "green",
 }
 _ROOM_FOR_REST: Final = 6
-"""Lines of the terminal that are not for jobs: the counts, the head of the table, and what was typed."""
+"""Lines of the terminal that are not for jobs: the counts, the head of the table, and the command."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,11 +35,11 @@ class JobLine:
 
     name: str
     label: str
-    """What sets it apart."""
+    """What distinguishes it from the others."""
     state: State = "running"
     progress: Progress = field(default_factory=Progress)
     seconds: float | None = None
-    """From its start to its end."""
+    """Seconds from its start to its end."""
     note: str = ""
 
 
@@ -48,18 +48,18 @@ class View:
     """A sweep at one moment."""
 
     lines: Sequence[JobLine]
-    """Jobs that were started, in the order of their starts."""
+    """The jobs that were started, in the order of their starts."""
     queued: int | None
-    """Jobs that wait for a slot; None where nobody knows."""
+    """Number of jobs that wait for a slot; None if unknown."""
     in_use: int
-    """Slots that are taken."""
+    """Number of slots in use."""
     slots: int
-    """Slots that there are."""
+    """Number of slots."""
     metric: str = "metric"
-    """What the jobs go by."""
+    """The monitored metric."""
 
     def counts(self) -> str:
-        """In words.
+        """Return the counts in words.
 
         Example:
             >>> View(lines=[JobLine(name="0", label="seed=0")], queued=3, in_use=1, slots=2).counts()
@@ -72,37 +72,37 @@ class View:
 
 
 class Screen(Protocol):
-    """Where a sweep is shown."""
+    """Displays a sweep."""
 
     def say(self, text: str, *, passing: bool = False) -> None:
-        """Tell of a change; one in passing is to be seen in the table, where there is one."""
+        """Report a change; with `passing`, a table shows the change, and only a display without a table prints it."""
 
     def show(self, view: View) -> None:
-        """Take the present state; asked a few times a second."""
+        """Show the current state; called a few times a second."""
 
     def close(self) -> None:
-        """Leave the screen to others."""
+        """Release the screen."""
 
 
 class PlainScreen:
-    """One line a change, for pipes and log files."""
+    """One line per change, for pipes and log files."""
 
     def say(self, text: str, *, passing: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
         """Print it."""
         print(text, flush=True)  # noqa: T201 - the user's screen
 
     def show(self, view: View) -> None:
-        """Nothing: a change was told when it came."""
+        """Do nothing: every change was printed when it happened."""
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: no resource is open."""
 
 
 class TableScreen:
-    """A table redrawn in place by a thread of rich; what is said appears above it.
+    """A table redrawn in place by a thread of rich; messages appear above it.
 
     Args:
-        console: of the terminal.
+        console: console of the terminal.
     """
 
     def __init__(self, console: Console) -> None:
@@ -112,16 +112,16 @@ class TableScreen:
         self._view: View | None = None
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
-        # A process that is killed cannot give a hidden cursor back.
+        # A process that is killed cannot restore a hidden cursor.
         console.show_cursor(True)
 
     def say(self, text: str, *, passing: bool = False) -> None:
-        """Print it above the table."""
+        """Print a message above the table."""
         if not passing:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def show(self, view: View) -> None:
-        """Take it for the next redraw."""
+        """Set the state for the next redraw."""
         self._view = view
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ class TableScreen:
 
 
 def table_of(view: View, *, height: int) -> RenderableType:
-    """The table of a moment, for rich.
+    """Return the table of one moment, for rich.
 
     Args:
         view: what to show.
@@ -161,7 +161,7 @@ def table_of(view: View, *, height: int) -> RenderableType:
 
 
 def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
-    """Those that run, those that failed, the last that ended: as many as there is room for, in their order."""
+    """Return the running jobs, the failed ones and those that ended last, as many as fit, in order."""
     weight = {"running": 0, "failed": 1, "stopped": 2, "pruned": 3, "done": 3}
     places = sorted(range(len(lines)), key=lambda place: (weight[lines[place].state], -place))[:room]
     return [lines[place] for place in sorted(places)], len(lines) - len(places)
@@ -176,7 +176,7 @@ def _cells(line: JobLine) -> tuple[str, ...]:
 
 
 def screen_for() -> Screen:
-    """The one that suits standard output."""
+    """Return the display that suits standard output."""
     if not is_terminal(sys.stdout):
         return PlainScreen()
     from rich.console import Console  # noqa: PLC0415 - a terminal only

@@ -1,10 +1,11 @@
-"""Other engines that run the jobs of a sweep: joblib, submitit (SLURM, or this machine) and Ray.
+"""Other systems that run the jobs of a sweep: joblib, submitit (SLURM, or this machine) and Ray.
 
-The sweep itself is that of `slots`: what is retried, resumed, pruned and shown is decided here; an engine only starts
-what it is handed, and is handed one function of a module and the path of a file that describes the job.
+The sweep loop is the same as with the launcher `slots`: it decides what is retried, resumed, pruned and shown. A
+backend only starts jobs: it receives one module-level function and the path of a file that describes the job.
 
-    described   what an engine runs: the function, and what the file says
-    starting    the other side: describes jobs, hands them over, and sees how they end
-    base        what an engine is
-    local       joblib's workers; ray and submitit below their own names
+    job_spec        what a backend runs: the function, and the file that describes a job
+    remote          the sweep's side: describes jobs, submits them, and reads how they end
+    base            the interface of a backend
+    joblib_workers, ray_tasks, submitit_jobs    the backends
+    launching       the launchers of the backends
 """

@@ -1,4 +1,4 @@
-"""What an engine is that runs the jobs of a sweep."""
+"""The interface of a system that runs the jobs of a sweep."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ _WHERE = "hydra.launcher"
 
 
 class Handle(Protocol):
-    """A job that an engine has been handed."""
+    """A submitted job."""
 
     def lost(self) -> str | None:
-        """Why it will not say how it ended; None while it may, and after it has. Asked now and then."""
+        """Return why the job will never report an exit code, or None while it may. Polled."""
 
     def cancel(self) -> None:
-        """Take it back, or end it."""
+        """Remove the job from the queue, or end it."""
 
 
 class Submitter(Protocol):
-    """An engine that answers."""
+    """A connected backend."""
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Handle:
-        """Hand over a job: `run_described(path, secrets)`, with room for so many processes.
+        """Submit a job: `run_described(path, secrets)`, with resources for `slots` processes.
 
         Args:
-            path: of the file that describes it.
-            slots: its processes.
-            secrets: variables that no file may hold; none where the engine does not carry them.
+            path: path of the file that describes the job.
+            slots: number of its processes.
+            secrets: environment variables that no file may hold; empty where the backend cannot pass them.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobBackend:
-    """The base of the engines; its fields are the keys of `hydra.launcher`."""
+    """Base class of the backends; its fields are the keys of `hydra.launcher`."""
 
     name: ClassVar[str]
-    """What it is called in messages."""
+    """Name in messages."""
     packages: ClassVar[tuple[str, ...]]
-    """The packages it is made of."""
+    """The packages that it needs."""
     extra: ClassVar[str]
-    """The extra of trainkit's that installs them."""
+    """The extra of trainkit that installs them."""
 
     carries_secrets: ClassVar[bool] = False
-    """Whether it can hand variables to a job without writing them to a disk."""
+    """Whether it can pass environment variables to a job without writing them to a disk."""
 
     jobs_at_once: Annotated[int | Literal["auto"], placement, at_least(1)] = "auto"
-    """Processes whose jobs are handed over at a time; auto: a core each here, or as many as a cluster queues."""
+    """Most processes of jobs submitted at a time; auto: a core each here, or as many as a cluster queues."""
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """The engine with the keys of `hydra.launcher`.
+        """Return the backend with the keys of `hydra.launcher`.
 
         Raises:
-            ConfigError: every key that it does not know, and every value that does not fit.
+            ConfigError: every unknown key and every value that does not fit.
         """
         problems = [problem for name, value in settings.items() for problem in _problems(cls, name, value)]
         if problems:
@@ -74,27 +74,27 @@ class JobBackend:
         return cls(**settings)
 
     def require(self) -> None:
-        """Make sure that the engine is installed.
+        """Check that the backend is installed.
 
         Raises:
             MissingExtraError: it is not.
         """
         for package in self.packages:
             found = importlib.util.find_spec(package)
-            if found is None or found.origin is None:  # a folder of that name in the current one is no package
+            if found is None or found.origin is None:  # a folder of that name in the current one is not a package
                 raise MissingExtraError(key="hydra/launcher", package=package, extra=self.extra)
 
     def width(self) -> int:
-        """How many jobs of one process are handed over at a time."""
+        """Return how many single-process jobs are submitted at a time."""
         return num_cores() if self.jobs_at_once == "auto" else self.jobs_at_once
 
     def slots_of(self, processes: int) -> int:
-        """What a job of so many processes counts for among `width`."""
+        """Return how many of the `width` places a job with this number of processes takes."""
         return processes
 
     @abstractmethod
     def connect(self, folder: Path) -> AbstractContextManager[Submitter]:
-        """Start the engine, or find it; `folder` is for what it keeps. Leaving the block lets go of it."""
+        """Start the backend or connect to it; it may store files in `folder`. Leaving the block disconnects."""
 
 
 def _problems(kind: type, name: str, value: Any) -> list[Problem]:

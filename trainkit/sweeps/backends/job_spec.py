@@ -1,7 +1,7 @@
-"""What an engine runs, wherever it likes: a job that a file describes. Nothing but the path of that file is pickled.
+"""A job that a file describes and any backend can run. Only the path of this file is pickled.
 
-.jobs/NUMBER.json     command, variables, folder, who waits for it
-.jobs/NUMBER.asked    what it is to be told, a line each: SIGINT, SIGTERM, SIGKILL
+.jobs/NUMBER.json     command, environment, folder, the process that waits for it
+.jobs/NUMBER.asked    signals requested for it, one per line: SIGINT, SIGTERM, SIGKILL
 .jobs/NUMBER.ended    its exit code
 """
 
@@ -30,31 +30,31 @@ __all__ = ["Driver", "JobSpec", "asked_file", "end_with", "ended_file", "run_des
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"
 _NOW: Final[list[WorkerGroup]] = []
-"""The job that this process runs, for those who interrupt it."""
+"""The job that this process runs, for signal handlers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The process that waits for the jobs: on its host they end with it."""
+    """The process that waits for the jobs; jobs on its host end with it."""
 
     host: str
     pid: int
     begun: str
-    """When it started, in ticks since the start of the system: a number may be given away again."""
+    """Its start time in ticks since boot: the number of a process can be reused."""
 
     @classmethod
     def here(cls) -> Driver:
-        """The one that calls."""
+        """Return the calling process as driver."""
         return cls(host=_host(), pid=os.getpid(), begun=_begun(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
-        """Whether it has ended; not known of another host."""
+        """Whether it has exited; always False for a process of another host."""
         return _host() == self.host and _begun(self.pid) != self.begun
 
 
 def _host() -> str:
-    """What has the same process numbers: machines, and containers on them, may share their name."""
+    """Return what identifies the process table: machines, and containers on them, may share a host name."""
     found = [socket.gethostname()]
     with contextlib.suppress(OSError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
@@ -63,7 +63,7 @@ def _host() -> str:
 
 
 def _begun(pid: int) -> str:
-    """Empty for a process that has ended; elsewhere than on Linux, known by its number alone."""
+    """Return the start time; empty for a process that has exited. Without /proc, the number alone."""
     if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
@@ -80,64 +80,64 @@ def _begun(pid: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobSpec:
-    """A job as a file says it."""
+    """The description of a job in its file."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]
-    """What it finds there besides the environment of the engine's process."""
+    """Environment variables in addition to the environment of the backend's process."""
     cwd: str
-    """Where the sweep was started: relative paths begin there."""
+    """The folder in which the sweep was started; relative paths begin there."""
     log: str
-    """Takes what it prints; in its run folder."""
+    """The file for its output, in its run folder."""
     driver: Driver
 
     def write(self, path: Path) -> None:
-        """Describe it, for this user alone to read."""
+        """Write the description, readable only by this user."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch(mode=0o600)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> JobSpec:
-        """What a file describes."""
+        """Read the description of a job."""
         told = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
         return cls(**{**told, "command": tuple(told["command"]), "driver": Driver(**told["driver"])})
 
     @property
     def line(self) -> Sequence[str]:
-        """The command; of a run that has begun already, one that goes on with it."""
+        """The command; for a run that has already begun, the command that resumes it."""
         begun = (Path(self.cwd) / self.log).with_name(_BEGUN).is_file()
         goes_on = any(word.startswith("resume=") for word in self.command)
         return (*self.command, "resume=auto") if begun and not goes_on else self.command
 
 
 def asked_file(path: Path) -> Path:
-    """Where a job is told what to do."""
+    """Return the file with the signals requested for a job."""
     return path.with_suffix(".asked")
 
 
 def ended_file(path: Path) -> Path:
-    """Where a job says how it ended."""
+    """Return the file with the exit code of a job."""
     return path.with_suffix(".ended")
 
 
 def end_with(driver: Driver) -> None:
-    """End this process with the one that waits for its jobs, whether it has one or not: for workers that are kept."""
+    """Exit this process when the driver exits, with or without a running job: for workers that are reused."""
 
     def watch() -> None:
         while not driver.is_gone:
             time.sleep(_POLL_S)
-        os._exit(1)  # its job ends with it
+        os._exit(1)  # the job of this process ends with it
 
     threading.Thread(target=watch, name="end with the sweep", daemon=True).start()
 
 
 def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
-    """Run a job to its end; what every engine calls.
+    """Run a job to its end; every backend calls this function.
 
     Args:
-        path: of the file that describes it.
-        secrets: variables of its environment that the file does not hold.
+        path: path of the file that describes the job.
+        secrets: environment variables that the file does not hold.
 
     Returns:
         Its exit code.
@@ -146,7 +146,7 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
     told = JobSpec.read(place)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
     log = Path(told.cwd) / told.log
-    if not log.with_name(_BEGUN).is_file():  # killed before it began, its run would take the folder for another's
+    if not log.with_name(_BEGUN).is_file():  # left by a run killed before it began
         discard_lock(log.with_name(".lock"))
     with WorkerGroup(0, exits.put) as group:
         environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ, **(secrets or {})}
@@ -156,13 +156,13 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
             code = _watched(group, exits, asked_file(place), told.driver)
         finally:
             _NOW.remove(group)
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # one of the tasks of a job speaks for all
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # one task of a job reports for all
         write_atomically(ended_file(place), str(code))
     return code
 
 
 def _watched(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], asked: Path, driver: Driver) -> int:
-    """Wait for the end, and pass on what is asked meanwhile."""
+    """Wait for the end of a job, and forward the requested signals."""
     seen = 0
     while True:
         try:
@@ -181,7 +181,7 @@ def _watched(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], asked: P
 
 
 def _requeued(path: str) -> Any:
-    """What submitit calls where its job is preempted or its time is up: the run saves, and goes on in a later job.
+    """Resubmit a job that is preempted or out of time, called by submitit: the run saves and continues in a later job.
 
     Source: https://github.com/facebookincubator/submitit/blob/main/docs/checkpointing.md
     """
@@ -195,4 +195,4 @@ def _requeued(path: str) -> Any:
     return DelayedSubmission(run_described, path)
 
 
-run_described.checkpoint = _requeued  # type: ignore[attr-defined]  # where submitit looks for it
+run_described.checkpoint = _requeued  # type: ignore[attr-defined]  # submitit looks for this attribute

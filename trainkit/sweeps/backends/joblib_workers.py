@@ -1,4 +1,4 @@
-"""joblib: its worker processes on this machine, which it keeps from one job to the next."""
+"""joblib: worker processes on this machine, which run one job after another."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Joblib(JobBackend):
     carries_secrets: ClassVar[bool] = True  # through the pipe of a worker
 
     @contextmanager
-    def connect(self, folder: Path) -> Iterator[_Workers]:  # noqa: ARG002 - it keeps nothing
-        """Start as many workers as jobs run at once, each when it is needed; afterwards they end."""
+    def connect(self, folder: Path) -> Iterator[_Workers]:  # noqa: ARG002 - it stores nothing
+        """Start workers when jobs need them, as many as run at once; stop them at the end of the block."""
         from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415 - only where it is used
 
         executor = get_reusable_executor(
@@ -45,7 +45,7 @@ class _Workers:
     executor: Any
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Future:  # noqa: ARG002 - the width counts them
-        """Hand over a job."""
+        """Submit a job."""
         return _Future(self.executor.submit(run_described, path, dict(secrets)))
 
 
@@ -54,12 +54,12 @@ class _Future:
     future: Any
 
     def lost(self) -> str | None:
-        """What the worker died of."""
+        """Return the exception that ended the worker, if any."""
         if not self.future.done() or self.future.cancelled():
             return "joblib: the job was cancelled." if self.future.cancelled() else None
         error = self.future.exception()
         return None if error is None else f"joblib: {type(error).__name__}: {error}"
 
     def cancel(self) -> None:
-        """Take it back, where it waits."""
+        """Cancel the job if it has not started."""
         self.future.cancel()

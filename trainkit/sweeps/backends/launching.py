@@ -1,4 +1,4 @@
-"""The launchers `joblib`, `submitit_local`, `submitit_slurm` and `ray`: the sweep of `slots` on another engine."""
+"""The launchers `joblib`, `submitit_local`, `submitit_slurm` and `ray`: the sweep loop of `slots` with a backend."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ ENGINES: Final[Mapping[str, tuple[str, str]]] = {
     "submitit_local": ("submitit_jobs", "SubmititLocal"),
     "submitit_slurm": ("submitit_jobs", "SubmititSlurm"),
 }
-"""Launcher -> module and class of its engine."""
+"""Launcher -> module and class of its backend."""
 
 
 class EngineLaunching(Launching):
-    """Composes jobs and has an engine run them; lives as long as the sweep.
+    """Composes jobs and runs them with a backend, for the duration of a sweep.
 
     Args:
-        hydra_context: knows how to compose a job, and the command that runs one.
-        config: of the sweep.
+        hydra_context: composes a job, and returns the command that runs it.
+        config: config of the sweep.
         launcher: one of `ENGINES`.
-        keys: of `hydra.launcher`.
+        keys: the keys of `hydra.launcher`.
 
     Raises:
-        ConfigError: keys that do not fit; the engine is not installed.
+        ConfigError: a key does not fit.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class EngineLaunching(Launching):
         )
 
     def run(self, source: JobSource) -> None:
-        """Run all jobs of a source on the engine, and show the leaderboard."""
+        """Run all jobs of a source with the backend, and show the leaderboard."""
         with self._engine.connect(self._folder / FOLDER) as submitter, self._remote.connected(submitter):
             super().run(source)
 
@@ -84,10 +84,10 @@ class EngineLaunching(Launching):
 
 
 class _Width(Slots):
-    """Places for jobs that another engine has the devices of."""
+    """Slots for jobs whose devices another system assigns."""
 
     def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Jobs that are wider than all that is handed over at a time."""
+        """Return problems of jobs that have more processes than are submitted at a time."""
         key = "hydra.launcher.jobs_at_once"
         return [
             Problem(

@@ -1,4 +1,4 @@
-"""Ray: jobs as tasks of a cluster, wherever it has room for them."""
+"""Ray: jobs as tasks of a cluster, placed where it has resources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MANY: Final = 256
 
 @dataclass(frozen=True, kw_only=True)
 class RayTasks(JobBackend):
-    """Run jobs on a Ray cluster, or on a Ray of this machine's own, started for the sweep.
+    """Run jobs on a Ray cluster, or on a Ray instance started on this machine for the sweep.
 
     Source: https://docs.ray.io/en/latest/ray-core/tasks.html
     """
@@ -33,17 +33,17 @@ class RayTasks(JobBackend):
     address: Annotated[str | None, placement] = None
     """The cluster: HOST:PORT, or auto for the one that this host is part of; null starts Ray here, for this sweep."""
     cpus_per_process: Annotated[float, placement, above(0)] = 1.0
-    """Cores that Ray keeps free for each process of a job."""
+    """Cores that Ray reserves for each process of a job."""
     gpus_per_process: Annotated[float | Literal["auto"], placement, at_least(0)] = "auto"
-    """GPUs for each; less than 1 shares one; auto: one where this host has GPUs."""
+    """GPUs for each process; less than 1 shares a GPU; auto: one where this host has GPUs."""
 
     def width(self) -> int:
-        """On a cluster, more than it has room for: Ray queues them, and an autoscaler sees what is wanted."""
+        """Return more jobs than a cluster has room for: Ray queues them, and its autoscaler sees the demand."""
         return _MANY if self.jobs_at_once == "auto" and self.address is not None else super().width()
 
     @contextmanager
-    def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it keeps nothing
-        """Start Ray here, or join the cluster."""
+    def connect(self, folder: Path) -> Iterator[_Cluster]:  # noqa: ARG002 - it stores nothing
+        """Start Ray here, or connect to the cluster."""
         cpus = max(1, int(self.width() * self.cpus_per_process + 0.999))
         with ray_session(self.address, num_cpus=cpus) as ray:
             gpus = self.gpus_per_process
@@ -59,7 +59,7 @@ class _Cluster:
     gpus: float
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _Task:  # noqa: ARG002 - a job with secrets is refused before
-        """Hand over a job with room for its processes; what failed is tried again by the sweep, not by Ray."""
+        """Submit a job with resources for its processes; the sweep retries failed jobs, not Ray."""
         task = self.ray.remote(run_described).options(
             num_cpus=self.cpus * slots, num_gpus=self.gpus * slots, max_retries=0
         )
@@ -72,7 +72,7 @@ class _Task:
     reference: Any
 
     def lost(self) -> str | None:
-        """What the task, or its node, died of."""
+        """Return why the task, or its node, was lost, if it was."""
         done, _ = self.ray.wait([self.reference], timeout=0)
         if not done:
             return None

@@ -1,4 +1,4 @@
-"""Handing jobs to an engine: each is described in a file, and what becomes of it is read from another."""
+"""Submit jobs to a backend: one file describes a job, another holds its exit code."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from trainkit.sweeps.loop.processes import JobCommand
 __all__ = ["FOLDER", "Remote"]
 
 FOLDER: Final = ".jobs"
-"""Where the jobs of a sweep are described, in its folder."""
+"""The subfolder of a sweep's folder with the descriptions of its jobs."""
 
 _LOOK_S: Final = 0.2
 _KILL_S: Final = 10.0
-"""How long a job has to end once it is told to; the engine is told next."""
+"""Time for a job to exit after SIGKILL was requested; then the backend ends it."""
 _LATE_S: Final = 3.0
-"""How long the file of a job that has ended may take to be seen: the folder may be another host's."""
+"""Time until the exit code file of an ended job must be visible: the folder may be on another host."""
 _LOST: Final = 1
-"""The exit code of a job that an engine lost."""
+"""The exit code of a job that a backend lost."""
 
 
 @dataclass(kw_only=True)
 class _Remote:
-    """A job that an engine has."""
+    """A job that was submitted to a backend."""
 
     number: int
     path: Path
@@ -47,11 +47,11 @@ class _Remote:
     lost_at: float | None = None
 
     def signal(self, number: Signals) -> None:
-        """Ask for it, where it runs: it looks several times a second."""
+        """Request a signal for the job, which polls for requests several times a second."""
         self._ask(number)
 
     def kill(self) -> None:
-        """End it now, and wait; the engine ends one that does not."""
+        """End the job now and wait; if it does not exit, the backend ends it."""
         if self.over.is_set():
             return
         self._ask(SIGKILL)
@@ -64,7 +64,7 @@ class _Remote:
             file.write(f"{number.name}\n".encode())
 
     def look(self, now: float) -> int | None:
-        """Its exit code, once it has ended or is lost."""
+        """Return the exit code if the job has ended or is lost."""
         with contextlib.suppress(UnreadableError, ValueError):
             return int(read_text(ended_file(self.path), limit=32))
         why = self.handle.lost()
@@ -80,11 +80,11 @@ class _Remote:
 
 
 class Remote:
-    """Starts jobs by an engine.
+    """Starts jobs with a backend.
 
     Args:
-        folder: of the sweep.
-        slots_of: how many slots the job has whose folder is given.
+        folder: the folder of the sweep.
+        slots_of: returns the number of slots of the job with a given folder.
     """
 
     def __init__(self, folder: Path, slots_of: Callable[[Path], int]) -> None:
@@ -94,7 +94,7 @@ class Remote:
 
     @contextlib.contextmanager
     def connected(self, submitter: Submitter) -> Iterator[None]:
-        """Use an engine while the block runs."""
+        """Use a backend while the block runs."""
         self._submitter = submitter
         ended = threading.Event()
         thread = threading.Thread(target=self._look, args=(ended,), name="jobs of the engine", daemon=True)
@@ -107,10 +107,10 @@ class Remote:
             self._submitter = None
 
     def __call__(self, job: JobCommand) -> _Remote:
-        """Describe a job and hand it over."""
+        """Describe a job and submit it."""
         if self._submitter is None:
             raise RuntimeError("there is no engine to hand the job to")
-        # not only the number: a job of a sweep that was killed may still run, on another host
+        # Not the number alone: a job of a sweep that was killed may still run on another host.
         path = (self._folder / FOLDER / f"{int(time.time())}_{job.number}.json").absolute()
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}
         described = JobSpec(
@@ -127,7 +127,7 @@ class Remote:
         return remote
 
     def _look(self, ended: threading.Event) -> None:
-        """Report every job's end, once."""
+        """Report the end of every job, once."""
         while not ended.wait(_LOOK_S):
             for job in [one for one in self._jobs if not one.over.is_set()]:
                 code = job.look(time.monotonic())

@@ -1,4 +1,4 @@
-"""submitit: jobs as jobs of SLURM, in arrays; or as processes of this machine, to try the same without it."""
+"""submitit: jobs of SLURM, submitted as arrays; or processes of this machine, to try the same without SLURM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainkit.sweeps.backends.job_spec import run_described
 __all__ = ["SubmititLocal", "SubmititSlurm"]
 
 _GATHER_S: Final = 0.5
-"""Jobs that come within so many seconds of one another are one array."""
+"""Jobs submitted within this time of one another form one array."""
 _MANY: Final = 256
 
 
@@ -38,22 +38,22 @@ class SubmititLocal(JobBackend):
     cluster: ClassVar[str] = "local"
 
     timeout_min: Annotated[int, placement, at_least(1)] = 1440
-    """Minutes that a job may take."""
+    """Time limit of a job in minutes."""
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit is told of a job."""
+        """Return submitit's parameters of a job."""
         return {"timeout_min": self.timeout_min}
 
     def constants(self) -> dict[str, Any]:
-        """What it is told once."""
+        """Return submitit's parameters of the executor."""
         return {}
 
     @contextmanager
     def connect(self, folder: Path) -> Iterator[_Executor]:
-        """Jobs are handed over a moment after they come, together; those that are left are cancelled."""
+        """Connect; jobs are submitted together after a short delay, and remaining ones are cancelled at the end."""
         import submitit  # noqa: PLC0415 - only where it is used
 
-        logging.getLogger("submitit").setLevel(logging.ERROR)  # it tells of every call of sacct that fails
+        logging.getLogger("submitit").setLevel(logging.ERROR)  # it warns about every failing call of sacct
         made = submitit.AutoExecutor(folder=folder / "submitit", cluster=self.cluster, **self.constants())
         made.update_parameters(**self.parameters())
         executor = _Executor(made, arrays=self.cluster == "slurm")
@@ -65,7 +65,7 @@ class SubmititLocal(JobBackend):
 
 @dataclass(frozen=True, kw_only=True)
 class SubmititSlurm(SubmititLocal):
-    """Run jobs as arrays of SLURM, one task a node; a job that is preempted or out of time saves and is queued again.
+    """Run jobs as arrays of SLURM, one task per node; a job that is preempted or out of time saves and is requeued.
 
     Source: https://github.com/facebookincubator/submitit/blob/main/docs/checkpointing.md
     """
@@ -73,11 +73,11 @@ class SubmititSlurm(SubmititLocal):
     cluster: ClassVar[str] = "slurm"
 
     partition: Annotated[str | None, placement] = None
-    """Where jobs are queued; null: SLURM's default."""
+    """The partition in which jobs are queued; null: SLURM's default."""
     nodes: Annotated[int, placement, at_least(1)] = 1
     """Nodes of a job; more than one is for strategy=multi_worker_mirrored."""
     tasks_per_node: Annotated[int, placement, at_least(1)] = 1
-    """Processes that SLURM starts on each; one, which starts those of its node itself."""
+    """Processes that SLURM starts on each node; with one, it starts the other processes of its node itself."""
     gpus_per_node: Annotated[int, placement, at_least(0)] = 0
     """GPUs of a job on each of its nodes."""
     cpus_per_task: Annotated[int | None, placement, at_least(1)] = None
@@ -85,22 +85,22 @@ class SubmititSlurm(SubmititLocal):
     mem_gb: Annotated[float | None, placement, at_least(0)] = None
     """Memory of each node; null: SLURM's default."""
     save_s: Annotated[int, placement, at_least(1)] = 90
-    """Seconds before its time is up in which a job is told to save."""
+    """Seconds before the time limit at which a job is asked to save."""
     max_requeues: Annotated[int, placement, at_least(0)] = 3
-    """Times that a job whose time is up is queued again; a preempted one always is."""
+    """How often a job that reached its time limit is requeued; a preempted one always is."""
     additional: Annotated[dict[str, Any], placement] = field(default_factory=dict)
     """Further options of sbatch by their long names, {account: lab, qos: low}."""
 
     def width(self) -> int:
-        """The most jobs that SLURM has at a time: it decides itself when each starts."""
+        """Return the largest number of jobs queued in SLURM at a time; SLURM decides when each starts."""
         return _MANY if self.jobs_at_once == "auto" else self.jobs_at_once
 
-    def slots_of(self, processes: int) -> int:  # noqa: ARG002 - whatever it starts in its allocation
-        """A job is one."""
+    def slots_of(self, processes: int) -> int:  # noqa: ARG002 - the processes share its allocation
+        """Return 1: a job takes one place, however many processes it has."""
         return 1
 
     def require(self) -> None:
-        """Make sure that submitit and SLURM's commands are here."""
+        """Check that submitit and SLURM's commands are installed."""
         super().require()
         import shutil  # noqa: PLC0415 - for this only
 
@@ -111,7 +111,7 @@ class SubmititSlurm(SubmititLocal):
             raise ConfigError([Problem(key="hydra/launcher", value="submitit_slurm", rule=rule)])
 
     def parameters(self) -> dict[str, Any]:
-        """What submitit is told of a job."""
+        """Return submitit's parameters of a job."""
         told = {
             "slurm_partition": self.partition,
             "gpus_per_node": self.gpus_per_node or None,
@@ -130,12 +130,12 @@ class SubmititSlurm(SubmititLocal):
         }
 
     def constants(self) -> dict[str, Any]:
-        """How often a job may run out of time."""
+        """Return submitit's limit on how often a job may reach its time limit."""
         return {"slurm_max_num_timeout": self.max_requeues}
 
 
 class _Executor:
-    """Hands over what came in the last moment, as one array where the cluster has such."""
+    """Submits jobs that arrive close together, as one array where the cluster has arrays."""
 
     def __init__(self, executor: Any, *, arrays: bool) -> None:
         self._executor, self._arrays = executor, arrays
@@ -145,7 +145,7 @@ class _Executor:
         self._timer: threading.Timer | None = None
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _SubmittedJob:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
-        """Take a job."""
+        """Queue a job for submission."""
         job = _SubmittedJob(path)
         with self._lock:
             self._waiting.append(job)
@@ -171,7 +171,7 @@ class _Executor:
                 job.handed = one
 
     def close(self) -> None:
-        """Cancel what is left."""
+        """Cancel the remaining jobs."""
         with self._lock:
             timer, self._timer = self._timer, None
         if timer is not None:
@@ -194,7 +194,7 @@ class _SubmittedJob:
         return self.handed is not None and bool(self.handed.paths.result_pickle.exists())
 
     def lost(self) -> str | None:
-        """Why submitit has no result, or none that says anything; SLURM may not know of jobs that are over."""
+        """Return why submitit has no exit code; SLURM may have forgotten jobs that have ended."""
         if self.refused is not None or self.handed is None:
             return self.refused
         with contextlib.suppress(subprocess.SubprocessError, OSError):
@@ -206,7 +206,7 @@ class _SubmittedJob:
         return None if error is None else f"submitit: {str(error).splitlines()[-1]}"
 
     def cancel(self) -> None:
-        """Take it back, or end it."""
+        """Remove the job from the queue, or end it."""
         self.wanted = False
         if self.handed is not None:
             with contextlib.suppress(subprocess.SubprocessError, OSError):

@@ -1,1 +1,1 @@
-"""The loop of a sweep: which job runs when, on which devices, in which process."""
+"""The loop of a sweep: when each job runs, on which devices, and in which process."""

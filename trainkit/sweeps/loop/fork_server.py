@@ -1,4 +1,4 @@
-"""Starting jobs as forks of a warm process; the sweep's side of `trainkit.sweeps.loop.fork_server_main`."""
+"""Start jobs as forks of a preloaded process; the client of `trainkit.sweeps.loop.fork_server_main`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _ENTRY: Final = (sys.executable, "-m", "trainkit")
 
 
 class WarmStarter(ForkServerClient):
-    """Starts jobs of trainkit as forks of one process that has imported all they need, others afresh.
+    """Starts trainkit jobs as forks of one process that has imported their modules, and other jobs as new processes.
 
-    The process is started with the block and ended with it; a job that is asked for before it is ready waits for it.
+    The preloaded process starts and ends with the block; a job that is started before it is ready waits.
 
     Args:
-        environ: what every job finds in its environment besides that of this process: its threads.
+        environ: environment variables of every job in addition to those of this process: its number of threads.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -34,5 +34,5 @@ class WarmStarter(ForkServerClient):
         return started_in(ForkedGroup(self, _ENTRY, job.number, job.report), job)
 
     def keep(self, data: Mapping[str, Any]) -> None:
-        """Let all jobs that come share a dataset, where it is one that can be shared; else each reads its own."""
+        """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""
         self.broadcast({"data": dict(data)})

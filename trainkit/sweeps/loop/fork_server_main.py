@@ -1,8 +1,8 @@
-"""A warm process: it has imported torch and trainkit, and each job of a sweep is a fork of it.
+"""The preloaded process: it has imported torch and trainkit, and each job of a sweep is a fork of it.
 
-Importing them is most of what a short job costs; the dataset is read once for all of them, too.
+The imports take most of the time of a short job. The dataset is read once for all jobs, too.
 
-`python -m trainkit.sweeps.loop.fork_server_main DESCRIPTOR`, that of its end of a socket.
+`python -m trainkit.sweeps.loop.fork_server_main DESCRIPTOR`: the descriptor of its end of a socket.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from trainkit.run.process.fork_server import ForkServer, enter_child, preload
 __all__ = ["main"]
 
 _IMPORTED: Final = (
-    "torch._dynamo",  # creating an optimizer does it
+    "torch._dynamo",  # creating an optimizer imports it
     "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api", "trainkit.config.check",
     "trainkit.config.compose.jobs", "trainkit.run.runner", "trainkit.run.supervisor.supervisor",
 )  # fmt: skip
-"""What the command of a job imports; by name, since it is what stands above sweeps that a job runs."""
+"""What the command of a job imports; given by name, because these modules are in higher layers than sweeps."""
 
 
 def _keep(content: dict[str, Any]) -> None:
-    """Read a dataset for all jobs; one that cannot be read is theirs to tell of."""
+    """Read a dataset for all jobs; if it cannot be read, the jobs report the error."""
     from trainkit.data.splits import keep_splits  # noqa: PLC0415 - imports torch, which has been done by now
 
     with contextlib.suppress(Exception):
@@ -37,7 +37,7 @@ def _keep(content: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Fork jobs until the sweep is gone; returns the exit code, in a fork that of the job."""
+    """Fork jobs until the sweep ends; return the exit code, in a fork that of its job."""
     link = socket.socket(fileno=int(arguments[0]))
     preload(_IMPORTED)
     order = ForkServer(link, _keep).serve()

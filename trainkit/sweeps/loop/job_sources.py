@@ -1,4 +1,4 @@
-"""What a sweep runs: jobs, and the sources they come from."""
+"""The jobs of a sweep, and the sources that produce them."""
 
 from __future__ import annotations
 
@@ -17,51 +17,51 @@ class SweepJob:
     """One run of a sweep."""
 
     name: str
-    """What the leaderboard calls it: its folder, relative to the sweep's."""
+    """Name on the leaderboard: its folder, relative to the sweep's."""
     folder: Path
-    """Where its run goes; where it holds a run already, that run goes on."""
+    """The folder of its run; a run that is already there is resumed."""
     overrides: tuple[str, ...]
     """All arguments of this run, without secrets."""
     command: tuple[str, ...]
-    """The process to start, without secrets."""
+    """The command of its process, without secrets."""
     slots: int = 1
-    """How many it takes."""
+    """Number of slots that it takes."""
     config: str = ""
-    """A hash of every key that is not cosmetic: with the same one, a result need not be made again."""
+    """A hash of every key that is not cosmetic: jobs with the same hash have the same result."""
     label: str = ""
-    """What sets it apart from the others, in a line; empty: its name does."""
+    """Its arguments that differ from the other jobs, in one line; empty: the name alone identifies it."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables of its environment that hold what its command line lacks; in no file."""
+    """Environment variables that hold secrets missing on its command line; not in any file."""
 
 
 class JobSource(Protocol):
-    """Where the jobs of a sweep come from: a list of them, or a search that learns from those that have ended."""
+    """Produces the jobs of a sweep: a list, or a search that depends on the results of ended jobs."""
 
     @property
     def total(self) -> int | None:
-        """Jobs in all; None where that is not known."""
+        """Number of all jobs; None if not known."""
 
     @property
     def exhausted(self) -> bool:
-        """Whether no further job will come, whatever those that run will give."""
+        """Whether no further job will come, whatever the results of the running ones."""
 
     def next(self) -> SweepJob | None:
-        """The next job to run; None: none until another has ended. Asked when a slot is free."""
+        """Return the next job to run; None if there is none until another has ended. Called when a slot is free."""
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """A job has ended, after the last of its tries; what it gave stands in its folder.
+        """Receive the end of a job after its last try; its results are in its folder.
 
         Args:
-            job: as `next` gave it.
-            code: its exit code; 0 also for one that need not be run, because its result is there already.
+            job: the job, as returned by `next`.
+            code: its exit code; also 0 for a job that need not run because its result exists.
         """
 
     def watch(self, job: SweepJob) -> bool:
-        """Whether to stop a job that runs, in good order; asked about twice a second."""
+        """Return whether a running job should stop gracefully; called about twice a second."""
 
 
 class JobList:
-    """Jobs that are all known beforehand; those that take most slots come first, so that the last ones fill the gaps.
+    """Jobs that are all known in advance, those with most slots first, so that small ones fill the gaps.
 
     Example:
         >>> wide, narrow = (
@@ -84,23 +84,23 @@ class JobList:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all have been handed out."""
+        """Whether every job was returned by `next`."""
         return not self._waiting
 
     def next(self) -> SweepJob | None:
-        """The next one."""
+        """Return the next job."""
         return self._waiting.popleft() if self._waiting else None
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """Nothing follows from it."""
+        """Do nothing."""
 
-    def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - a list has no opinion
+    def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - the jobs of a list run to their end
         """Never."""
         return False
 
 
 def free_folder(folder: Path, taken: Iterable[Path] = ()) -> Path:
-    """The folder, or the same with -2, -3 ... where it exists or is taken."""
+    """Return the folder, or the first of FOLDER-2, FOLDER-3 ... that neither exists nor is taken."""
     others = set(taken)
     for number in itertools.count(1):
         candidate = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")

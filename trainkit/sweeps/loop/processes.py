@@ -1,4 +1,4 @@
-"""The processes of jobs: each a session of its own, that ends with this process also where that is killed."""
+"""The processes of jobs: each has its own session, and ends with this process even if this one is killed."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ __all__ = ["JobCommand", "JobProcess", "Starter", "start_fresh", "started_in"]
 
 
 class JobProcess(Protocol):
-    """A job that runs."""
+    """A running job."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and its children none."""
+        """Send the process a signal, but not its children."""
 
     def kill(self) -> None:
-        """End it and all its children now, and wait until they are gone; nothing where it has ended."""
+        """Kill the process and all its children, and wait until they are gone; no effect if it has exited."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobCommand:
-    """What it takes to start the process of a job."""
+    """The parameters for starting the process of a job."""
 
     number: int
-    """What `report` calls it, as its attempt."""
+    """The number passed to `report`, as the attempt."""
     command: Sequence[str]
-    """What to start."""
+    """The command to start."""
     environ: Mapping[str, str]
-    """What it finds there besides the environment of this process."""
+    """Environment variables in addition to those of this process."""
     log: Path
-    """Takes what it prints."""
+    """The file for the output."""
     report: Callable[[ProcessExit], None]
-    """Is told of its end, from another thread."""
+    """Called when the process exits, in another thread."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Further variables of its environment, which are in no file."""
+    """Further environment variables, which are not in any file."""
 
     @property
     def whole_environ(self) -> dict[str, str]:
-        """All that it finds there. A job that is killed keeps what it printed."""
+        """The complete environment. Output is unbuffered, so that a job that is killed keeps it."""
         return {**os.environ, "PYTHONUNBUFFERED": "1", **self.environ, **self.secrets}
 
 
@@ -52,7 +52,7 @@ Starter = Callable[[JobCommand], JobProcess]
 
 
 def start_fresh(job: JobCommand) -> JobProcess:
-    """Start an interpreter of its own for a job."""
+    """Start a new interpreter for a job."""
     return started_in(WorkerGroup(job.number, job.report), job)
 
 

@@ -1,4 +1,4 @@
-"""Slots: the GPUs or cores of this machine that jobs run on, and who has which."""
+"""Slots: the GPUs or cores of this machine that jobs run on, and which job has which."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ _THREADS: Final = "OMP_NUM_THREADS"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotLease:
-    """The slots of one job."""
+    """The slots assigned to one job."""
 
     places: tuple[int, ...]
     """Numbers of the devices."""
     environ: Mapping[str, str]
-    """What shows them to the job, and no others."""
+    """Environment variables that make these devices visible to the job, and no others."""
 
 
 class Slots:
-    """Hands out slots, and takes them back.
+    """Assigns slots to jobs, and takes them back.
 
-    Cores are not pinned: two sweeps on one machine would pin to the same ones. The number of threads holds a job to
-    its share.
+    Cores are not pinned: two sweeps on one machine would pin their jobs to the same cores. The number of threads limits
+    a job to its share.
 
     Args:
-        gpus: names of the GPUs, as `CUDA_VISIBLE_DEVICES` takes them; empty: slots are shares of the cores.
-        count: devices, or shares of the cores.
+        gpus: names of the GPUs, as in `CUDA_VISIBLE_DEVICES`; empty: slots are shares of the cores.
+        count: number of devices, or of shares of the cores.
         jobs_per_device: jobs that may share a device.
-        threads: of each process of a job.
+        threads: number of threads of each process of a job.
 
     Example:
         >>> slots = Slots(gpus=["0", "1", "2"], count=3, threads=4)
@@ -53,16 +53,16 @@ class Slots:
 
     @classmethod
     def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
-        """Those of this machine, as the config wants them.
+        """Return the slots of this machine that the config asks for.
 
         Args:
             settings: `sweep.*`.
             num_gpus: GPUs that this process sees.
-            num_cores: cores that it may use.
+            num_cores: cores that this process may use.
             environ: `CUDA_VISIBLE_DEVICES` names the GPUs, `OMP_NUM_THREADS` the threads of a process.
 
         Raises:
-            ConfigError: more than there are, or an option without effect here.
+            ConfigError: more slots than the machine has, or an option without effect here.
         """
         wanted: int = 0 if settings.slots == "auto" else settings.slots
         given = environ.get(_THREADS, "")
@@ -76,22 +76,22 @@ class Slots:
 
     @property
     def count(self) -> int:
-        """Devices: the most that one job can take."""
+        """Number of devices: the most slots that one job can take."""
         return len(self._room)
 
     @property
     def total(self) -> int:
-        """Places for jobs of one slot."""
+        """Number of single-slot jobs that fit."""
         return self.count * self.jobs_per_device
 
     @property
     def in_use(self) -> int:
-        """Places that are taken."""
+        """Number of these places that are taken."""
         return self.total - sum(self._room)
 
     @property
     def free(self) -> int:
-        """The most that a job can be given now."""
+        """The most slots that a job can get now."""
         return sum(room > 0 for room in self._room)
 
     @property
@@ -101,14 +101,14 @@ class Slots:
 
     @property
     def threads(self) -> Mapping[str, str]:
-        """What gives a process its number of threads."""
+        """The environment variable that sets the number of threads of a process."""
         return {} if self._threads is None else {_THREADS: str(self._threads)}
 
     def take(self, wanted: int) -> SlotLease:
-        """Give a job slots, on the devices that have most room.
+        """Assign slots to a job, on the devices with most room.
 
         Raises:
-            ValueError: there are not so many free.
+            ValueError: there are not enough free slots.
         """
         if wanted > self.free:
             raise ValueError(f"{wanted} slots are asked for, and {self.free} are free")
@@ -120,15 +120,15 @@ class Slots:
         return SlotLease(places=places, environ={**self.threads, **({} if names is None else {_VISIBLE: names})})
 
     def give_back(self, grant: SlotLease) -> None:
-        """Take slots back from a job that has ended."""
+        """Take the slots of an ended job back."""
         for place in grant.places:
             self._room[place] += 1
 
     def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Jobs that need more slots than there are.
+        """Return problems of jobs that need more slots than there are.
 
         Args:
-            wanted: what sets a job apart, and how many it takes.
+            wanted: label and number of slots of each job.
         """
         what = "GPUs" if self.on_gpus else "slots"
         return [
@@ -143,12 +143,12 @@ class Slots:
 
 
 def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
-    """What is wrong with a strategy on its own GPUs alone and not on all of them: devices that it names by number.
+    """Return problems of a strategy that arise on the job's GPUs alone: devices that it names by number.
 
     Args:
-        problems_on: the strategy's problems on a host of so many GPUs.
-        there: GPUs of the sweep.
-        own: those of the job.
+        problems_on: returns the strategy's problems on a host with a given number of GPUs.
+        there: number of GPUs of the sweep.
+        own: number of GPUs of the job.
     """
     known = {problem.key for problem in problems_on(there)}
     return [
@@ -171,6 +171,6 @@ def _problems(settings: Settings, num_gpus: int) -> list[Problem]:
 
 
 def _names(environ: Mapping[str, str], num_gpus: int) -> list[str]:
-    """The GPUs that are visible, as the variable that shows them to a job takes them."""
+    """Return the names of the visible GPUs, as they are given to a job."""
     visible = [name.strip() for name in environ.get(_VISIBLE, "").split(",") if name.strip()]
     return visible[:num_gpus] if visible else [str(number) for number in range(num_gpus)]

@@ -1,4 +1,4 @@
-"""How jobs and sweeps are stopped: exit codes that say so, and signals that become news."""
+"""How jobs and sweeps stop: their exit codes, and the forwarding of signals."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from trainkit.run.process.signals import is_ignored
 __all__ = ["HANGUP", "NOT_TRIED_AGAIN", "STOPPED", "died", "signals_to"]
 
 HANGUP: Final = getattr(signal, "SIGHUP", None)
-"""The terminal is gone; Windows has no such signal."""
+"""The terminal was closed; Windows has no such signal."""
 STOPPED: Final = (
     *(kind.exit_code for kind in (StoppedError, TerminatedError, HangupError)),
     *(-number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None),
 )
-"""Exit codes of a job that was asked to end."""
+"""Exit codes of a job that was asked to stop."""
 NOT_TRIED_AGAIN: Final = (0, ConfigError.exit_code, DataError.exit_code, StoppedError.exit_code, -signal.SIGINT)
-"""Those of what would end the same way, and of what a person wanted."""
+"""Exit codes of jobs that are not retried: a retry would end the same way, or the user stopped the job."""
 
 
 def died(code: int) -> str:
-    """How a job ended that failed.
+    """Return the text of how a failed job ended.
 
     Example:
         >>> died(1), died(-9)
@@ -37,10 +37,11 @@ def died(code: int) -> str:
 
 @contextlib.contextmanager
 def signals_to(take: Callable[[int], None]) -> Iterator[None]:
-    """Hand on Ctrl-C, SIGTERM and SIGHUP while the block runs; only a main thread can. An ignored SIGHUP stays so.
+    """Forward Ctrl-C, SIGTERM and SIGHUP while the block runs, in the main thread only. A SIGHUP ignored before stays
+    so.
 
     Args:
-        take: called in a signal handler: it may do no more than the put of a SimpleQueue, which is reentrant.
+        take: called in a signal handler: it may only do reentrant operations, such as the put of a SimpleQueue.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

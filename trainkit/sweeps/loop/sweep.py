@@ -1,4 +1,4 @@
-"""A sweep: the jobs of one folder, and what became of them."""
+"""A sweep: the jobs of one folder and their results."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ __all__ = ["LOG", "Sweep"]
 
 
 class Sweep:
-    """The jobs of one folder and what became of them.
+    """The jobs of one folder and their results.
 
-    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in its folder are right after every job.
+    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in its folder are updated after every job.
 
     Args:
-        folder: of the sweep; that of an earlier one is gone on with.
-        slots: where jobs run; one where nothing is said.
-        retries: how often a job that fails is tried again, from its checkpoint.
-        on_error: what a job that failed means for the others: nothing, or that they are stopped.
-        start: starts a job's process.
-        screen: makes what shows the sweep, once it begins.
+        folder: the folder of the sweep; an earlier sweep in it is continued.
+        slots: the slots on which jobs run; the default is one.
+        retries: how often a failed job is retried, from its checkpoint.
+        on_error: whether other jobs continue when a job failed, or are stopped.
+        start: starts the process of a job.
+        screen: creates the display of the sweep when it begins.
     """
 
     def __init__(
@@ -55,28 +55,28 @@ class Sweep:
         self.asked: set[str] = set()
         """Names of the jobs of this sweep, without those of an earlier one in its folder."""
         self.halted = False
-        """Whether a failure has ended it."""
+        """Whether a failure has ended the sweep."""
         self.retries, self.on_error, self.start = retries, on_error, start
         self._make_screen = screen
 
     @property
     def exit_codes(self) -> dict[str, int]:
-        """By name of the job; without those that have not ended."""
+        """Name of the job -> exit code, for the jobs that have ended."""
         return {name: row.exit_code for name, row in self.record.rows.items() if row.exit_code is not None}
 
     def run(self, source: JobSource) -> None:
-        """Run all jobs of a source; one that fails does not keep the others from running, unless that is asked for.
+        """Run all jobs of a source; after a failure the other jobs continue, unless `on_error` is `stop`.
 
-        Each is a session of its own, so that a signal reaches it through this process only, and it ends with this
-        process, also where that is killed.
+        Each job has its own session: signals reach it through this process only, and it ends with this process, even if
+        this process is killed.
 
         Raises:
-            StoppedError: Ctrl-C; jobs that ran were stopped in good order, the others were not started.
-            TerminatedError: the same by SIGTERM.
-            HangupError: the same by SIGHUP.
+            StoppedError: Ctrl-C; running jobs were stopped gracefully, the others were not started.
+            TerminatedError: the same, by SIGTERM.
+            HangupError: the same, by SIGHUP.
             ConfigError: another sweep runs in this folder.
-            StorageError: the sweep's own files cannot be written; its jobs are ended, and `sweep.json` is that of the
-                last job that ended before.
+            StorageError: the sweep's own files cannot be written; its jobs are ended, and `sweep.json` has the state
+                after the last job that ended before.
         """
         if not self.halted:
             with reporting(self.folder):
@@ -95,18 +95,18 @@ class Sweep:
             self._refuse(round_.signals[0], source)
 
     def expect(self, jobs: Iterable[SweepJob]) -> None:
-        """Take note of jobs that are to come, so that those that are not run are told of too."""
+        """Register jobs before they start, so that jobs that never run are reported too."""
         for job in jobs:
             self.record.add(job)
             self.asked.add(job.name)
 
     def note(self) -> None:
-        """Write what is known by now."""
+        """Write the current state."""
         self.record.write()
         write(collect(self.folder), self.folder, picture=False)
 
     def finish(self) -> None:
-        """Write the leaderboard with its picture, and print it."""
+        """Write the leaderboard with its plot, and print it."""
         self.record.forget_others(self.asked)
         with reporting(self.folder):
             self.record.write()
@@ -131,7 +131,7 @@ class Sweep:
         _say(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: JobSource) -> None:
-        """End the sweep early, as the signal asked."""
+        """End the sweep early, by the error of the signal."""
         ended = len(self.asked & self.exit_codes.keys())
         known = f" of {source.total}" if source.total is not None else ""
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command goes on: "

@@ -1,11 +1,11 @@
-"""Runs the jobs of a sweep side by side, as many as there are slots; none is left behind, whatever happens.
+"""Run the jobs of a sweep side by side, as many as there are slots; no process is left behind, even after errors.
 
     while there are jobs    start those that fit into the free slots
-                            wait for an end, a signal, or half a second
-        a job ended         done, or tried again from its checkpoint, or failed: its slots are free
-        Ctrl-C, SIGTERM,    no further starts; the jobs save and stop; at the second of the first two they end now
+                            wait for an exit, a signal, or half a second
+        a job exited        done, retried from its checkpoint, or failed: its slots are free
+        Ctrl-C, SIGTERM,    start no more jobs; running jobs save and stop; a second Ctrl-C or SIGTERM kills them
         SIGHUP
-        half a second       look how far the jobs are, and whether the search wants to stop one
+        half a second       read the progress of the jobs, and stop those that the search gives up
 
 Tested on Linux only.
 """
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 __all__ = ["LOG", "SweepLoop"]
 
 LOG: Final = "output.log"
-"""What a job prints, in its folder."""
+"""The file for the output of a job, in its folder."""
 
 _LOOK_S: Final = 0.5
 _GRACE_S: Final = 3.0
-"""How long jobs have to end after a second Ctrl-C."""
+"""Time for jobs to exit after a second Ctrl-C."""
 _MOST_SIGNALS: Final = 2
 
 
@@ -55,7 +55,7 @@ class _Running:
     watch: Watch
     begun: float
     duplicates: list[SweepJob] = field(default_factory=list)
-    """The same job, asked for again while it runs."""
+    """Identical jobs that were requested while it runs."""
     stopped_by_search: bool = False
 
 
@@ -63,9 +63,9 @@ class SweepLoop:
     """One call of `Sweep.run`.
 
     Args:
-        sweep: whose slots and record it uses.
-        source: gives the jobs.
-        screen: shows them.
+        sweep: the sweep with the slots and the record.
+        source: produces the jobs.
+        screen: displays them.
     """
 
     def __init__(self, sweep: Sweep, source: JobSource, screen: Screen) -> None:
@@ -80,7 +80,7 @@ class SweepLoop:
         self._look_at = 0.0
         self._metric = "metric"
         self.signals: list[int] = []
-        """Those that came."""
+        """The signals received."""
         self.failed: SweepJob | None = None
         """The job whose failure ended the sweep."""
 
@@ -97,14 +97,14 @@ class SweepLoop:
                 self._poll()
 
     def end_all(self) -> None:
-        """End what runs now, without asking."""
+        """Kill all running jobs."""
         for one in self._running.values():
             one.process.kill()
 
     # --- starting
 
     def _fill(self) -> None:
-        """Start what fits; the first that does not fit waits, and the others behind it."""
+        """Start jobs in order while they fit; the first that does not fit waits, and those behind it."""
         while True:
             job = self._waiting or self._source.next()
             self._waiting = None
@@ -120,7 +120,7 @@ class SweepLoop:
             self._begin(job)
 
     def _need_not_run(self, job: SweepJob) -> bool:
-        """Whether its result is there, or being made."""
+        """Return whether the result of a job exists, or is being computed."""
         sweep = self._sweep
         twin = next((one for one in self._running.values() if one.job.name == job.name), None)
         if twin is not None:
@@ -174,14 +174,14 @@ class SweepLoop:
         self._sweep.record.write()
 
     def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
-        """Its folder made ready; the command, and whether a run goes on with it."""
+        """Prepare the folder of a job; return its command, and whether it resumes a run."""
         row = self._sweep.record.rows[job.name]
         if not row.tries:
-            RunFolder(job.folder).forget_result()  # of another config, a shorter rung
+            RunFolder(job.folder).forget_result()  # the result of another config, or of a shorter rung
         row.tries += 1
         goes_on = (job.folder / "resolved.yaml").is_file()
         if not goes_on:
-            # Of a job that was killed before it began: its run would take the folder for another's.
+            # Left by a job that was killed before it began: its run would attribute the folder to another run.
             discard_lock(job.folder / ".lock")
         asks = any(word.startswith("resume=") for word in job.overrides)
         return (*job.command, "resume=auto") if goes_on and not asks else job.command, goes_on
@@ -189,7 +189,7 @@ class SweepLoop:
     # --- waiting
 
     def _take(self) -> None:
-        """Wait for something to happen, and see to it."""
+        """Wait for an event and handle it."""
         try:
             event = self._news.get(timeout=_LOOK_S)
         except Empty:
@@ -202,7 +202,7 @@ class SweepLoop:
             self._end(one, event.code)
 
     def _poll(self) -> None:
-        """Look after the jobs that run, now and then."""
+        """Update the progress of the running jobs."""
         if (now := time.monotonic()) < self._look_at:
             return
         self._look_at = now + _LOOK_S
@@ -216,7 +216,7 @@ class SweepLoop:
                 one.process.signal(signal.SIGINT)
 
     def _forward_signal(self, number: int) -> None:
-        if self.signals and number == HANGUP:  # the shell and the kernel both tell that a terminal is gone
+        if self.signals and number == HANGUP:  # the shell and the kernel both send it when a terminal is closed
             return
         self.signals.append(number)
         if len(self.signals) > _MOST_SIGNALS:
@@ -260,7 +260,7 @@ class SweepLoop:
         return may and self._tries[job.name] <= self._sweep.retries
 
     def _waiting_again(self, one: _Running) -> None:
-        """Start it at once: its slots are free, and it goes before those that have not begun."""
+        """Restart a job at once: its slots are free, and it precedes jobs that have not started."""
         self._begin(one.job)
         self._running[self._number].duplicates = one.duplicates
 

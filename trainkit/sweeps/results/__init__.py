@@ -1,1 +1,1 @@
-"""What the jobs of a sweep gave: results, leaderboard, folds and ensembles."""
+"""The results of a sweep's jobs: leaderboard, folds and ensembles."""

@@ -1,4 +1,4 @@
-"""The best runs of a sweep as one model: put together, scored beside its members, and written."""
+"""The best runs of a sweep as one model: combined, scored beside its members, and written."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ from trainkit.trainer.evaluate import evaluate
 __all__ = ["Candidate", "Combined", "best_of", "combine", "export", "score"]
 
 _SAME: Final = ("data", "objective", "cv", "precision")
-"""What members share: they are scored on the same samples, by the same loss, in the same numbers."""
+"""Keys that members must share: they are scored on the same samples, by the same loss, in the same precision."""
 _BATCH: Final = 256
-"""Samples of a forward pass, where the config does not say."""
+"""Samples of a forward pass, where the config does not set it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One model of those that are compared."""
+    """One of the models that are compared."""
 
     name: str
     """`job 3`, `ensemble of 3`, `averaged weights`."""
     model: nn.Module
     settings: str = ""
-    """What sets it apart from the others."""
+    """What distinguishes it from the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Combined:
-    """Members, the ensemble of them and, where their architectures agree, the average of their weights."""
+    """Members, their ensemble and, where their architectures agree, the average of their weights."""
 
     members: tuple[Candidate, ...]
     ensemble: Candidate
     averaged: Candidate | None
     cfg: RunConfig
-    """That of the best."""
+    """The config of the best member."""
     nodes: tuple[Mapping[str, Any], ...]
-    """What builds each member."""
+    """The node that builds each member."""
     notes: tuple[str, ...] = ()
-    """What to know of the members."""
+    """Notes about the members."""
 
     @property
     def all(self) -> tuple[Candidate, ...]:
-        """Every one of them, members first."""
+        """All candidates, members first."""
         return (*self.members, self.ensemble, *([self.averaged] if self.averaged else []))
 
 
 def best_of(board: Leaderboard, count: int) -> list[JobResult]:
-    """The best so many runs.
+    """Return the best `count` runs.
 
     Raises:
-        ConfigError: there are not so many that have a figure.
+        ConfigError: fewer runs have the metric.
     """
     ranked = [entry for entry in board.entries if board.value(entry) is not None]
     if any(entry.spread for entry in ranked):
@@ -88,15 +88,15 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
 
 
 def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Combined:
-    """Load runs and make one model of them.
+    """Load runs and combine them into one model.
 
     Args:
-        entries: best first.
-        checkpoint: which of each run's.
+        entries: the runs, best first.
+        checkpoint: which checkpoint of each run.
 
     Raises:
-        ConfigError: runs that cannot be combined, each key that stands in the way.
-        CheckpointError: weights that are damaged or gone.
+        ConfigError: runs cannot be combined; names each key that prevents it.
+        CheckpointError: weights are damaged or missing.
     """
     needed = ("model", "data", "objective")
     cfgs = [with_own_secrets(load_resolved(entry.folder / "resolved.yaml"), needed) for entry in entries]
@@ -121,7 +121,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
 
 
 def _twins(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
-    """Members that are one training, run twice, on two placements say."""
+    """Yield notes about members that are the same training, run twice, for example on two placements."""
     known: dict[str, JobResult] = {}
     for entry, cfg in zip(entries, cfgs, strict=True):
         first = known.setdefault(fingerprint(cfg), entry)
@@ -153,7 +153,7 @@ def _objective(cfg: RunConfig) -> Objective:
 
 
 def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
-    """The mean of the weights, where every member has the same ones; batch statistics are still to be counted."""
+    """Return the mean of the weights, where all members have the same ones, before batch statistics are counted."""
     shapes = [{name: tensor.shape for name, tensor in model.state_dict().items()} for model in models]
     if any(other != shapes[0] for other in shapes[1:]):
         return None
@@ -167,21 +167,21 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     """Score every candidate on the validation and test splits, each sample once.
 
     Args:
-        combined: from `combine`; its members are put on the devices, one each while there are enough.
-        devices: to compute on.
+        combined: returned by `combine`; its members are placed on the devices, one each while there are enough.
+        devices: the devices to compute on.
 
     Returns:
-        Each candidate with its figures, `val/loss`.
+        Each candidate with its metrics, such as `val/loss`.
 
     Raises:
-        DataError: a dataset is absent, damaged or empty.
+        DataError: a dataset is missing, damaged or empty.
     """
     cfg = combined.cfg
     splits = folded(build_splits(cfg.data), cfg.cv)
     precision: Precision = build(cfg.precision, "precision")
     if combined.averaged is not None:
         _count_statistics(combined.averaged.model.to(devices[0]), splits["train"], cfg, devices[0])
-    if precision.model_dtype is not precision.master_dtype:  # what is written keeps the masters
+    if precision.model_dtype is not precision.master_dtype:  # the written model keeps the master weights
         combined = copy.deepcopy(combined)
     for candidate in (*combined.members, *([combined.averaged] if combined.averaged else [])):
         precision.adapt(candidate.model)
@@ -194,7 +194,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
 
 
 def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torch.device) -> None:
-    """Batch statistics of the averaged weights: no member's fit them."""
+    """Count the batch statistics of the averaged weights, for which those of the members are wrong."""
     update_bn((split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
     model.eval()
 
@@ -218,12 +218,12 @@ def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:
 
 
 def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
-    """Write the ensemble, and the averaged weights where there are some, for `trainkit.load`.
+    """Write the ensemble, and the averaged weights if there are any, for `trainkit.load`.
 
     Args:
-        combined: scored, so that batch statistics are counted.
-        folder: of the ensemble; the averaged weights go into `averaged` below it.
-        about: what else each `model.yaml` tells.
+        combined: after `score`, which counts the batch statistics.
+        folder: the folder of the ensemble; the averaged weights go into `averaged` below it.
+        about: further content of each `model.yaml`.
 
     Returns:
         The folders written.

@@ -1,4 +1,4 @@
-"""Cross-validation on the leaderboard: the runs of a point, one a fold, as one entry with mean and spread."""
+"""Cross-validation on the leaderboard: the runs of a point, one per fold, as one entry with mean and spread."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _FOLD = "cv.fold="
 
 
 def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
-    """Put the folds of each point together; what is no fold stays as it is.
+    """Combine the folds of each point into one entry; other entries stay as they are.
 
     Args:
-        entries: jobs of a sweep, in their order.
+        entries: the jobs of a sweep, in order.
 
     Returns:
-        Entries: of a point, the mean of each metric over its folds with its sample deviation as the spread; seconds are
-        those of all. A point with a fold that gave nothing has no metrics, so that no mean of fewer folds is
-        compared with one of all.
+        Entries: for a point, the mean of each metric over its folds with the sample standard deviation as spread, and
+        the sum of the seconds. A point with a failed fold has no metrics, so that no mean of fewer folds is compared
+        with one of all.
     """
     points: dict[tuple[str, ...], list[JobResult]] = {}
     for entry in entries:
@@ -55,11 +55,11 @@ def _together(folds: Sequence[JobResult]) -> JobResult:
 
 
 def _missing_text(folds: Sequence[JobResult]) -> str:
-    """What became of those that are not there."""
+    """Return how many folds have results, and the status of the first other one."""
     others = [entry.status for entry in folds if entry.status != "finished"]
     return f"{len(folds) - len(others)} of {len(folds)} folds, {others[0]}"
 
 
 def _spread(values: Sequence[float]) -> float:
-    """The deviation of one fold from another; NaN where there is one fold, or a figure that is no number."""
+    """Return the standard deviation over folds; NaN for a single fold, or if a value is not finite."""
     return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else math.nan

@@ -1,4 +1,4 @@
-"""What came out of the jobs of a sweep, or of the runs below any folder: read from their `result.json`."""
+"""The results of a sweep's jobs, or of the runs below any folder, read from their `result.json`."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = [
 
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
-"""A job that a search ended because others did better: no failure, and not to be compared with whole trainings."""
+"""The status of a job that a search ended because others did better: not a failure, and not a complete training."""
 
 SWEEP_FILE: Final = "sweep.json"
 """The file of a sweep's folder that lists its jobs."""
 
 _STOP: Final = "stop_at_step"
 _MAX_BYTES: Final = 256 << 20
-"""Of the list of jobs, which has about 500 bytes for each."""
+"""Size limit of the list of jobs, which has about 500 bytes per job."""
 _JOB: Final[Mapping[str, Kind]] = {"job": str, "folder": str, "overrides": list, "exit_code": (int, type(None))}
 _LATER: Final[Mapping[str, Kind]] = {"config": str, "slots": int, "tries": int, "pruned": bool}
 """Keys that an earlier version did not write."""
@@ -51,7 +51,7 @@ _RESULT: Final[Mapping[str, Kind]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult:
-    """One job and what came out of it."""
+    """One job and its result."""
 
     job: str
     """Its number in the sweep, or the name of its folder."""
@@ -59,20 +59,20 @@ class JobResult:
     """finished, pruned, stopped, failed, preempted, hangup, `exit 2` without a result, `not run`, `unreadable`."""
     metrics: Mapping[str, float]
     overrides: tuple[str, ...]
-    """What sets it apart."""
+    """The overrides that distinguish it from the other jobs."""
     seconds: float | None
     """Seconds of training alone."""
     folder: Path
     steps: int | None = None
-    """Updates it made."""
+    """Number of its updates."""
     arguments: tuple[str, ...] = ()
     """All arguments of its run, as typed."""
     spread: Mapping[str, float] = field(default_factory=dict)
-    """Of figures that are means over folds: the deviation of one fold from another."""
+    """For metrics that are means over folds: the standard deviation over folds."""
 
 
 def varied_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Of each job's overrides, those that not every job has.
+    """Return the overrides of each job that not all jobs share.
 
     Example:
         >>> varied_overrides([["epochs=1", "seed=0"], ["epochs=1", "seed=1"]])
@@ -83,7 +83,7 @@ def varied_overrides(overrides: Sequence[Sequence[str]]) -> list[tuple[str, ...]
 
 
 def goal_of(folder: Path) -> MonitoredMetric | None:
-    """What the run in a folder goes by; None where its config cannot be read."""
+    """Return the monitored metric of the run in a folder; None if its config cannot be read."""
     try:
         return MonitoredMetric.of(load_resolved(folder / "resolved.yaml").eval)
     except (ConfigError, UnreadableError):
@@ -99,14 +99,14 @@ def read_entry(
     arguments: Sequence[str] = (),
     pruned: bool = False,
 ) -> JobResult:
-    """One job, from the `result.json` in its folder.
+    """Read one job from the `result.json` in its folder.
 
     Args:
-        folder: the run's folder.
-        job: how the leaderboard calls it.
-        overrides: what sets it apart.
-        exit_code: of its process; None: it was not run.
-        arguments: all of its run; a `stop_at_step` that is none of them is a search's, which let it go there.
+        folder: the folder of the run.
+        job: the name on the leaderboard.
+        overrides: the overrides that distinguish the job.
+        exit_code: exit code of its process; None if it was not run.
+        arguments: all arguments of its run; a search sets a `stop_at_step` that is not among them.
         pruned: whether a search stopped it while it ran.
     """
     result = _result(folder / "result.json") if exit_code is not None else {}
@@ -140,7 +140,7 @@ def _says(arguments: Sequence[str], key: str) -> bool:
 
 
 def read_entries(folder: Path) -> list[JobResult]:
-    """The jobs of a sweep's folder in their order, or all runs below any other folder."""
+    """Return the jobs of a sweep's folder in order, or all runs below any other folder."""
     try:
         jobs = read_jobs(folder)
     except AbsentFileError:
@@ -164,8 +164,8 @@ def read_jobs(folder: Path) -> list[dict[str, Any]]:
     """Return the jobs that the `sweep.json` of a folder lists.
 
     Raises:
-        AbsentFileError: there is no such file: the folder is no sweep's.
-        UnreadableError: the file is damaged, or names a folder outside the sweep's.
+        AbsentFileError: there is no such file: the folder does not hold a sweep.
+        UnreadableError: the file is damaged, or names a folder outside of the sweep's.
     """
     path = folder / SWEEP_FILE
     try:
@@ -186,7 +186,7 @@ def _refuse_foreign(job: Mapping[str, Any]) -> None:
 
 
 def relative(folder: Path, base: Path) -> str:
-    """A folder as seen from another, with forward slashes."""
+    """Return a folder relative to another, with forward slashes."""
     return Path(os.path.relpath(folder, base)).as_posix()
 
 

@@ -37,17 +37,17 @@ from trainkit.sweeps.results.job_results import (
 __all__ = ["JobResult", "Leaderboard", "collect", "goal_of", "read_entry", "varied_overrides", "write"]
 
 _TIE = MonitoredMetric.of(EvalConfig())
-"""What decides between equal figures: the validation loss, which tells apart what an accuracy cannot."""
+"""The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""
 _MAX_CELL: Final = 400
 _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup": 1}
-"""What did all it was asked to, then what was cut short; a failure, whatever figure it had, comes after both."""
+"""Complete jobs first, then jobs that were cut short, then failed ones, whatever their metric."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaderboard:
-    """Jobs, best first; then those that a search pruned, those that failed, and those without a figure.
+    """Jobs, best first; then those that a search pruned, those that failed, and those without the metric.
 
-    Equal figures are ordered by the validation loss, then by the number of the job.
+    Equal values are ordered by the validation loss, then by the number of the job.
 
     Example:
         >>> a, b = (
@@ -73,7 +73,7 @@ class Leaderboard:
 
     @classmethod
     def of(cls, entries: Iterable[JobResult], goal: MonitoredMetric) -> Leaderboard:
-        """Order the entries by a goal."""
+        """Order the entries by a metric."""
         board = cls(goal=goal, entries=tuple(entries))
 
         def place(entry: JobResult) -> tuple[int, float, float]:
@@ -86,16 +86,16 @@ class Leaderboard:
         return cls(goal=goal, entries=tuple(sorted(board.entries, key=place)))
 
     def value(self, entry: JobResult) -> float | None:
-        """What an entry is ordered by; None where it has no such figure, or one that is no number."""
+        """Return the value that orders an entry; None if it lacks the metric, or the value is not finite."""
         value = entry.metrics.get(self.goal.metric)
         return value if value is not None and math.isfinite(value) else None
 
     def top(self, count: int) -> Leaderboard:
-        """The first so many."""
+        """Return the leaderboard of the first `count` entries."""
         return Leaderboard(goal=self.goal, entries=self.entries[:count])
 
     def lines(self) -> list[str]:
-        """As an aligned table."""
+        """Return the lines of an aligned table."""
         rows = [[_printable(cell) for cell in row] for row in (self._head(), *self._rows())]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -109,7 +109,7 @@ class Leaderboard:
 
     @property
     def _lengths_differ(self) -> bool:
-        """Whether the jobs made different numbers of steps: then a figure is no figure without them."""
+        """Whether the jobs made different numbers of steps, without which their values cannot be compared."""
         return len({entry.steps for entry in self.entries if entry.steps is not None}) > 1
 
     def _cells(self, entry: JobResult) -> list[str]:
@@ -130,7 +130,7 @@ class Leaderboard:
         return f" ± {figure(spread)}" if math.isfinite(spread) else ""
 
     def counts(self) -> str:
-        """How many jobs there are, and what became of them, in words.
+        """Return how many jobs there are, and how many have each status, in words.
 
         Example:
             >>> Leaderboard(goal=MonitoredMetric.of(EvalConfig()), entries=()).counts()
@@ -142,14 +142,13 @@ class Leaderboard:
         return ", ".join(parts)
 
     def commands(self, folder: Path) -> list[tuple[str, str]]:
-        """What to do next, and the command that does it; nothing where no job has a figure.
+        """Return the commands to continue with, and what each does; empty if no job has the metric.
 
-        The commands allow the packages that this process allows; one that composes anew names the user's own folders of
-        configuration. A secret, which no file keeps, is named as a
-        reference to an environment variable.
+        The commands allow the packages that this process allows; those that compose a config again name the user's
+        config folders. A secret, which no file stores, is given as a reference to an environment variable.
 
         Args:
-            folder: of the sweep, as a command names it.
+            folder: the folder of the sweep, as a command names it.
         """
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
@@ -163,7 +162,7 @@ class Leaderboard:
         ]
 
     def markdown(self, *, base: Path) -> str:
-        """As a page: what became of the jobs, the table, the commands; folders relative to `base`."""
+        """Return the leaderboard as Markdown: counts, table, commands; folders are relative to `base`."""
         marks = {"#": "--:", "job": ":----", "status": ":-------", "overrides": ":----------", "folder": ":-------"}
         head = self._head()
         lines = [f"# Leaderboard by {self.goal}", "", f"{self.counts()}.", ""]
@@ -179,7 +178,7 @@ class Leaderboard:
         return "\n".join(lines) + "\n"
 
     def csv(self, *, base: Path) -> str:
-        """As a table for programs: full precision, a column for each swept key; folders relative to `base`."""
+        """Return the leaderboard as CSV: full precision, a column per swept key; folders are relative to `base`."""
         settings = [dict(key_value(text) for text in entry.overrides) for entry in self.entries]
         keys = list(dict.fromkeys(key for setting in settings for key in setting))
         text = io.StringIO()
@@ -195,13 +194,13 @@ class Leaderboard:
 
 
 def _runnable(argument: str) -> str:
-    """An argument as a shell takes it, with a variable in place of a secret."""
+    """Return an argument quoted for a shell, with a reference to a variable in place of a secret."""
     key, _, value = argument.partition("=")
     return reference(key) if REDACTED in value else shlex.quote(argument)
 
 
 def _printable(cell: str) -> str:
-    """Text of a file on the screen: without the codes that move its cursor, and no longer than a few lines."""
+    """Return text for the screen: without control codes, and not longer than a few lines."""
     text = cell if len(cell) <= _MAX_CELL else f"{cell[:_MAX_CELL]}..."
     return "".join(one if one.isprintable() else "?" for one in text)
 
@@ -211,7 +210,7 @@ def _blank(value: float | None) -> str:
 
 
 def key_value(override: str) -> tuple[str, str]:
-    """An override taken apart.
+    """Split an override into key and value.
 
     Example:
         >>> key_value("+optimizer.lr=0.1")
@@ -222,11 +221,11 @@ def key_value(override: str) -> tuple[str, str]:
 
 
 def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
-    """The leaderboard of a sweep's folder, or of all runs below any other folder.
+    """Return the leaderboard of a sweep's folder, or of all runs below any other folder.
 
     Args:
-        folder: of a sweep, or any folder with runs in it.
-        goal: what to order by; None: what the first run that says so goes by.
+        folder: the folder of a sweep, or any folder with runs in it.
+        goal: the metric to order by; None: the one of the first run that has one.
     """
     entries = by_point(read_entries(folder))
     if goal is None:
@@ -238,12 +237,12 @@ def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
 
 
 def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
-    """Write `leaderboard.{md,csv,png}`; a job without a figure is drawn where its settings are, without one.
+    """Write `leaderboard.{md,csv,png}`; jobs without the metric are drawn by their settings only.
 
     Args:
-        board: what to write.
-        folder: of the sweep.
-        picture: whether the sweep is over: then the picture is drawn, and TensorBoard gets the settings of each job.
+        board: the leaderboard to write.
+        folder: the folder of the sweep.
+        picture: whether the sweep has ended: then draw the plot, and write the settings of each job for TensorBoard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):
@@ -253,7 +252,7 @@ def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
 
 
 def _draw(board: Leaderboard, folder: Path) -> None:
-    """The picture, in a process of its own, and meanwhile what TensorBoard reads."""
+    """Draw the plot in a separate process, and meanwhile write the files for TensorBoard."""
     jobs = [
         {
             "label": " ".join(entry.overrides) or entry.job,

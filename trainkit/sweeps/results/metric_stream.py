@@ -1,4 +1,4 @@
-"""Read the progress and the metric of a job from the `metrics.jsonl` in its folder, while it runs and after."""
+"""The progress of a running job, read from the last rows of the `metrics.jsonl` in its folder."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _TAIL_BYTES: Final = 1 << 13
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """What is known of a job at one moment."""
+    """The progress of a job at one moment."""
 
     step: int | None = None
     done: float | None = None
-    """Share of its steps, 0 to 1."""
+    """Fraction of its steps, 0 to 1."""
     metric: float | None = None
-    """What the sweep goes by, by the latest evaluation."""
+    """The monitored metric at the latest evaluation."""
     loss: float | None = None
     """Mean training loss of the latest logged step."""
     remaining_s: float = float("inf")
-    """Seconds of training that are left, by the pace so far."""
+    """Estimate of the remaining seconds of training."""
 
 
 class Watch:
-    """Looks into the folder of a job now and then.
+    """Polls the folder of a job.
 
     Args:
-        folder: of its run; need not exist yet.
+        folder: the folder of its run; need not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,10 +46,10 @@ class Watch:
         self._cfg: RunConfig | None = None
         self._last = Progress()
         self.goal = "metric"
-        """The name of what the run goes by, once it is known."""
+        """The name of the run's monitored metric, once it is known."""
 
     def look(self) -> Progress:
-        """What there is to see; what was seen before stays where the newest rows do not say it again."""
+        """Return the current progress; values that the newest rows lack keep their last value."""
         if self._cfg is None:
             self._cfg = _config(self._folder)
         if self._cfg is None:
@@ -70,7 +70,7 @@ def _config(folder: Path) -> RunConfig | None:
 
 
 def _rows(file: Path) -> list[dict[str, Any]]:
-    """The last whole rows of the file."""
+    """Return the last complete rows of the file."""
     try:
         content, is_whole = read_tail(file, _TAIL_BYTES)
     except UnreadableError:
@@ -94,7 +94,7 @@ def _read(row: dict[str, Any], goal: str, cfg: RunConfig, before: Progress) -> P
 
 
 def _share(step: int, epoch: float | None, cfg: RunConfig) -> float | None:
-    """How much of the training is done; None where its length is not known in steps or epochs."""
+    """Return the fraction of the training that is done; None if its length is not known in steps or epochs."""
     if cfg.steps is not None:
         return min(1.0, step / min(cfg.steps, cfg.stop_at_step or cfg.steps))
     if cfg.stop_at_step is not None:
@@ -103,7 +103,7 @@ def _share(step: int, epoch: float | None, cfg: RunConfig) -> float | None:
 
 
 def last_line(log: Path) -> str:
-    """The last line that a job printed."""
+    """Return the last line that a job printed."""
     try:
         lines = read_tail(log, _TAIL_BYTES)[0].decode(errors="replace").split("\n")
     except UnreadableError:
@@ -112,20 +112,20 @@ def last_line(log: Path) -> str:
 
 
 class MetricRows:
-    """The figures of one metric as they come: each call of `new` gives those since the last.
+    """The values of one metric as they are written: each call of `new` returns those since the last call.
 
-    A resumed job takes rows back that it makes again: a file that has become shorter is read from its start.
+    A resumed job truncates rows that it writes again: a file that has become shorter is read from its start.
 
     Args:
-        path: of a `metrics.jsonl`, which need not exist yet.
-        metric: its name.
+        path: path of a `metrics.jsonl`, which need not exist yet.
+        metric: the name of the metric.
     """
 
     def __init__(self, path: Path, metric: str) -> None:
         self._path, self._metric, self._read = path, metric, 0
 
     def new(self) -> list[tuple[int, float]]:
-        """Step and figure of each new row; NaN for one that is no number."""
+        """Return step and value of each new row; NaN for a value that is not finite."""
         try:
             if size_of(self._path) < self._read:
                 self._read = 0
@@ -137,12 +137,12 @@ class MetricRows:
 
 
 def figure_at(path: Path, metric: str, step: int | None) -> float | None:
-    """The last figure of a metric up to a step, in a `metrics.jsonl`; None where there is none.
+    """Return the last value of a metric up to a step, from a `metrics.jsonl`; None if there is none.
 
     Args:
         path: the file.
-        metric: its name.
-        step: None: up to the end.
+        metric: the name of the metric.
+        step: the last step to read; None: read to the end.
     """
     found = [value for at, value in MetricRows(path, metric).new() if step is None or at <= step]
     return found[-1] if found else None

@@ -1,4 +1,4 @@
-"""`sweep.json`: the jobs of a sweep and what became of them, right after every job."""
+"""`sweep.json`: the jobs of a sweep and their results, updated after every job."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class Row:
     config: str = ""
     slots: int = 1
     exit_code: int | None = None
-    """None: it was not run, or has not ended."""
+    """None if it was not run or has not ended."""
     tries: int = 0
-    """Processes that were started for it with this config, in this sweep and in those it resumes."""
+    """Number of processes started for it with this config, in this sweep and in those it resumes."""
     pruned: bool = False
     """Whether the search stopped it early."""
 
@@ -44,14 +44,14 @@ class SweepState:
     folder: Path
     rows: dict[str, Row] = field(default_factory=dict)
     command: tuple[str, ...] = ()
-    """What the user typed."""
+    """The command line of the user."""
 
     @classmethod
     def read(cls, folder: Path, *, command: Sequence[str] = ()) -> SweepState:
-        """Read that of an earlier sweep in this folder; an empty one where there is none.
+        """Read the state of an earlier sweep in this folder; an empty one if there is none.
 
         Raises:
-            UnreadableError: the file is damaged; without it every job would be trained again.
+            UnreadableError: the file is damaged; without it, every job would be trained again.
         """
         try:
             rows = [_row(folder, item) for item in read_jobs(folder)]
@@ -60,11 +60,11 @@ class SweepState:
         return cls(folder=folder, rows={row.job: row for row in rows}, command=tuple(command))
 
     def of(self, config: str) -> Row | None:
-        """The job with this config."""
+        """Return the job with this config."""
         return next((row for row in self.rows.values() if config and row.config == config), None)
 
     def add(self, job: SweepJob) -> Row:
-        """Take note of a job; of one that is known under this name, what became of it counts while its config stays."""
+        """Register a job; a known job of this name keeps its results if its config is the same."""
         known = self.rows.get(job.name)
         if known is None or known.config != job.config or not job.config:
             known = Row(job=job.name, folder=job.folder, overrides=job.overrides)
@@ -73,11 +73,11 @@ class SweepState:
         return known
 
     def forget_others(self, names: set[str]) -> None:
-        """Leave out jobs of an earlier sweep that gave nothing and are not asked for any more."""
+        """Remove jobs of an earlier sweep that have no result and are not part of this one."""
         self.rows = {name: row for name, row in self.rows.items() if name in names or is_complete(row)}
 
     def write(self) -> None:
-        """Write it, so that a crash leaves the one before or this one."""
+        """Write the file atomically: after a crash it is the previous one or this one."""
         rows = [
             {
                 "job": row.job,
@@ -96,7 +96,7 @@ class SweepState:
         write_atomically(self.folder / FILE, json.dumps(content, indent=2) + "\n")
 
     def _keep_others(self) -> None:
-        """Set aside what has the names of a sweep's files, in a folder that no sweep has been in."""
+        """Rename files that have the names of a sweep's files, in a folder without a sweep."""
         if not (self.folder / FILE).exists():
             for other in self.folder.glob("leaderboard.*"):
                 set_aside(other, "was not written by this sweep")
@@ -116,7 +116,7 @@ def _row(folder: Path, item: dict[str, Any]) -> Row:
 
 
 def is_complete(row: Row) -> bool:
-    """Whether a job did all it was asked to; its process may have been killed before its end was noted."""
+    """Return whether a job did all it was asked to; its process may have been killed before its end was recorded."""
     if row.pruned or row.exit_code not in (0, None) or not row.tries:
         return False
     result = RunFolder(row.folder).read_result()

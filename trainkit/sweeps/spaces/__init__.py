@@ -1,8 +1,8 @@
-"""What a sweep tries: a grid, points drawn at random, or a search that learns from the jobs that have ended.
+"""What a sweep tries: a grid, random points, or a search that depends on the results of ended jobs.
 
-asking    which points can be told before the first one runs, and what is wrong with what was asked for
-drawing   points at random
-halving   the better part of the jobs goes on, again and again, until one is left
-trials    Optuna proposes, hears of every evaluation, and has hopeless jobs ended
-sweeping  hands any of them to a launcher
+request         checks a sweep, and lists the points known before the first one runs
+random_search   random points
+halving         successive halving: the better jobs continue until one is left
+trials          Optuna proposes points, receives every evaluation, and prunes jobs
+run_search      runs any of them with a launcher
 """

@@ -1,4 +1,4 @@
-"""Successive halving over checkpoints: all jobs begin, the better part goes on where it stopped, until one is left."""
+"""Successive halving over checkpoints: all jobs start, the better ones resume where they stopped, until one is left."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]
 
 
 class JobOf(Protocol):
-    """Makes a job of a point."""
+    """Creates the job of a point."""
 
     def __call__(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
-        """The job.
+        """Return the job.
 
         Args:
-            overrides: its arguments.
-            number: of the point.
-            going_on: the job whose run it goes on with.
+            overrides: the arguments of the point.
+            number: the number of the point.
+            going_on: the earlier job whose run it continues.
         """
 
 
 def num_rungs(points: int, reduction: int) -> int:
-    """At how many lengths jobs are compared until one is left, that of the whole training included.
+    """Return at how many lengths jobs are compared until one is left, including the whole training.
 
     Example:
         >>> [num_rungs(points, 3) for points in (2, 3, 8, 9, 27)]
@@ -47,7 +47,7 @@ def num_rungs(points: int, reduction: int) -> int:
 
 
 def rung_steps(num_steps: int, rung: int, *, rungs: int, reduction: int) -> int | None:
-    """Where a job of so many steps stops on a rung; None on the last, which is the whole training.
+    """Return the step at which a job of `num_steps` stops on a rung; None on the last, which is the whole training.
 
     Example:
         >>> [rung_steps(100, rung, rungs=3, reduction=3) for rung in range(3)]
@@ -57,20 +57,20 @@ def rung_steps(num_steps: int, rung: int, *, rungs: int, reduction: int) -> int 
 
 
 class Halving:
-    """The jobs of a successive halving, a source of jobs.
+    """The jobs of a successive halving, as a source of jobs.
 
-    All jobs of a rung end before the best `1 / reduction` of them go on, each in its own folder from its own
-    checkpoint, with `stop_at_step` at the next rung: its schedule is that of the whole training throughout. What is
-    chosen does not depend on how many run at once, nor on which ends first.
+    All jobs of a rung end before the best `1 / reduction` of them continue, each in its own folder from its own
+    checkpoint, with `stop_at_step` at the next rung. The schedule is that of the whole training throughout. The
+    selection does not depend on how many jobs run at once, nor on which ends first.
 
     Args:
-        points: the arguments of each.
-        lengths: the steps of each one's whole training.
-        goal: what the jobs are compared by, as it stands where the rung ends.
-        reduction: of so many jobs one goes on.
-        rungs: lengths at which they are compared.
-        job: makes a job.
-        known: jobs of an earlier sweep that this one goes on with, by their arguments.
+        points: the arguments of each point.
+        lengths: the steps of each point's whole training.
+        goal: the metric by which jobs are compared, at the end of the rung.
+        reduction: one of this many jobs continues.
+        rungs: number of lengths at which jobs are compared.
+        job: creates a job.
+        known: jobs of an earlier sweep that this one resumes, by their arguments.
 
     Source: Jamieson and Talwalkar 2016, arXiv:1502.07943.
     """
@@ -100,7 +100,7 @@ class Halving:
 
     @property
     def total(self) -> int:
-        """Points, each of which is one job however often it goes on."""
+        """Number of points; each is one job, however often it continues."""
         return len(self._points)
 
     @property
@@ -109,12 +109,12 @@ class Halving:
         return self._rung == self._rungs
 
     def next(self) -> SweepJob | None:
-        """The next job of this rung, if one has still to begin."""
+        """Return the next job of this rung that has not started."""
         while self._waiting:
             number = self._waiting.popleft()
             job = self._made(number)
             if job.name in self._running or (self._rung == 0 and self._is_twin(number, job)):
-                self._contestants.remove(number)  # another spelling of a point that is there already
+                self._contestants.remove(number)  # another spelling of an existing point
             elif self._has_been(number, job):
                 self._take(number, job)
             else:
@@ -124,18 +124,18 @@ class Halving:
         return None
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """A job has reached the end of its rung, or failed."""
+        """Receive the end of a job: it reached the end of its rung, or failed."""
         number = self._running.pop(job.name)
         if code == 0:
             self._take(number, job)
         self._climb()
 
     def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - its rung ends it
-        """Never: a job stops by itself."""
+        """Return False: a job stops by itself at the end of its rung."""
         return False
 
     def _made(self, number: int) -> SweepJob:
-        """The job of a point on this rung; it goes on where the point has been before."""
+        """Return the job of a point on this rung; it continues the point's earlier run."""
         point = self._points[number]
         stop = self._stop(number)
         shown = tuple(map(redacted_argument, point))
@@ -152,7 +152,7 @@ class Halving:
         return any(other.name == job.name for place, other in self._jobs.items() if place != number)
 
     def _has_been(self, number: int, job: SweepJob) -> bool:
-        """Whether the run has come this far already, in the sweep that this one goes on with."""
+        """Return whether the run has already come this far, in the sweep that this one resumes."""
         result = _json(job.folder / "result.json")
         stop = self._stop(number)
         reached = result.get("steps")
@@ -167,7 +167,7 @@ class Halving:
             self._figures[number] = value
 
     def _climb(self) -> None:
-        """Once all of a rung have ended: on to the next, with the best."""
+        """Move to the next rung with the best jobs, once all jobs of this one have ended."""
         while not self._waiting and not self._running and not self.exhausted:
             ranked = [number for number in self._contestants if number in self._figures]
             ranked.sort(key=lambda number: (self._goal.sign * self._figures[number], number))

@@ -1,4 +1,4 @@
-"""Random search: points drawn from a space."""
+"""Random search: random points of a space."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ __all__ = ["sample"]
 
 
 def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
-    """Points at random: listed values with equal chance, numbers of an interval evenly, or by magnitude under `log`.
+    """Draw random points: listed values with equal probability, intervals uniformly, or log-uniformly under `log`.
 
-    Every value is keyed by the seed, the number of its point and its key, so that more trials go on where fewer ended,
-    and another key leaves the values of this one.
+    Every value depends only on the seed, the number of its point and its key: a search with more trials begins with the
+    same points, and a further key does not change the values of the others.
 
     Args:
-        space: what to draw from.
-        trials: how many points.
-        seed: the key.
+        space: the space to sample from.
+        trials: the number of points.
+        seed: the seed.
 
     Returns:
         The arguments of each point.
@@ -48,7 +48,7 @@ def _point(space: Space, key: str) -> list[str]:
 
 
 def _number(axis: Interval, share: float) -> float:
-    """The number at a share of an interval; every whole number has a piece of its own."""
+    """Return the number at a fraction of an interval; integers share it equally."""
     low, high = axis.low, axis.high + (1 if axis.whole else 0)
     value = low * (high / low) ** share if axis.log else low + (high - low) * share
     return min(math.floor(value), axis.high) if axis.whole else value

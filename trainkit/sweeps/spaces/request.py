@@ -1,4 +1,4 @@
-"""What a sweep was asked for: its sweeper, its space, and the points that can be told before the first one runs."""
+"""The request for a sweep: its sweeper, its space, and the points that are known before the first one runs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ _SEARCHES: Final = ("random", "optuna", "halving")
 
 @dataclass(frozen=True, kw_only=True)
 class SweepRequest:
-    """A sweep as asked for on the command line."""
+    """A sweep as requested on the command line."""
 
     sweeper: str
     """The choice of hydra/sweeper."""
     space: Space
     common: Composition
-    """What all points share: the arguments without those that are swept."""
+    """The composition of the arguments that all points share."""
 
     @property
     def points(self) -> list[list[str]]:
-        """The arguments of each point: all of them, or under Optuna some that have every value in them.
+        """The arguments of each point; under Optuna, a few points that together hold every value.
 
-        None of a sweeper that is not ours: nobody knows what it will think of.
+        Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
         """
         trials, seed = self._setting("trials"), self._setting("seed")
         drawing = self.sweeper == "random" or (self.sweeper == "halving" and trials is not None)
@@ -48,7 +48,7 @@ class SweepRequest:
 
     @property
     def num_rungs(self) -> int:
-        """Of a halving: how many lengths its jobs are compared at, the whole one included."""
+        """For halving: at how many lengths jobs are compared, including the whole training."""
         return self._setting("rungs") or self._most_rungs
 
     @property
@@ -56,9 +56,9 @@ class SweepRequest:
         return num_rungs(len(self.points), max(2, self._setting("reduction") or 2))
 
     def problems(self) -> Iterator[Problem]:
-        """What is wrong with it, beside its points."""
+        """Yield what is wrong with the request, apart from its points."""
         trials = self._setting("trials")
-        if trials is not None and trials > MOST_JOBS:  # before they are drawn
+        if trials is not None and trials > MOST_JOBS:  # before the points are drawn
             yield self.common.problem("sweep.trials", f"must be {MOST_JOBS:,} or less.", value=trials)
             return
         if self.sweeper in ("random", "optuna") and self.common.values["sweep"].get("trials") is None:
@@ -94,21 +94,21 @@ class SweepRequest:
         return Problem(key="hydra/sweeper", value=self.sweeper, rule=rule, origin=COMMAND_LINE)
 
     def _setting(self, name: str) -> Any:
-        """A key of `sweep` that fits; None for one that does not, which the check reports."""
+        """Return a valid key of `sweep`; None for an invalid one, which the check reports."""
         value = self.common.values["sweep"].get(name)
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def asked(composer: Composer, overrides: Sequence[str], *, sweeper: str | None = None) -> SweepRequest:
-    """Read a sweep's arguments.
+    """Read the arguments of a sweep.
 
     Args:
         composer: composes the points.
         overrides: the arguments.
-        sweeper: the choice of hydra/sweeper; None: as the arguments say.
+        sweeper: the choice of hydra/sweeper; None: the one given in the arguments.
 
     Raises:
-        ConfigError: arguments that cannot be read or searched, or that this sweeper cannot do without.
+        ConfigError: an argument cannot be parsed or searched, or this sweeper needs another one.
     """
     space = composer.space(overrides)
     common = composer.compose([line for line in space.lines.values() if line], for_others=True)

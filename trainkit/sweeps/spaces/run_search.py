@@ -1,4 +1,4 @@
-"""Hands what a sweep tries to its launcher: a list where all is known beforehand, else a source that learns."""
+"""Run what a sweep tries with its launcher: a list if all points are known in advance, else a source of jobs."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
 
     Args:
         sweeper: the choice of hydra/sweeper.
-        launcher: Hydra's; a search needs one with `launching`, which tells how jobs go while they go.
+        launcher: Hydra's launcher; a search needs one with `launching`, which reports the progress of jobs.
         composer: composes the points.
-        config: of the sweep.
-        arguments: those of the user without Hydra's own.
+        config: config of the sweep.
+        arguments: the user's arguments, without Hydra's own.
 
     Returns:
-        Batches of `JobReturn`, as Hydra's own sweeper gives them.
+        Batches of `JobReturn`, as Hydra's own sweeper returns them.
 
     Raises:
-        ConfigError: what is wrong with the sweep.
+        ConfigError: the sweep has problems.
     """
     found = asked(composer, arguments, sweeper=sweeper)
     folder = Path(str(config.hydra.sweep.dir))
@@ -46,7 +46,7 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
         rule = "needs a launcher that tells how its jobs go. hydra/launcher=slots does."
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
-    launching.sweep.asked.update(launching.sweep.record.rows)  # of a search that goes on, all of it is asked for
+    launching.sweep.asked.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs
     make = _halving if sweeper == "halving" else _trials
     source = make(found, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
@@ -83,14 +83,14 @@ def _trials(found: SweepRequest, composer: Composer, launching: Any, folder: Pat
 
 
 def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
-    """The steps that each point would train for."""
+    """Return the steps for which each point would train."""
     from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
     return plan_all_points([composer.compose(point, for_others=True) for point in points])
 
 
 def _returns(done: Any) -> list[JobReturn]:
-    """What became of the jobs; one that the search pruned did what it was asked to."""
+    """Return the results of the jobs; a job that the search pruned counts as a success."""
     rows = [row for name, row in done.record.rows.items() if name in done.asked]
     return [_returned(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]
 

@@ -1,7 +1,7 @@
-"""Optuna's trials as jobs: it proposes points, hears of every evaluation, and says which job is hopeless.
+"""Optuna's trials as jobs: Optuna proposes points, receives every evaluation, and decides which jobs to prune.
 
-What it knows stands in `optuna.db` in the sweep's folder, so that a search goes on where it was killed, and so that
-`optuna-dashboard` and the like can look at it. Imports Optuna: only where it was chosen.
+Its state is in `optuna.db` in the sweep's folder, so that a search resumes after a kill, and `optuna-dashboard` and
+similar tools can read it. This module imports Optuna: import it only if Optuna was chosen.
 
 Source: Bergstra et al. 2011, "Algorithms for hyper-parameter optimization" (TPE); Li et al. 2018, arXiv:1603.06560
 (Hyperband); Akiba et al. 2019, arXiv:1907.10902 (Optuna).
@@ -43,19 +43,19 @@ class _Running:
     trial: optuna.Trial
     rows: MetricRows
     last: int = -1
-    """The last step that was reported; a job that goes on after a kill tells of some steps twice."""
+    """The last reported step; a job resumed after a kill repeats some steps."""
     hopeless: bool = False
 
 
 class Trials:
-    """The jobs of a search by Optuna, a source of jobs.
+    """The jobs of a search by Optuna, as a source of jobs.
 
     Args:
-        study: what Optuna knows.
-        space: of the points.
-        trials: how many there are to be, those of an earlier search in this study among them.
-        goal: what it searches for.
-        job: makes a job of a point.
+        study: Optuna's study.
+        space: the space of the points.
+        trials: total number of trials, including those of an earlier search in this study.
+        goal: the metric to optimize.
+        job: creates the job of a point.
     """
 
     def __init__(self, *, study: optuna.Study, space: Space, trials: int, goal: MonitoredMetric, job: JobOf) -> None:
@@ -67,16 +67,16 @@ class Trials:
 
     @property
     def total(self) -> int:
-        """Trials in all."""
+        """Total number of trials."""
         return self._trials
 
     @property
     def exhausted(self) -> bool:
-        """Whether every trial has been begun."""
+        """Whether every trial was started."""
         return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
 
     def next(self) -> SweepJob | None:
-        """The point that Optuna thinks of next; first those that an earlier sweep left unfinished."""
+        """Return the next point that Optuna proposes, after those that an earlier sweep left unfinished."""
         if self.exhausted:
             return None
         trial = self._interrupted.popleft() if self._interrupted else self._asked()
@@ -88,14 +88,14 @@ class Trials:
         return job
 
     def watch(self, job: SweepJob) -> bool:
-        """Whether the pruner has given a job up, by what the job has said of itself by now."""
+        """Return whether the pruner gives up a job, by the metrics reported so far."""
         one = self._running[job.name][0]
         if self._heard(one):
             one.hopeless = one.hopeless or one.trial.should_prune()
         return one.hopeless
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """Tell Optuna what became of a job. One that Ctrl-C stopped stays open: the search goes on with it."""
+        """Report the end of a job to Optuna. A trial that Ctrl-C stopped stays open: a resumed search continues it."""
         waiting = self._running[job.name]
         one = waiting.pop(0)
         if not waiting:
@@ -120,7 +120,7 @@ class Trials:
             raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=rule)]) from error
 
     def _heard(self, one: _Running) -> bool:
-        """Report what is new; whether there was anything."""
+        """Report new values to the trial; return whether there were any."""
         new = [(step, value) for step, value in one.rows.new() if step > one.last]
         for step, value in new:
             one.trial.report(value, step)
@@ -129,13 +129,13 @@ class Trials:
 
 
 def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_steps: int) -> optuna.Study:
-    """The study in a sweep's folder, or a new one.
+    """Open the study in a sweep's folder, or create one.
 
     Args:
-        folder: of the sweep.
+        folder: the folder of the sweep.
         settings: `sweep.*`.
-        goal: what is searched for.
-        num_steps: of the longest whole training, which Hyperband divides into rungs.
+        goal: the metric to optimize.
+        num_steps: steps of the longest whole training, which Hyperband divides into rungs.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,16 +148,16 @@ def open_study(folder: Path, *, settings: Settings, goal: MonitoredMetric, num_s
         load_if_exists=True,
         pruner=_pruner(settings, num_steps),
     )
-    # Another seed where a search goes on: with the first one it would draw its first points again.
+    # Use another seed in a resumed search: with the first one it would draw its first points again.
     seed = settings.seed + len(study.get_trials(deepcopy=False))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # others run: do not propose the same
+        study.sampler = optuna.samplers.TPESampler(seed=seed, constant_liar=True)  # avoid points of running trials
     return study
 
 
 def _connection(file: Path) -> sqlite3.Connection:
-    """A connection that does not wait for the disk on every report: a kill loses nothing, a power cut the last ones."""
+    """Open a connection that does not sync on every report: a kill loses nothing, a power failure the last reports."""
     connection = sqlite3.connect(file, check_same_thread=False, timeout=30.0)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=NORMAL")
@@ -168,7 +168,7 @@ def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
     if settings.pruner == "none":
         return optuna.pruners.NopPruner()
     if settings.pruner == "median":
-        # A median of fewer than three says little; of more than five it comes late in a short search.
+        # A median of fewer than three values means little; more than five come too late in a short search.
         startup = max(3, min(5, (settings.trials or 0) // 4))
         return optuna.pruners.MedianPruner(n_startup_trials=startup, n_warmup_steps=settings.min_steps or 0)
     least = settings.min_steps or max(1, num_steps // settings.reduction**3)
@@ -178,7 +178,7 @@ def _pruner(settings: Settings, num_steps: int) -> optuna.pruners.BasePruner:
 
 
 def distributions(space: Space) -> dict[str, BaseDistribution]:
-    """The axes of a space as Optuna has them; a range is known by the places of its values, which are in order."""
+    """Return the axes of a space as Optuna's distributions; a range is given by the ordered indices of its values."""
     return {_name(axis): _distribution(axis) for axis in space.axes}
 
 
@@ -201,7 +201,7 @@ def _row(row: tuple[str, ...]) -> str:
 
 
 def _values(space: Space, params: Mapping[str, object]) -> dict[str, str]:
-    """The text of every key, from what Optuna proposes."""
+    """Return the text of every key, from what Optuna proposes."""
     values: dict[str, str] = {}
     for axis in space.axes:
         found = params[_name(axis)]
