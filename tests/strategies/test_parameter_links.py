@@ -93,10 +93,10 @@ def test_a_client_learns_that_the_other_end_holds_another_token_and_tells_it_not
         with pytest.raises(LinkError, match="ps:0 does not know the token of this run"):
             connect(listener.address, token=b"two", name="worker:1", peer="ps:0", timeout_s=3)
         for _ in range(100):
-            if listener.turned_away:
+            if listener.rejected:
                 break
             time.sleep(0.01)
-        assert listener.turned_away == 1
+        assert listener.rejected == 1
 
 
 def test_who_listens_nowhere_is_named_with_the_time_that_was_waited() -> None:

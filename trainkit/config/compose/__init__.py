@@ -7,7 +7,7 @@ together by the check; Hydra would end the program at the first one.
     hydra_adapter   Hydra's internal classes: the only import of them
     files           Hydra's config repository, read with line numbers; saving and restoring its global state
     composer        one search path: parse arguments, compose runs, enumerate sweeps
-    composing       one composition: arguments and the defaults list
+    builder         one composition: arguments and the defaults list
     layers          merging of values, exclusive keys, interpolations
     space           the arguments of a sweep as axes, and every point of a grid
     loader          Hydra's config loader around composed values; the command of a sweep's job

@@ -11,7 +11,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from trainkit.config.compose.bounds import argument_problem
-from trainkit.config.compose.composing import CompositionBuilder
+from trainkit.config.compose.builder import CompositionBuilder
 from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
 from trainkit.config.compose.repeating import repeated

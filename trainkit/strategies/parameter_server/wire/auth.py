@@ -54,7 +54,7 @@ class AuthenticatedListener:
         self, name: str, *, token: bytes, host: str = "127.0.0.1", port: int = 0, timeout_s: float = 30.0
     ) -> None:
         self.name, self.timeout_s = name, timeout_s
-        self.turned_away = 0
+        self.rejected = 0
         """Connections that were dropped before their peer had shown that it knows the token."""
         self._token = token
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -123,7 +123,7 @@ class AuthenticatedListener:
             if self._strangers.acquire(blocking=False):
                 self._start(self._attend, connection, f"{where[0]}:{where[1]}", handle)
             else:
-                self.turned_away += 1
+                self.rejected += 1
                 connection.close()
 
     def _attend(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
@@ -138,7 +138,7 @@ class AuthenticatedListener:
             try:
                 link.mark_authenticated(_server_handshake(link, self._token))
             except LinkError:
-                self.turned_away += 1
+                self.rejected += 1
                 return
             finally:
                 self._strangers.release()

@@ -1,0 +1,400 @@
+"""Search the code for names of before the renaming (decision 0026): none may be left where it belonged.
+
+python scripts/words.py
+
+A name is searched as a definition, in the module or class that it belonged to, by its name of today. Another module may
+use the same name for something else. Modules are searched as files, imports and dotted names in texts, but for
+`python -m trainkit.run.worker` and `.evaluator`, which are commands that keep their names.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+
+NAMES: Final = """
+api: launch_of
+callbacks.screen: Closing Opening
+cluster.launch: Launch
+cluster.manifests.job: Engine Job Told
+cluster.process_id: ProcessMark host_mark
+cluster.spec: _shown
+config.check.alternatives: Neighbours
+config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_effect without_effect_here
+    without_effect_in
+config.compose.builder: Composing
+config.compose.layers: Layers.lay
+config.compose.loader: Loader
+config.composition: ChoiceFile Composition.located Composition.noting
+config.identity: _idle _mildest
+config.monitored_metric: Watched
+config.mutually_exclusive: settle
+config.provenance: Layered
+config.schema: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
+config.targets.checks: _built_problems _judges_itself
+config.yaml_documents: Trap
+data.folds: _Part _PartInMemory
+data.reading.collate: _only
+data.reading.in_process: Direct
+data.reading.reader: _Stillness
+data.reading.sources: Source
+data.reading.windows: cover
+data.reading.workers: opened
+errors: _shown
+numerics.deferred.building: initial_values
+numerics.deferred.tape: Entry Seen rewound
+objectives.base: Tally
+objectives.own_loss: OwnLoss
+report.live: _Part
+report.tables: _shown
+run.backends.attempt: open_attempt seen_attempt
+run.backends.base: Connection Engine Job
+run.backends.driver: _shown
+run.backends.worker: Place _seen cargo_of
+run.equivalence.sameness: _shown
+run.folder.fencing_token: Fence FencingToken.handed FencingToken.holder FencingToken.put_up FencingToken.seen
+run.folder.restart_record: note_restart
+run.folder.rollbacks: note_rollback suspect_of
+run.folder.run_record: Recording
+run.folder.status: Finding look_at
+run.folder.takeover: take_folder
+run.hang_detection.compile_events: compiling_told
+run.hang_detection.cpu_times: waited
+run.hang_detection.process_evidence: Evidence
+run.hang_detection.self_watch: CountedBeats OwnWatch
+run.hang_detection.watch: Overdue
+run.planning.build: Parts build_parts shaped_model shaping_of
+run.planning.memory: abstract_model
+run.planning.out_of_memory: _Way _narrower _told _ways_out telling_of_memory
+run.planning.plan: RunPlan.assistants RunPlan.decided RunPlan.micro_follows RunPlan.parts _told _told_of_skips
+run.planning.plan_all: rehearse
+run.process.error_report: ErrorReport.aftermath ErrorReport.brief ErrorReport.final ErrorReport.moment LastWords
+    _shown last_words read_last_words words_from write_last_words
+run.process.exit: end_process
+run.process.fork_client: ForkServer ForkServerClient.tell
+run.process.fork_server: ForkServer._bury ForkServer._told Forks Order become warm_up
+run.process.heartbeat: Pulse pulse_of read_pulse
+run.process.parent_death_pipe: arm hold
+run.process.setup: identity_in into_log prepare_process
+run.process.worker_group: Exited WorkerGroup._tell _pass_on _signals_held
+run.process.worker_groups: may_fork rank_groups
+run.rendezvous.barrier: Meeting ProcessBarrier._leave ProcessBarrier._next_round ProcessBarrier._patience
+    ProcessBarrier.ask ProcessBarrier.each ProcessBarrier.first ProcessBarrier.gather ProcessBarrier.hurry
+    ProcessBarrier.leave_word ProcessBarrier.recall ProcessBarrier.remember ProcessBarrier.tell
+run.rendezvous.consistency: _shown differences likeness refuse_other_configs refuse_other_plans
+run.rendezvous.external_restarts: Relaunch note_relaunch
+run.rendezvous.handshake: _arrive follow lead
+run.rendezvous.join: _folder _host _start train_launched
+run.rendezvous.late_join: _FAREWELL_S _explain _leave _word join_late late_ranks let_in shared_token
+run.rendezvous.local_workers: LocalRanks launch_from
+run.rendezvous.relaunch: forget_folder remember_folder start_of_launch
+run.rendezvous.shutdown: _dismissed _echo _explained end_together
+run.rendezvous.store_client: Board StoreClient._probe StoreClient.doubt
+run.rendezvous.wait: Patience
+run.resume: Start
+run.runner: _end _evaluate_politely _missing _places
+run.session.async_evaluator: CheckpointEvaluator._claim CheckpointEvaluator._tell CheckpointEvaluator._told Evaluator
+    _LOOK_S _LeftOffError _mark evaluate_beside
+run.session.auxiliary: assist unforeseen_data
+run.session.checkpointer: Checkpointer.announce Checkpointer.mark Checkpointer.takes_part Keeper
+run.session.evaluation: EvalRunner._told EvalRunner.is_fresh EvalRunner.judge Scorer
+run.session.restore: Restorable begin_where_it_stood run_of training_of
+run.session.saved_state: refuse_unfit
+run.session.session: Session TaskSession._agree TaskSession._confirm TaskSession._occasions TaskSession._requested
+    TaskSession.confirm TaskSession.listen
+run.session.triggers: each_steps periods settling
+run.supervisor.attempts: AttemptRunner._diagnose AttemptRunner._end_stragglers AttemptRunner._look
+    AttemptRunner._make_room AttemptRunner._note_end AttemptRunner._say AttemptRunner._take AttemptRunner.has_begun
+    Attempts _FAREWELL_S _LOOK_S
+run.supervisor.failure: Failure.final Failure.words _most_behind _silent _told culprit hung unanswering
+run.supervisor.membership: ReplicaMembership.blame ReplicaMembership.muster ReplicaMembership.settle Roster
+    _Member.strikes _Place
+run.supervisor.restart_policy: Raised RestartRule
+run.supervisor.save_grace: let_owner_save
+run.supervisor.supervisor: _say _until_done.say
+run.supervisor.task_restarts: Replacing TaskRestarter._say TaskRestarter.concerns TaskRestarter.dismiss
+    TaskRestarter.life TaskRestarter.mourn _Record _RestartHistory.fruitless _RestartHistory.stillborn
+strategies.base: Bench Facts Outcome Part Placed.collective Placed.everyone Placed.figures Placed.is_owner
+    Placed.open_data Position Rule Training Update Weighing
+strategies.central_storage.asynchronous: Flight _Errand hand_out_or_apply handed_out tickets_to_hand_out
+strategies.central_storage.variables: Central settle_like
+strategies.core.grad_exchange: in_all_places settle_exchange
+strategies.core.object_snapshot: Contents
+strategies.core.optimizer: OptimizerStepper.forget Stepper
+strategies.core.placement: OnOneDevice Spread
+strategies.core.replica: Held masters_apart
+strategies.core.step: Divisor ShardStep._share ShardStep._take ShardStep.discover StepWork own_memory
+strategies.data_parallel.options: Reducing
+strategies.fsdp.sharded.dummy_batch: batch_of_first_rank
+strategies.fsdp.sharded.shard_geometry: Cut
+strategies.groups.gather_objects: tell_all
+strategies.groups.process_group: Grouped
+strategies.groups.single_process: Alone
+strategies.local_sgd.averaging: AveragingWindow.note Outer Window
+strategies.model_transforms.blocks: Unit units_of
+strategies.model_transforms.shape: Shaping shape
+strategies.parameter_server.coordinator.async_scheduler: AsyncDesk AsyncScheduler._give_back AsyncScheduler._take
+    AsyncScheduler.again AsyncScheduler.ready
+strategies.parameter_server.coordinator.dispatcher: Chief UpdateDispatcher._forget UpdateDispatcher._give_up_on_silent
+    UpdateDispatcher._hear_report UpdateDispatcher._lose UpdateDispatcher._make UpdateDispatcher._say_idle
+strategies.parameter_server.coordinator.registry: Event Seat Staff WorkerRegistry.attend WorkerRegistry.dismiss
+    WorkerRegistry.employ WorkerRegistry.hear
+strategies.parameter_server.coordinator.replay_scheduler: ReplayDesk ReplayScheduler._give_back ReplayScheduler._take
+    ReplayScheduler.again ReplayScheduler.ready
+strategies.parameter_server.coordinator.scheduler: Desk Errand Merge WorkScheduler._give_back WorkScheduler._take
+    WorkScheduler._throw WorkScheduler.again WorkScheduler.ready WorkScheduler.thrown_away
+strategies.parameter_server.coordinator.staleness: Staleness.judge Verdict told_staleness
+strategies.parameter_server.coordinator.state: CoordinatorState._appoint CoordinatorState.begin
+    CoordinatorState.mirror Office
+strategies.parameter_server.coordinator.sync_scheduler: SyncDesk SyncScheduler._give_back SyncScheduler._take
+    SyncScheduler.again SyncScheduler.ready
+strategies.parameter_server.coordinator.update_log: Line Part Record
+strategies.parameter_server.server.aggregation: GradientAggregator.add_up Merging Told Wishes
+strategies.parameter_server.server.gradient_buffer: Gradient Spares
+strategies.parameter_server.server.main: _Server._bye _Server.attend _nobody
+strategies.parameter_server.server.shard: Held Loan ServerShard._leave_readers_alone ServerShard._stretches
+    ServerShard.give_back ServerShard.lend
+strategies.parameter_server.settings: Setting hold_a_share work
+strategies.parameter_server.validation: _idle
+strategies.parameter_server.wire.address_book: Meeting
+strategies.parameter_server.wire.auth: AuthenticatedListener.turned_away Listener _STRANGERS _TurnedAwayError
+    _admitted _greet
+strategies.parameter_server.wire.client: ParameterServerClient.bye ParameterServerClient.discard
+    ParameterServerClient.drop Servers
+strategies.parameter_server.wire.client_base: Reached
+strategies.parameter_server.wire.full_state: Wholes
+strategies.parameter_server.wire.protocol: RefusedError name_of take_gradient
+strategies.parameter_server.wire.transfer: Landing outgoing
+strategies.parameter_server.wire.transport: Connection.trust Link
+strategies.parameter_server.wire.variable_shards: Rows Shares
+strategies.parameter_server.wire.work_channel: Errands LocalErrands Order RemoteErrands Report keys_of
+strategies.parameter_server.worker.main: Worker._carry_out Worker._looking_up _HandedOver
+strategies.parameter_server.worker.replicas: Team _Part
+strategies.partition.blocks: Unit units_of
+strategies.partition.device_layout: Layout
+strategies.partition.solver: Fitting
+strategies.partition.validation: layout_problems
+strategies.pipeline.chunks: Clock Surroundings
+strategies.pipeline.schedules: taken
+strategies.pipeline.stage_assignment: Cut
+strategies.pipeline.stage_params: Kept
+strategies.pipeline.tracing.program: Call Held Shape Stretch
+strategies.pipeline.tracing.stage_module: Segment
+strategies.reducers.deterministic: LaneReducer _leaf
+strategies.reducers.shared_segment: Segment
+strategies.reducers.to_one_device: ToOneDeviceTransport
+strategies.reducers.vectors: OwnVector
+strategies.tensor_parallel.activation_rng: Regions
+strategies.tensor_parallel.plans: Chosen Fitted fitted repeated_draws
+strategies.tensor_parallel.strategy: _shown
+strategies.tensors.flat_buffer: Packing
+strategies.tensors.lazy_state: Stored chosen region_of weights_in
+strategies.tensors.sharded: Piece Pieces _told assembled misfit streamed
+sweeps.backends.base: JobEngine
+sweeps.backends.job_spec: Described
+sweeps.backends.submitit_jobs: _Job
+sweeps.loop.job_sources: Job Listed Source
+sweeps.loop.processes: Start
+sweeps.loop.slots: Grant
+sweeps.loop.sweep_loop: Round SweepLoop._look SweepLoop._pass_on SweepLoop._readied SweepLoop._told _Running.twins
+sweeps.results.folds: _told
+sweeps.results.job_results: Entry swept
+sweeps.results.metric_stream: Rows
+sweeps.results.sweep_state: Record
+sweeps.screen: Line
+sweeps.spaces.random_search: drawn
+sweeps.spaces.request: Asked
+trainer.checkpoint.evaluated_index: Judged
+trainer.checkpoint.lazy_tensors: _Cut _Entry
+trainer.checkpoint.saving: Part
+trainer.checkpoint.sharded_saver: SaverOfPieces
+trainer.checkpoint.tensor_file: _Entry
+trainer.cleanup: clear_drafts delete_draft draft_of
+trainer.failpoints: arm reached
+trainer.loop: Occasion Timeline
+trainer.manifest: scan survey
+trainer.metrics_accumulator: Journal
+trainer.ownership: Owner
+trainer.stop_consensus: Agreement Answer
+verbs.looking.diff: _shown
+verbs.looking.explain: _shown
+verbs.support.call: Call.only
+verbs.support.cv: with_folds
+verbs.support.points: _applying_nowhere
+"""
+"""Module of today: the old names of its classes, functions and constants, and of members as `ClassOfToday.member`."""
+
+OPEN: Final = """
+strategies.base: Placed
+    Strategy.problems Strategy.problems_with Strategy.decided Strategy.parts Strategy.held Strategy.gathered
+    Strategy.trains Strategy.replaces Strategy.assist Strategy.is_another_training Strategy.shards_a_replica
+    Strategy.settles_at Strategy.settle Strategy.remember Strategy.recall Strategy.catch_up Strategy.findings
+    Strategy.leave Strategy.align Strategy.hold Strategy.spread Strategy.voice Strategy.defers Strategy.holds_pieces
+    Strategy.computes_together
+"""
+"""Likewise: names that are still there; the strategy of two halves takes them away. This list only shrinks."""
+
+MODULES: Final = """
+cluster.emit cluster.emit.job cluster.emit.kubernetes cluster.emit.skypilot cluster.emit.slurm cluster.emit.torchrun
+cluster.emit.vertex cluster.processes config.allowed config.build config.check config.compose.composing
+config.doclines config.documents config.effects config.exclusive config.kinds config.neighbours config.origins
+config.own_folders config.places config.references config.resuming config.searching config.secret_keys config.secrets
+config.semantics config.targets config.watched data.collate data.digits data.direct data.fashion_mnist data.files
+data.image_folder data.iterable data.loader data.positions data.reading data.sources data.synthetic data.text
+data.token_memmap data.windows data.workers engine engine.agreement engine.checkpoint engine.checkpoint.background
+engine.checkpoint.dtypes engine.checkpoint.judged engine.checkpoint.loading engine.checkpoint.retention
+engine.checkpoint.saving engine.checkpoint.snapshot engine.checkpoint.space engine.checkpoint.stored
+engine.checkpoint.tensor_file engine.checkpoint.together engine.checkpoint.weights engine.cleaning engine.evaluate
+engine.events engine.failpoints engine.journal engine.left_out engine.loop engine.manifest engine.ownership
+engine.state numerics.deferred.posing run.after_effects run.alikeness run.arriving run.assisting run.attempts
+run.awaiting run.beginning run.board run.building run.compiling run.coupling run.cut_facts run.ending run.engines
+run.engines.attempt run.engines.base run.engines.driver run.engines.rank run.engines.ray_train run.engines.spark
+run.entering run.environment run.evaluating run.evaluator run.evaluator_end run.evidence run.failure run.fence
+run.folder run.forking run.forks run.group run.heartbeat run.joining run.keeping run.last_save run.last_words
+run.latecomers run.launched run.lifeline run.limits run.local_ranks run.lock run.meeting run.memory run.memory_errors
+run.model_facts run.model_file run.network run.nursery run.occasions run.out_of_memory run.outcome run.own_watch
+run.owner_saving run.parting run.passes run.pauses run.plan run.proof run.proof.answers run.proof.comparing
+run.proof.diagnosing run.proof.proving run.proof.running run.proof.sameness run.proof_records run.ranks run.recording
+run.rehearsal run.relaunching run.rendezvous run.replacing run.restart_record run.restarting run.rollbacks run.roster
+run.saved_state run.scheduling run.scoring run.session run.skipped run.stacks run.status run.stopping run.supervisor
+run.taking run.waiting run.watching run.worker strategies.alone strategies.averaging strategies.buffers
+strategies.central strategies.central.asynchronous strategies.central.copies strategies.central.step
+strategies.central.storage strategies.collective strategies.contents strategies.crossing strategies.data_parallel
+strategies.device_map strategies.devices strategies.exchanged strategies.forward_backward strategies.fsdp
+strategies.given strategies.grouped strategies.layouts strategies.limits strategies.local_sgd strategies.maps
+strategies.maps.activations strategies.maps.balance strategies.maps.fitting strategies.maps.judging
+strategies.maps.placing strategies.maps.syntax strategies.maps.units strategies.mesh strategies.mirrored
+strategies.multi_worker_mirrored strategies.optimizer strategies.packing strategies.parameter_server.asynchronous
+strategies.parameter_server.chief strategies.parameter_server.clients strategies.parameter_server.desk
+strategies.parameter_server.errands strategies.parameter_server.greeting strategies.parameter_server.held
+strategies.parameter_server.limits strategies.parameter_server.links strategies.parameter_server.meeting
+strategies.parameter_server.merging strategies.parameter_server.moving strategies.parameter_server.norms
+strategies.parameter_server.office strategies.parameter_server.policies strategies.parameter_server.reaching
+strategies.parameter_server.record strategies.parameter_server.replaying strategies.parameter_server.server
+strategies.parameter_server.setting strategies.parameter_server.shares strategies.parameter_server.staff
+strategies.parameter_server.staging strategies.parameter_server.synchronous strategies.parameter_server.tables
+strategies.parameter_server.team strategies.parameter_server.variables strategies.parameter_server.wholes
+strategies.parameter_server.wire strategies.parameter_server.worker strategies.pieces strategies.pipeline.calling
+strategies.pipeline.cutting strategies.pipeline.holding strategies.pipeline.judging strategies.pipeline.limits
+strategies.pipeline.program strategies.pipeline.recording strategies.pipeline.segment strategies.pipeline.tracing
+strategies.pipeline.trying strategies.pipeline.watching strategies.reducers.lanes strategies.reducers.segment
+strategies.reducing strategies.replica strategies.replica_check strategies.shaping strategies.shaping.compiling
+strategies.shaping.recomputing strategies.shaping.shape strategies.shaping.units strategies.sharded
+strategies.sharded.base strategies.sharded.cuts strategies.sharded.elementwise strategies.sharded.filling
+strategies.sharded.freeing strategies.sharded.fully strategies.sharded.norms strategies.sharded.replica
+strategies.sharded.stand_in strategies.sharded.units strategies.sharded.work strategies.sparse strategies.spread
+strategies.stored strategies.synchronous strategies.telling strategies.tensor_parallel.regions strategies.update
+sweeps.engines sweeps.engines.base sweeps.engines.described sweeps.engines.joblib_workers sweeps.engines.launching
+sweeps.engines.ray_tasks sweeps.engines.starting sweeps.engines.submitit_jobs sweeps.ensemble sweeps.entries
+sweeps.folds sweeps.jobs sweeps.leaderboard sweeps.processes sweeps.progress sweeps.record sweeps.round sweeps.slots
+sweeps.spaces.asking sweeps.spaces.drawing sweeps.spaces.rows sweeps.spaces.sweeping sweeps.stopping sweeps.sweep
+sweeps.warm sweeps.warming verbs.call verbs.completion verbs.diff verbs.emit verbs.ensemble verbs.explain verbs.flags
+verbs.folding verbs.ls verbs.plan verbs.points verbs.prove verbs.resume verbs.runs verbs.top verbs.train
+"""
+"""Old modules; one that is the name of a package today counts as renamed."""
+
+MAY_MENTION: Final = ("trainkit/moved.py", "tests/run/test_moved.py", "scripts/words.py", "CHANGELOG.md")
+"""Files that hold old names on purpose; so do `tests/data/old_folders` and `benchmarks/results`."""
+
+
+def rows(table: str) -> Iterator[tuple[str, str]]:
+    """Yield the module and the old name of each entry of a table."""
+    for line in re.sub(r"\n +", " ", table).strip().splitlines():
+        module, _, names = line.partition(": ")
+        for name in names.split():
+            yield f"trainkit.{module}", name
+
+
+def file_of(module: str) -> Path:
+    """Return the file of a dotted module."""
+    path = ROOT.joinpath(*module.split("."))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def files_of(module: str) -> list[Path]:
+    """Return the file of a module; where it has been moved or merged, all files of its package."""
+    file = file_of(module)
+    if file.is_file():
+        return [file]
+    while not file_of(module := module.rpartition(".")[0]).is_file():
+        pass
+    return sorted(file_of(module).parent.rglob("*.py"))
+
+
+@cache
+def definitions(file: Path) -> frozenset[str]:
+    """Return the names that a file defines: `name` of the module, `Class.member` of its classes."""
+    return frozenset(_defined(ast.parse(file.read_text()).body))
+
+
+def _defined(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.ClassDef(name=name):
+                yield name
+                yield from (f"{name}.{member}" for member in [*_defined(node.body), *_attributes(node)])
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.Assign(targets=targets):
+                yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+            case ast.If(body=inner, orelse=other) | ast.Try(body=inner, orelse=other):
+                yield from _defined([*inner, *other])
+            case _:
+                pass
+
+
+def _attributes(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the attributes that methods of a class assign to `self`."""
+    for inner in ast.walk(node):
+        match inner:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case _:
+                pass
+
+
+def found_names(table: str) -> list[str]:
+    """Return the names of a table that are still defined where they belonged."""
+    return [f"{home}: {name}" for home, name in rows(table) if any(name in definitions(f) for f in files_of(home))]
+
+
+def found_modules() -> list[str]:
+    """Return where an old module still is a file, or is named by its dotted name or its path."""
+    old = [name for name in MODULES.split() if file_of(f"trainkit.{name}").name != "__init__.py"]
+    found = [f"trainkit.{name} is a module" for name in old if file_of(f"trainkit.{name}").is_file()]
+    words = "|".join(sorted((re.escape(name).replace(r"\.", "[./]") for name in old), key=len, reverse=True))
+    named = re.compile(rf"(?<![\w/.])(?<!python -m )trainkit[./](?:{words})(?:\.py)?(?![\w/]|\.\w)")
+    for file in _files():
+        name = file.relative_to(ROOT).as_posix()
+        if name in MAY_MENTION or name.startswith(("tests/data/old_folders/", "benchmarks/results/")):
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), 1):
+            found += [f"{name}:{number}: {match[0]}" for match in named.finditer(line)]
+    return found
+
+
+def _files() -> Iterator[Path]:
+    """Yield the texts of the repository in which a module may be named."""
+    folders = ("trainkit", "tests", "scripts", "benchmarks", "hydra_plugins", "conf", "recipes", "docs")
+    for file in [*ROOT.glob("*"), *(file for folder in folders for file in ROOT.joinpath(folder).rglob("*"))]:
+        if file.suffix in {".py", ".md", ".yaml", ".toml"} and file.is_file():
+            yield file
+
+
+def main() -> int:
+    """Print what is left, and return 1 where there is any."""
+    found = [*found_names(NAMES), *found_modules()]
+    left = found_names(OPEN)
+    print("\n".join([*found, f"{len(found)} old names found, {len(left)} of the open ones left"]))
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
