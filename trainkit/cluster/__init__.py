@@ -1,1 +1,1 @@
-"""Who am I, who are the others: pure functions, no process group, no device."""
+"""Which processes take part in a run, and which of them this one is: pure functions, no process group, no device."""

@@ -1,4 +1,4 @@
-"""HOST:PORT, as people and launchers write it."""
+"""HOST:PORT addresses, as users and launchers write them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read HOST:PORT; an IPv6 address stands in brackets.
+        """Parse HOST:PORT; an IPv6 address is written in brackets.
 
         Raises:
-            ValueError: it is none; the message is the rule it breaks.
+            ValueError: the text is not an address; the message is the rule that it breaks.
         """
         host, colon, port = text.rpartition(":")
         if not colon or not host:
@@ -51,7 +51,7 @@ class Address(NamedTuple):
 
     @property
     def canonical(self) -> Address:
-        """The same spelt in one way: two tasks at equal ones would answer at one port.
+        """The normalized form: two tasks with equal normalized addresses would use the same port.
 
         Example:
             >>> Address("LocalHost", 1).canonical == Address("127.0.0.1", 1)
@@ -64,7 +64,7 @@ class Address(NamedTuple):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is the machine itself, whoever reads it.
+    """Return whether a host name means the machine itself on every machine.
 
     Example:
         >>> is_loopback("localhost"), is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("node7")
@@ -77,9 +77,9 @@ def is_loopback(host: str) -> bool:
 
 
 def derived_port(name: str) -> int:
-    """A port for a launch whose launcher names none: the same on every rank, another one for another launch.
+    """Return a port for a launch whose launcher names none: the same on every rank, different for another launch.
 
-    From 20000 to 31999, below the ports that Linux gives to outgoing connections (32768 and up).
+    It is from 20000 to 31999, below the ports that Linux assigns to outgoing connections (32768 and up).
 
     Example:
         >>> derived_port("slurm 4711.0"), derived_port("slurm 4711.1")

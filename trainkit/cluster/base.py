@@ -1,4 +1,4 @@
-"""What a choice of the group `cluster` is: a way to learn which processes take part in a run."""
+"""The base class of the choices of the group `cluster`: how a run finds out which processes take part."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class Cluster(ABC):
     """Which machines take part. A choice is a frozen, keyword-only dataclass; its keys are placement."""
 
     starts_processes: ClassVar[bool] = False
-    """Whether it starts the processes of a run itself, be it one, and watches over them."""
+    """Whether it starts and supervises the processes of a run itself, even for a single process."""
 
     @abstractmethod
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """The launch that this process belongs to; None: it is the only one, and starts what the run needs.
+        """Return the launch that this process belongs to; None if it is the only one and starts what the run needs.
 
-        A pure function of the config and the environment.
+        This is a pure function of the config and the environment.
 
         Args:
-            environ: `os.environ`, or what stands for it in a test.
+            environ: `os.environ`, or a replacement in a test.
 
         Raises:
-            ConfigError: what is wrong with the cluster or the variables, all at once.
+            ConfigError: every problem of the cluster or the variables.
         """

@@ -1,4 +1,4 @@
-"""Which launch a process belongs to, by its environment alone."""
+"""Detect the launch of a process from its environment alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.errors import ConfigError, Problem
 __all__ = ["LAUNCHERS", "VARIABLE", "detect"]
 
 VARIABLE: Final = "TRAINKIT_LAUNCHER"
-"""The environment variable that says which launcher to believe, or `none`."""
+"""The environment variable that selects the launcher to use, or `none`."""
 
 
 def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
@@ -36,10 +36,10 @@ LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | 
     "slurm": slurm,
     "pet": pet,
 }
-"""Launcher -> what finds it in an environment, the innermost first.
+"""Launcher -> function that detects it in an environment, the innermost launcher first.
 
-torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; what a person set by hand stands inside of
-what started the shell.
+torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; variables that a user sets in a shell are
+inside of the launcher that started the shell.
 """
 _MARKS: Final = {
     "torchrun": "TORCHELASTIC_RUN_ID", "environment": "RANK and WORLD_SIZE", "tf_config": "TF_CONFIG",
@@ -48,20 +48,20 @@ _MARKS: Final = {
 
 
 def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment | None:
-    """The launch that a process belongs to; a pure function.
+    """Return the launch that a process belongs to; a pure function.
 
     Args:
-        environ: `os.environ`, or what stands for it in a test.
-        spec: the cluster that the config spells out; it is believed before anything in the environment.
-        launcher: the launcher to believe, `none` for none, or `auto`: what `TRAINKIT_LAUNCHER` says, else whichever is
+        environ: `os.environ`, or a replacement in a test.
+        spec: the cluster that the config describes; it overrides everything in the environment.
+        launcher: the launcher to use, `none`, or `auto`: the value of `TRAINKIT_LAUNCHER`, else the one that is
             found.
 
     Returns:
-        None where this process is the only one: nothing was found, or a group of one. torchrun with restarts left is a
-        launch of one all the same: it may have had more members, and get them back.
+        None if this process is the only one: no launcher was found, or a group of one process. torchrun with
+            restarts left is a launch even with one process: it may have had more members, and regain them.
 
     Raises:
-        ConfigError: variables that are missing, no numbers, or at odds with one another; all of one launcher's.
+        ConfigError: variables of one launcher are missing, not numbers, or contradict one another.
 
     Example:
         >>> hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -86,12 +86,12 @@ def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: st
             return _shared(launch, environ)
     if environ.get("WORLD_SIZE") == "1":
         return None
-    half = by_hand(environ)  # one of the two that nothing else explains: it says what is missing
+    half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
     return None if half is None else _shared(half, environ)
 
 
 def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """The launch, unless this process is all there is of it."""
+    """Return the launch, or None if this process is its only one."""
     restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") if launch.kind == "torchrun" else "0"
     if launch.num_ranks == 1 and restarts == "0":
         return None

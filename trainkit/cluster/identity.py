@@ -1,4 +1,4 @@
-"""Which task this process is: handed from the supervisor to its workers in the environment, as text."""
+"""Which task this process is, passed from the supervisor to its workers in environment variables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ VARIABLES: Final = (
     "TRAINKIT_HOST",
     "TRAINKIT_TOKEN",
 )
-"""Every environment variable that `Identity.to_environ` writes."""
+"""All environment variables that `Identity.to_environ` writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Identity:
-    """The task of a process, and how it finds the others.
+    """The task of a process, and how it reaches the others.
 
     Example:
         >>> Identity.from_environ({"TRAINKIT_RANK": "1", "TRAINKIT_RANKS": "2"}).task.rank
@@ -41,27 +41,27 @@ class Identity:
 
     task: Task
     num_ranks: int = 1
-    """Processes of this run, over all roles."""
+    """Number of processes of this run, over all roles."""
     store: tuple[str, int] | None = None
-    """Host and port of the rendezvous store; None where there is nobody to meet."""
+    """Host and port of the rendezvous store; None for a single process."""
     prefix: str = ""
-    """The prefix of every key in the store: fresh for every attempt, so that no address of a dead peer is read."""
+    """The prefix of every key in the store: new for every attempt, so that no address of a dead process is read."""
     attempt: int = 0
-    """0 at the first start, then one more for every restart; above 0 the newest checkpoint is continued."""
+    """0 at the first start, then one more per restart; above 0 the newest checkpoint is resumed."""
     life: int = 0
-    """Times that this task was started again alone in this attempt, while the others went on."""
+    """How often this task alone was restarted in this attempt, while the others continued."""
     host: str = "127.0.0.1"
-    """The name or address of this host by which the others reach it; loopback where all are on one."""
+    """The name or address of this host for the others; loopback if all processes are on one host."""
     token: str = field(default="", repr=False)
-    """What the tasks of this run know and nobody else does; empty where nobody made one."""
+    """A secret that only the tasks of this run know; empty if none was made."""
 
     @classmethod
     def solo(cls, device: str = "cpu") -> Identity:
-        """The identity of a run that is one process."""
+        """Return the identity of a run with a single process."""
         return cls(task=Task(role="worker", index=0, rank=0, device=device))
 
     def to_environ(self) -> dict[str, str]:
-        """The environment variables that `from_environ` reads back."""
+        """Return the environment variables that `from_environ` reads."""
         store = {} if self.store is None else {"TRAINKIT_STORE": f"{self.store[0]}:{self.store[1]}"}
         token = {"TRAINKIT_TOKEN": self.token} if self.token else {}
         return {
@@ -80,15 +80,15 @@ class Identity:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Identity:
-        """Read an identity; without `TRAINKIT_RANK`, that of a run of one process.
+        """Read an identity; without `TRAINKIT_RANK`, return the one of a run with a single process.
 
         Args:
-            environ: `os.environ`, or what stands for it in a test. `TRAINKIT_ROLE` is worker, `TRAINKIT_INDEX` the
-                rank and `TRAINKIT_DEVICE` cpu where not set.
+            environ: `os.environ`, or a replacement in a test. If unset, `TRAINKIT_ROLE` is worker, `TRAINKIT_INDEX` the
+                rank and `TRAINKIT_DEVICE` cpu.
 
         Raises:
-            ConfigError: a variable is no number, a rank lies outside the ranks, the store no HOST:PORT:
-                every problem at once.
+            ConfigError: every problem: a variable is not a number, a rank is out of range, or the store is not
+                HOST:PORT.
         """
         if "TRAINKIT_RANK" not in environ:
             return cls.solo(environ.get("TRAINKIT_DEVICE", "cpu"))

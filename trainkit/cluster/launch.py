@@ -1,4 +1,4 @@
-"""A launch: the processes of a run that something else started (torchrun, srun, mpirun, a person at each host)."""
+"""External launches: the processes of a run that another program or user started (torchrun, srun, mpirun, by hand)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["LaunchEnvironment", "workers"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnvironment:
-    """What a process knows of the group it was started in, before it has met the others.
+    """What a process knows about the group it was started in, before it has connected to the others.
 
     Example:
         >>> launch = LaunchEnvironment(
@@ -26,35 +26,35 @@ class LaunchEnvironment:
     """
 
     kind: str
-    """What started it, in the words of the line that the user reads: torchrun, SLURM, Open MPI, MPICH, TF_CONFIG."""
+    """The launcher that started it, as shown to the user: torchrun, SLURM, Open MPI, MPICH, TF_CONFIG."""
     tasks: tuple[Task, ...]
-    """Every process of the run by rank; devices are for the strategy to choose."""
+    """All processes of the run by rank; the strategy chooses the devices."""
     rank: int
-    """The place of this process among them."""
+    """The rank of this process."""
     local_rank: int
-    """Its place among those of this host: what chooses its GPU."""
+    """Its rank among the processes of this host, which selects its GPU."""
     num_local: int
-    """Processes of this host."""
+    """Number of processes of this host."""
     num_hosts: int
-    """Hosts that take part; where processes of one host cannot be told apart, the number of processes."""
+    """Number of hosts; if processes of one host cannot be recognized, the number of processes."""
     store: tuple[str, int]
-    """Host and port where the ranks meet."""
+    """Host and port of the rendezvous store."""
     takes_devices: bool = False
-    """Whether each process stands for a host and takes all its devices, a rank each; else it is one rank."""
+    """Whether each process is a whole host that uses all its devices, with a rank each; otherwise it is one rank."""
     hosts_store: bool = False
-    """Whether this process has to open the store; False: the launcher, or another rank, does."""
+    """Whether this process must open the store; False: the launcher or another rank opens it."""
     attempt: int = 0
-    """Restarts of the group so far, as the launcher counts them; torchrun does not count a change of its members."""
+    """Restarts of the group so far, as counted by the launcher; torchrun does not count a change of its members."""
     name: str = ""
-    """Names the launch, the same on every rank and at every restart; empty where the launcher gives none."""
+    """The name of the launch, the same on every rank and at every restart; empty if the launcher gives none."""
     addresses: tuple[str, ...] = ()
-    """Where each task runs, by rank, as one would name it to a person; empty where the launcher does not tell."""
+    """The address of each task for messages, by rank; empty if the launcher gives none."""
     ignore: str = ""
-    """The setting that makes a process take no notice of this launch; empty where the config asked for it."""
+    """The setting that makes a process ignore this launch; empty if the config asked for it."""
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the run, over all roles."""
+        """Number of processes of the run, over all roles."""
         return len(self.tasks)
 
     @property
@@ -63,12 +63,12 @@ class LaunchEnvironment:
         return self.tasks[self.rank]
 
     def place_of(self, rank: int) -> str:
-        """A task as one would name it to a person who looks for it: `worker:1 (10.0.0.2:2222)`."""
+        """Return a task with its address for messages: `worker:1 (10.0.0.2:2222)`."""
         task = str(self.tasks[rank])
         return f"{task} ({self.addresses[rank]})" if self.addresses else task
 
     def line(self) -> str:
-        """What was found, in one line, and how to have it ignored."""
+        """Return one line about the launch, with the setting that ignores it."""
         own = "" if all(task.index == task.rank for task in self.tasks) else f" ({self.task})"
         hosts = "one host" if self.num_hosts == 1 else f"{self.num_hosts} hosts"
         hint = f" ({self.ignore} ignores it)" if self.ignore else ""
@@ -77,7 +77,7 @@ class LaunchEnvironment:
 
 
 def workers(count: int) -> tuple[Task, ...]:
-    """The tasks of a launch that knows no roles: workers, by rank.
+    """Return the tasks of a launch without roles: workers, by rank.
 
     Example:
         >>> [str(task) for task in workers(2)]

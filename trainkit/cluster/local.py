@@ -1,4 +1,4 @@
-"""One machine; or, where a launcher started this process among others, those."""
+"""The machine of this process, or the launch that its environment describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Local"]
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Cluster):
-    """The default: what the environment says, and this machine alone where it says nothing.
+    """The default: the launch in the environment, or this machine alone if there is none.
 
     Example:
         >>> Local(launcher="none").launch({"TF_CONFIG": "{}"}) is None
@@ -26,8 +26,8 @@ class Local(Cluster):
     launcher: Annotated[
         Literal["auto", "none", "torchrun", "environment", "tf_config", "openmpi", "mpich", "slurm", "pet"], placement
     ] = "auto"
-    """What started this process; auto: what TRAINKIT_LAUNCHER says, else what is found; none: nothing that matters."""
+    """The launcher; auto: the one in TRAINKIT_LAUNCHER, else the one that is found; none: ignore the environment."""
 
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """The launch that this process belongs to, as `trainkit.cluster.detect` finds it."""
+        """Return the launch of this process, as found by `trainkit.cluster.detect`."""
         return detect(environ, launcher=self.launcher)

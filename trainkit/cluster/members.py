@@ -1,4 +1,4 @@
-"""The tasks of a cluster by role and address, held against the rules of a cluster."""
+"""The tasks of a cluster by role and address, and the rules for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainkit.errors import Problem
 __all__ = ["ROLES", "launch_of", "member_problems", "parse_task", "tasks_of"]
 
 ROLES: Final = ("chief", "worker", "ps", "evaluator")
-"""Roles in the order of their ranks. Without a chief, worker 0 has rank 0 and is what a chief is: TensorFlow's rule."""
+"""Roles in the order of their ranks. Without a chief, worker 0 has rank 0 and acts as chief: TensorFlow's rule."""
 _SINGLE: Final = ("chief", "evaluator")
 
 Members = Mapping[str, Sequence[str]]
@@ -23,12 +23,12 @@ Members = Mapping[str, Sequence[str]]
 
 
 def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator[Problem]:
-    """Everything that is wrong with the addresses.
+    """Yield everything that is wrong with the addresses.
 
     Args:
-        members: the addresses as they were written.
-        key: what a role's key is below: `cluster`, `TF_CONFIG.cluster`.
-        origin: where they were set; empty where the config knows.
+        members: the addresses as written.
+        key: the prefix of the keys of roles: `cluster`, `TF_CONFIG.cluster`.
+        origin: where they were set; empty if the config knows.
     """
     seen: dict[Address, str] = {}
     for role, texts in members.items():
@@ -70,7 +70,7 @@ def parse_task(text: str) -> tuple[str, int]:
     """Read `worker:1`.
 
     Raises:
-        ValueError: it is no ROLE:INDEX; the message is the rule it breaks.
+        ValueError: the text is not ROLE:INDEX; the message is the rule that it breaks.
 
     Example:
         >>> parse_task("ps:0")
@@ -85,7 +85,7 @@ def parse_task(text: str) -> tuple[str, int]:
 
 
 def task_problem(members: Members, role: str, index: int) -> str | None:
-    """What is wrong with a task of this cluster, as the rule that it breaks."""
+    """Return what is wrong with a task of this cluster, as the rule that it breaks; None if nothing is."""
     count = len(members.get(role, ()))
     if index < count:
         return None
@@ -97,7 +97,7 @@ def task_problem(members: Members, role: str, index: int) -> str | None:
 
 
 def tasks_of(members: Members) -> tuple[tuple[Task, ...], tuple[Address, ...]]:
-    """The tasks by rank, and where each one is.
+    """Return the tasks by rank, and the address of each.
 
     Example:
         >>> tasks, _ = tasks_of({"worker": ["a:1", "b:1"], "chief": ["c:1"]})
@@ -110,10 +110,10 @@ def tasks_of(members: Members) -> tuple[tuple[Task, ...], tuple[Address, ...]]:
 
 
 def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> LaunchEnvironment:
-    """The launch that a cluster without problems describes, for one of its tasks.
+    """Return the launch that a cluster without problems describes, for one of its tasks.
 
-    The ranks meet at the address of rank 0. Tasks with the same host, as written, share it; a task that has a host to
-    itself takes all its devices, as TensorFlow's do.
+    The rendezvous is at the address of rank 0. Tasks with the same host, as written, share it; a task that has a host
+    of its own uses all its devices, as TensorFlow's tasks do.
     """
     tasks, addresses = tasks_of(members)
     rank = next(item.rank for item in tasks if (item.role, item.index) == task)

@@ -1,4 +1,4 @@
-"""A cluster written out in the config: the address of every task, by role."""
+"""A cluster given in the config: the address of every task, by role."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Spec"]
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Cluster):
-    """Every task of the run by role and address. TF_CONFIG may say the same, or which task this process is.
+    """Every task of the run by role and address. TF_CONFIG may give the same cluster, or the task of this process.
 
     Example:
         >>> spec = Spec(worker=("10.0.0.1:2222", "10.0.0.2:2222"), task="worker:1")
@@ -35,7 +35,7 @@ class Spec(Cluster):
     evaluator: Annotated[tuple[str, ...], placement] = ()
     """HOST:PORT of the task that evaluates beside the training."""
     task: Annotated[str | None, placement] = None
-    """The task that this process is, ROLE:INDEX; null where TF_CONFIG says it."""
+    """The task of this process, ROLE:INDEX; null if TF_CONFIG gives it."""
 
     def __post_init__(self) -> None:
         problems = [*member_problems(self.members, key="cluster"), *self._task_problems()]
@@ -44,16 +44,16 @@ class Spec(Cluster):
 
     @property
     def members(self) -> dict[str, tuple[str, ...]]:
-        """Role -> addresses, for the roles that have some."""
+        """Role -> addresses, for the roles that have any."""
         values = {role: getattr(self, role) for role in ROLES}
         listed = {role: (value,) if isinstance(value, str) else tuple(value or ()) for role, value in values.items()}
         return {role: texts for role, texts in listed.items() if texts}
 
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """The launch of this cluster, for this process; None where it has one task.
+        """Return the launch of this cluster for this process; None for a cluster of one task.
 
         Raises:
-            ConfigError: it is not said which task this process is, or TF_CONFIG says otherwise.
+            ConfigError: the task of this process is missing, or contradicts TF_CONFIG.
         """
         said = None if environ.get("TRAINKIT_LAUNCHER") == "none" else read_tf_config(environ)
         problems = [] if said is None else list(self._differences(said))
@@ -78,7 +78,7 @@ class Spec(Cluster):
             yield Problem(key="cluster.task", value=self.task, rule=rule)
 
     def _differences(self, said: TfConfig) -> Iterator[Problem]:
-        """What the variable says otherwise."""
+        """Yield problems of differences between the config and the variable."""
         remedy = f"Make them the same, or unset {said.variable}."
         for role in ROLES:
             ours, theirs = self.members.get(role, ()), said.members.get(role, ())

@@ -1,4 +1,4 @@
-"""A task: one process of a run, by role, index, rank and device."""
+"""A task: one process of a run, with role, index, rank and device."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class Task:
     """
 
     role: str
-    """chief, worker, ps or evaluator; the synchronous strategies know workers only."""
+    """chief, worker, ps or evaluator; the synchronous strategies have workers only."""
     index: int
-    """The place among the tasks of its role, from 0."""
+    """The number among the tasks of its role, from 0."""
     rank: int
-    """The place among all tasks, from 0; rank 0 owns the run folder."""
+    """The number among all tasks, from 0; rank 0 owns the run folder."""
     device: str = "cpu"
-    """Where its replica lives: `cpu`, `cuda:0`."""
+    """The device of its replica: `cpu`, `cuda:0`."""
 
     @property
     def is_evaluator(self) -> bool:
-        """Whether it looks at the checkpoints of the others and nobody waits for it."""
+        """Whether it evaluates the checkpoints of the others, which do not wait for it."""
         return self.role == "evaluator"
 
     def __str__(self) -> str:

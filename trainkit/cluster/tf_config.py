@@ -14,12 +14,12 @@ from trainkit.errors import MISSING, ConfigError, Problem
 __all__ = ["TfConfig", "read_tf_config"]
 
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
-"""Vertex AI's names of the roles in CLUSTER_SPEC; in TF_CONFIG it says the roles."""
+"""Vertex AI's names of the roles in CLUSTER_SPEC; its TF_CONFIG has the roles themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TfConfig:
-    """What the variable says, free of problems."""
+    """The content of the variable, free of problems."""
 
     variable: str
     """TF_CONFIG, or CLUSTER_SPEC."""
@@ -30,10 +30,10 @@ class TfConfig:
 
 
 def read_tf_config(environ: Mapping[str, str]) -> TfConfig | None:
-    """Read TF_CONFIG, or without it CLUSTER_SPEC; None where neither is set.
+    """Read TF_CONFIG, or CLUSTER_SPEC if it is not set; None if neither is set.
 
     Raises:
-        ConfigError: everything that is wrong with it.
+        ConfigError: every problem of the variable.
 
     Example:
         >>> text = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
@@ -73,7 +73,7 @@ def _content(variable: str, text: str) -> dict[str, Any]:
 
 
 def _with_roles(content: dict[str, Any]) -> dict[str, Any]:
-    """Vertex AI's names replaced by the roles they stand for."""
+    """Replace Vertex AI's names by the roles."""
     cluster, task = content.get("cluster"), content.get("task")
     if isinstance(cluster, dict):
         cluster = {_POOLS.get(name, name): value for name, value in cluster.items()}
@@ -123,7 +123,7 @@ def _task_problems(variable: str, task: Any, members: Mapping[str, Sequence[str]
 
 
 def _index(value: Any) -> int | None:
-    """An index as a number; TensorFlow takes one written as text too."""
+    """Return an index as a number; TensorFlow accepts one written as text too."""
     if isinstance(value, str):
         return whole_number(value, low=0, high=2**31 - 1)
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

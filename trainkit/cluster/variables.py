@@ -1,4 +1,4 @@
-"""Environment variables of a launcher, read with everything that is wrong with them."""
+"""Read the environment variables of a launcher, and collect everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HOST: Final = re.compile(r"[\w.:%\[\]-]{1,253}")
 
 
 class Variables:
-    """Reads what a launcher set; problems are collected, and raised together by `finish`.
+    """Reads the variables of a launcher; problems are collected, and raised together by `finish`.
 
-    A variable that is set to nothing counts as not set. After a problem a reader gives a number that will do, so that
-    the others are read too.
+    A variable with an empty value counts as not set. After a problem a method returns a valid number, so that the other
+    variables are read too.
 
     Example:
         >>> read = Variables({"RANK": "1", "WORLD_SIZE": "4"}, because="RANK")
@@ -30,11 +30,11 @@ class Variables:
     """
 
     def __init__(self, environ: Mapping[str, str], *, because: str) -> None:
-        """Begin to read.
+        """Create a reader.
 
         Args:
-            environ: `os.environ`, or what stands for it in a test.
-            because: the variable that says that this launcher was at work.
+            environ: `os.environ`, or a replacement in a test.
+            because: the variable that shows that this launcher started the process.
         """
         self._environ = environ
         self._because = because
@@ -46,7 +46,7 @@ class Variables:
         self.problems.append(Problem(key=name, value=value, rule=rule, origin="environment"))
 
     def text(self, name: str) -> str:
-        """A variable that has to be there."""
+        """Return a variable that must be set."""
         value = self._environ.get(name, "")
         if not value:
             hint = "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
@@ -54,7 +54,7 @@ class Variables:
         return value
 
     def number(self, name: str, *, default: int | None = None, least: int = 0) -> int:
-        """A whole number that has to be there, unless there is a default."""
+        """Return an integer that must be set, unless there is a default."""
         if default is not None and not self._environ.get(name):
             return default
         text = self.text(name)
@@ -66,7 +66,7 @@ class Variables:
         return least
 
     def rank_of(self, rank_name: str, size_name: str) -> tuple[int, int]:
-        """A place and the number of places: `RANK` and `WORLD_SIZE`."""
+        """Return a rank and the number of ranks: `RANK` and `WORLD_SIZE`."""
         before = len(self.problems)
         rank, size = self.number(rank_name), self.number(size_name, least=1)
         if len(self.problems) == before and size > _MOST_RANKS:
@@ -82,10 +82,10 @@ class Variables:
         *,
         names: tuple[str, str] = ("MASTER_ADDR", "MASTER_PORT"),
     ) -> Address:
-        """Where the ranks meet: what the two variables say, or what else the launcher lets one conclude.
+        """Return the address of the rendezvous: the two variables, or the defaults for this launcher.
 
         Args:
-            host: stands in for the first where that is not set; None: it has to be.
+            host: used if the first variable is not set; None: it must be set.
             port: the same for the second.
             names: the variables.
         """
@@ -99,7 +99,7 @@ class Variables:
         return Address(chosen.removeprefix("[").removesuffix("]"), number)
 
     def finish(self) -> None:
-        """Raise what was found.
+        """Raise the problems that were found.
 
         Raises:
             ConfigError: every problem of these variables.

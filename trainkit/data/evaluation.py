@@ -1,4 +1,4 @@
-"""Batches to evaluate on: each sample exactly once, over all ranks."""
+"""Batches for evaluation: each sample exactly once, over all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["EvalBatches", "num_eval_batches"]
 
 
 def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ranks: int = 1) -> int:
-    """How many batches one rank gets: every `num_ranks`-th of them.
+    """Return how many batches one rank gets: every `num_ranks`-th of them.
 
     Example:
         >>> [num_eval_batches(10, 4, rank=rank, num_ranks=2) for rank in (0, 1)]
@@ -32,14 +32,14 @@ def num_eval_batches(num_samples: int, batch_size: int, *, rank: int = 0, num_ra
 
 
 class EvalBatches:
-    """A split in its own order, in batches; rank r takes batch r, r + num_ranks, ...
+    """A split in its own order, in batches; rank r evaluates batch r, r + num_ranks, ...
 
-    A batch holds the same samples on any number of ranks, and the last one is as short as it must be: nothing is
-    padded, so nothing is counted twice. It can be iterated over again and again; what is random in a sample is keyed
-    as in epoch 0 with seed 0, the same at each evaluation.
+    A batch holds the same samples on any number of ranks, and the last one may be short: nothing is padded, so no
+    sample counts twice. It can be iterated repeatedly; random numbers in a sample are keyed as in epoch 0 with seed 0,
+    the same at each evaluation.
 
-    Where ranks run the model together, every rank goes through equally many: one that is a batch short repeats a batch
-    of the split, which is not to be counted (`num_counted`).
+    If ranks run the model together, every rank iterates equally many batches: a rank with one batch less repeats a
+    batch of the split, which must not be counted (`num_counted`).
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
@@ -66,7 +66,7 @@ class EvalBatches:
         count = size_of(dataset)
         starts = list(range(rank * batch_size, count, num_ranks * batch_size))
         self.num_counted = len(starts)
-        """Batches that are this rank's own; they come first."""
+        """Number of this rank's own batches, which come first."""
         if together and len(starts) < num_eval_batches(count, batch_size, num_ranks=num_ranks):
             starts.append(starts[-1] if starts else 0)
         self._ranges = [(start, min(start + batch_size, count)) for start in starts]
@@ -77,11 +77,11 @@ class EvalBatches:
             self._arrays = collated(dataset)
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Return the number of batches of this rank."""
         return len(self._ranges)
 
     def __iter__(self) -> Iterator[Any]:
-        """Go through the rank's batches once, on the device.
+        """Iterate the rank's batches once, on the device.
 
         Raises:
             DataError: a sample cannot be read or collated; its index is named.
@@ -103,7 +103,7 @@ class EvalBatches:
     def _streamed(self, stream: Stream) -> Iterator[Any]:
         items, position = stream.items(0), 0
         for start, stop in self._ranges:
-            if start < position:  # a batch that is repeated
+            if start < position:  # a repeated batch
                 items, position = stream.items(0), 0
             with Untouched(seed=sample_key(0, 0, start)):
                 samples = list(islice(items, start - position, stop - position))

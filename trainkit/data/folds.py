@@ -1,4 +1,4 @@
-"""Folds of the training split: each is held out once, to validate what is trained on the others."""
+"""Folds of the training split: each is held out once, to validate the training on the others."""
 
 from __future__ import annotations
 
@@ -20,20 +20,21 @@ from trainkit.numerics.order import SampleOrder
 __all__ = ["fold_of_each", "folded", "labels_of", "part_of"]
 
 _DEALING: Final = 0x666F6C64
-"""Keeps the order in which samples are dealt apart from that in which an epoch trains on them."""
+"""Separates the order in which samples are assigned to folds from the order of an epoch."""
 
 
 def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
-    """The splits of one fold: `val` is that fold of the training split, `train` the rest of it.
+    """Return the splits of one fold: `val` is this fold of the training split, `train` the rest of it.
 
-    The dataset's own validation split is set aside, nothing is trained on it or chosen by it; a test split stays.
+    The dataset's own validation split is dropped: it is used neither for training nor for selection. A test split
+    stays.
 
     Args:
         splits: split -> dataset.
-        cv: says which fold; where it says only how many, the first.
+        cv: number of folds and the fold; without a fold, the first.
 
     Raises:
-        ConfigError: more folds than samples, or samples that have no places.
+        ConfigError: there are more folds than samples, or the dataset has no random access.
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
@@ -46,7 +47,7 @@ def folded(splits: Mapping[str, Any], cv: CvConfig) -> Mapping[str, Any]:
     train = splits["train"]
     _refuse(train, cv.folds)
     held_out = fold_of_each(size_of(train), cv.folds, seed=cv.seed, labels=labels_of(train)) == (cv.fold or 0)
-    # one that reads its samples differently in training says how it reads them otherwise
+    # A dataset that augments its training samples provides a view without augmentation.
     still = train.held_out() if hasattr(train, "held_out") else train
     rest = {name: dataset for name, dataset in splits.items() if name not in ("train", "val")}
     return {"train": _chosen(train, ~held_out), "val": _chosen(still, held_out), **rest}
@@ -66,15 +67,15 @@ def _refuse(train: Any, folds: int) -> None:
 def fold_of_each(
     num_samples: int, folds: int, *, seed: int, labels: NDArray[np.int64] | None = None
 ) -> NDArray[np.int64]:
-    """Which fold each sample is in: they are dealt like cards, class after class where there are classes.
+    """Return the fold of each sample: samples are assigned round-robin, class after class if there are classes.
 
-    So folds differ by one sample at most in size, and by one in the number of each class.
+    So folds differ by at most one in size, and by at most one in the number of samples of each class.
 
     Args:
-        num_samples: samples there are.
-        folds: piles.
-        seed: of the order in which they are dealt; not the run's, so that runs of other seeds have the same folds.
-        labels: (num_samples,) the class of each.
+        num_samples: number of samples.
+        folds: number of folds.
+        seed: seed of the assignment; not the run's, so that runs with other seeds have the same folds.
+        labels: (num_samples,) the class of each sample.
 
     Returns:
         (num_samples,) int64, from 0 to folds - 1.
@@ -92,10 +93,10 @@ def fold_of_each(
 
 
 def labels_of(dataset: Any) -> NDArray[np.int64] | None:
-    """The class of every sample, where a dataset tells without reading them one by one.
+    """Return the class of every sample, if the dataset provides it without reading samples one by one.
 
-    By `labels` or `targets`, as datasets of torchvision's have it, or by an in-memory pair whose second is a column of
-    whole numbers.
+    Source of the classes: `labels` or `targets`, as in datasets of torchvision, or an in-memory pair whose second
+    element is a column of integers.
 
     Example:
         >>> from trainkit.data.sets.digits import Digits
@@ -119,11 +120,11 @@ def _chosen(dataset: Any, chosen: NDArray[np.bool_]) -> Any:
 
 
 def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
-    """Some samples of a dataset, read in whatever way the dataset can be read.
+    """Return a subset of a dataset, with the same ways of reading.
 
     Args:
-        dataset: has samples by place.
-        indices: (n,) int64, their places.
+        dataset: a dataset with random access.
+        indices: (n,) int64, the indices of the samples.
     """
     if callable(getattr(dataset, "gather", None)):
         return _PartGathered(dataset, indices)
@@ -133,7 +134,7 @@ def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
 
 
 class _Subset:
-    """Some samples, one by one."""
+    """A subset, read sample by sample."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
         self._dataset = dataset
@@ -146,14 +147,14 @@ class _Subset:
         return self._dataset[int(self._indices[index])]
 
     def __getattr__(self, name: str) -> Any:
-        """What else the dataset has, `decode` say; not the ways in which all of it is read."""
+        """Return other attributes of the dataset, such as `decode`, except those that read all of it."""
         if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 class _SubsetInMemory(_Subset):
-    """Some samples of a dataset in memory, copied out of it once."""
+    """A subset of a dataset in memory, copied once."""
 
     def __init__(self, dataset: Any, indices: NDArray[np.int64]) -> None:
         super().__init__(dataset, indices)
@@ -164,13 +165,13 @@ class _SubsetInMemory(_Subset):
             self._arrays = tuple(tensor.index_select(0, places) for tensor in arrays)
 
     def tensors(self) -> Any:
-        """All of them."""
+        """Return all samples."""
         return self._arrays
 
 
 class _PartGathered(_Subset):
-    """Some samples of a dataset that gives many at once."""
+    """A subset of a dataset that reads many samples at once."""
 
     def gather(self, indices: Tensor) -> Any:
-        """Those at the places `indices` of this part."""
+        """Return the samples at the positions `indices` of this subset."""
         return self._dataset.gather(torch.from_numpy(self._indices)[indices])

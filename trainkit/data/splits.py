@@ -1,4 +1,4 @@
-"""From the data node of a config to one dataset a split."""
+"""From the data node of a config to one dataset per split."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trainkit.numerics.hashing import key32, name_id
 __all__ = ["build_splits", "keep_splits", "size_of", "splits_of"]
 
 _KEPT: Final[dict[str, dict[str, Any]]] = {}
-"""Data node -> its splits, where this process keeps them for the jobs that are forks of it."""
+"""Data node -> its splits, if this process keeps them for jobs that are forked from it."""
 
 
 def splits_of(node: Mapping[str, Any]) -> tuple[str, ...]:
-    """Which splits a data node has, without building any.
+    """Return which splits a data node has, without building any.
 
-    A class says so by `splits`: a tuple of names, or a class method from the node's keys to one. One that says
-    nothing has `train` and `val` where it takes `split`, and only `train` where it does not.
+    A class declares them by `splits`: a tuple of names, or a class method from the node's keys to one. Without it, a
+    class that takes `split` has `train` and `val`, and any other class only `train`.
 
     Example:
         >>> splits_of({"_target_": "trainkit.data.sets.digits.Digits"})
@@ -42,13 +42,13 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     """Build the dataset of every split.
 
     Args:
-        node: the `data` group: `_target_` and the class' own keys.
+        node: the `data` group: `_target_` and the class's own keys.
 
     Returns:
-        Split name -> dataset; `train` is always there.
+        Split name -> dataset; it always contains `train`.
 
     Raises:
-        DataError: a split has no samples, or a dataset says no length.
+        DataError: a split has no samples, or a dataset has no length.
 
     Example:
         >>> {name: len(part) for name, part in build_splits({"_target_": "trainkit.data.sets.digits.Digits"}).items()}
@@ -59,7 +59,7 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
     takes_split = _takes_split(resolve_target(node["_target_"], PLACES["data"]))
     built = {}
     for split in splits_of(node):
-        with Untouched(seed=key32(name_id(split))):  # what a constructor draws is the same on every rank
+        with Untouched(seed=key32(name_id(split))):  # random numbers in a constructor are the same on every rank
             built[split] = build(node, "data", split=split) if takes_split else build(node, "data")
         if size_of(built[split]) == 0:
             raise DataError(f"the {split} split of {node['_target_']} is empty: it has no samples.")
@@ -69,13 +69,13 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
 def keep_splits(node: Mapping[str, Any]) -> bool:
     """Build the splits once for this process and its forks, which then share their memory.
 
-    Only datasets of trainkit's own that are tensors in memory: nothing of them is a file that is open or a generator.
+    Only trainkit's own datasets of tensors in memory are kept: these contain no open file and no generator.
 
     Args:
         node: the `data` group.
 
     Returns:
-        Whether they are kept.
+        Whether they were kept.
 
     Raises:
         DataError: as `build_splits`.
@@ -94,10 +94,10 @@ def _name_of(node: Mapping[str, Any]) -> str:
 
 
 def size_of(dataset: Any) -> int:
-    """Samples of a dataset.
+    """Return the number of samples of a dataset.
 
     Raises:
-        DataError: it has no length, or no samples by position.
+        DataError: it has no length, or no random access.
     """
     name = type(dataset).__name__
     if not hasattr(dataset, "__len__"):

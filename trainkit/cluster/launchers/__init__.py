@@ -1,1 +1,1 @@
-"""One file a launcher: what its environment variables say of the group that it started."""
+"""One file per launcher: how its environment variables describe the group that it started."""

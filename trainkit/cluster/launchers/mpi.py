@@ -1,4 +1,4 @@
-"""mpirun: Open MPI, and those whose processes speak PMI (MPICH, Intel MPI, MVAPICH)."""
+"""mpirun of Open MPI, and of implementations that use PMI (MPICH, Intel MPI, MVAPICH)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _BATCH_IDS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 
 
 def open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """A process of Open MPI's mpirun.
+    """Return the launch of a process of Open MPI's mpirun.
 
-    Open MPI does not say where rank 0 is. The ranks meet at MASTER_ADDR; without it, at 127.0.0.1 where all share a
-    host, else at the host of mpirun itself, where rank 0 is unless the hostfile begins with another host.
+    Open MPI does not publish the host of rank 0. The rendezvous is at MASTER_ADDR; without it, at 127.0.0.1 if all
+    ranks share a host, else at the host of mpirun itself, where rank 0 is unless the hostfile begins with another host.
 
     Source: https://docs.open-mpi.org/en/v5.0.x/tuning-apps/environment-var.html
     """
@@ -36,10 +36,11 @@ def open_mpi(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def mpich(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """A process of an mpiexec that speaks PMI: MPICH, Intel MPI, MVAPICH.
+    """Return the launch of a process of an mpiexec that uses PMI: MPICH, Intel MPI, MVAPICH.
 
-    Under `srun --mpi=pmi2` the same variables stand beside SLURM's, which say more: that is a step of SLURM. PMI names
-    neither host nor port: the ranks meet at MASTER_ADDR; without it, at 127.0.0.1 where all share a host.
+    Under `srun --mpi=pmi2` SLURM sets the same variables and more detailed ones of its own: such a process is a task of
+    a SLURM step. PMI gives neither host nor port: the rendezvous is at MASTER_ADDR; without it, at 127.0.0.1 if all
+    ranks share a host.
 
     Source: https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md
     """

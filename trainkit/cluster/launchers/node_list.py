@@ -1,4 +1,4 @@
-"""Lists as SLURM writes them: `n[01-03,7],login` and `2(x3),1`."""
+"""Parse lists as SLURM writes them: `n[01-03,7],login` and `2(x3),1`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _MOST: Final = 100_000
-"""Nodes of a step."""
+"""Largest number of nodes of a step."""
 _LONGEST: Final = 40
-"""Characters of one range, `00001-99999`, or of one count, `4(x16)`."""
+"""Largest number of characters of one range, `00001-99999`, or of one count, `4(x16)`."""
 _SHOWN: Final = 200
 
 
 def node_names(text: str) -> list[str]:
-    """The names in a list of nodes, in its order; numbers keep their leading zeros.
+    """Return the names in a list of nodes, in order; numbers keep their leading zeros.
 
     Raises:
-        ValueError: brackets or ranges that do not add up.
+        ValueError: brackets or ranges are invalid.
 
     Example:
         >>> node_names("n[01-03,7],r[1-2]n[5,6],login")
@@ -45,10 +45,10 @@ def node_names(text: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """The number of tasks of each node, in the order of the nodes.
+    """Return the number of tasks of each node, in the order of the nodes.
 
     Raises:
-        ValueError: it is no such list.
+        ValueError: the text is not such a list.
 
     Example:
         >>> tasks_per_node("2(x3),1")

@@ -1,4 +1,4 @@
-"""A step of SLURM: the tasks that one srun started."""
+"""Steps of SLURM: the tasks that one srun started."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainkit.config.texts import whole_number
 __all__ = ["slurm", "step_place"]
 
 _FIRST_SPECIAL: Final = 0xFFFFFFF0
-"""Steps above are none of srun's: 0xfffffffb is a batch script, 0xfffffffa the shell of salloc (slurm.h)."""
+"""Step ids from here on are not srun's: 0xfffffffb is a batch script, 0xfffffffa the shell of salloc (slurm.h)."""
 
 _SHELLS: Final = ("bash", "sh", "zsh", "fish", "tcsh", "csh", "ksh", "dash")
 
 
 def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
-    """The rank and size of this process in its step, as written; None outside of a step.
+    """Return the rank and size of this process in its step, as written; None outside of a step.
 
-    The script of sbatch and the shell of salloc see the variables of the job, and are no step; the shell of
-    `srun --pty` is one, and is for a person to type in: nobody started the others.
+    The script of sbatch and the shell of salloc have the variables of the job, but are not a step. The shell of `srun
+    --pty` is a step, but an interactive one: it did not start other tasks of a run.
     """
     step = environ.get("SLURM_STEP_ID", "")
     if not step or (whole_number(step, low=0, high=10**18) or 0) >= _FIRST_SPECIAL or _typed_in(environ):
@@ -33,20 +33,20 @@ def step_place(environ: Mapping[str, str]) -> tuple[str, str] | None:
 
 
 def _typed_in(environ: Mapping[str, str]) -> bool:
-    """Whether this is the shell of `srun --pty`: the first step of a job that is named after the shell.
+    """Return whether this is the shell of `srun --pty`: the first step of a job that is named after the shell.
 
-    What is started from that shell, by srun or sbatch, inherits SLURM_PTY_PORT (seen with SLURM 22.05). To take such a
-    step for a shell would train each of its tasks alone, without a word; a shell taken for a step waits, and says so.
+    Processes that srun or sbatch starts from that shell inherit SLURM_PTY_PORT (seen with SLURM 22.05). If such a step
+    were taken for a shell, each of its tasks would silently train alone; a shell taken for a step waits and reports it.
     """
     named = environ.get("SLURM_JOB_NAME", "").rpartition("/")[2] in _SHELLS
     return bool(environ.get("SLURM_PTY_PORT")) and environ.get("SLURM_STEP_ID") == "0" and named
 
 
 def slurm(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """A task of a step of several.
+    """Return the launch of a task of a step with several tasks.
 
-    The ranks meet at the first node of the step, where rank 0 is, at a port that follows from the ids of job and step.
-    MASTER_ADDR and MASTER_PORT say otherwise.
+    The rendezvous is at the first node of the step, where rank 0 is, at a port derived from the ids of job and step,
+    unless MASTER_ADDR and MASTER_PORT are set.
 
     Source: https://slurm.schedmd.com/srun.html, "OUTPUT ENVIRONMENT VARIABLES".
     """
@@ -100,7 +100,7 @@ def _counts(read: Variables) -> list[int]:
 
 
 def _places(nodes: list[str], counts: list[int], size: int, distribution: str) -> tuple[str, ...]:
-    """The node of every rank, where ranks fill node after node; else nothing is said."""
+    """Return the node of every rank if ranks fill node after node; otherwise an empty tuple."""
     if len(counts) != len(nodes) or sum(counts) != size:
         return ()
     if max(counts) > 1 and len(nodes) > 1 and distribution.partition(":")[0] not in ("block", "pack"):

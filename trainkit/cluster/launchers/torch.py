@@ -1,4 +1,4 @@
-"""torchrun, the variables that configure it, and those of its that one sets by hand."""
+"""torchrun, the variables that configure it, and its worker variables set by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["by_hand", "pet", "torchrun"]
 
 
 def torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """A worker of a torchrun agent; Spark's TorchDistributor and Kubeflow's trainer start the same.
+    """Return the launch of a worker of a torchrun agent; Spark's TorchDistributor and Kubeflow's trainer set the same.
 
     Source: https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables".
     """
@@ -37,15 +37,15 @@ def torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         store=store,
         hosts_store=rank == 0 and not agent,
         attempt=attempt,
-        name="" if name == "none" else name,  # what torchrun says where no --rdzv-id was given: all launches share it
+        name="" if name == "none" else name,  # torchrun's value without --rdzv-id, which all launches share
     )
 
 
 def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: what torch's own `env://` reads.
+    """Return the launch by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which torch's own `env://` reads.
 
-    Without LOCAL_RANK and LOCAL_WORLD_SIZE, ranks that meet at a loopback address share a host, and others have one
-    each.
+    Without LOCAL_RANK and LOCAL_WORLD_SIZE, ranks whose rendezvous is at a loopback address share a host; others have
+    one host each.
     """
     found = [name for name in ("RANK", "WORLD_SIZE") if environ.get(name)]
     if not found:
@@ -75,10 +75,10 @@ def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 
 def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """PET_*, by which Kubernetes operators configure torchrun, in a container that does not start torchrun.
+    """Return the launch by PET_*, with which Kubernetes operators configure torchrun, in a container without torchrun.
 
-    A node is one process then, and takes its devices unless PET_NPROC_PER_NODE=1. What only its agents can do is
-    refused: several processes a node, and a number of nodes that may change.
+    Each node is then one process, which uses all its devices unless PET_NPROC_PER_NODE=1. Settings that only torchrun's
+    agents support are refused: several processes per node, and a variable number of nodes.
     """
     if not environ.get("PET_NNODES"):
         return None
@@ -95,7 +95,7 @@ def pet(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     size = read.number("PET_NNODES", least=1)
     if size > 1:
         rank, _ = read.rank_of("PET_NODE_RANK", "PET_NNODES")
-        store = read.store(port=29500, names=("PET_MASTER_ADDR", "PET_MASTER_PORT"))  # the port is torchrun's default
+        store = read.store(port=29500, names=("PET_MASTER_ADDR", "PET_MASTER_PORT"))  # torchrun's default port
     read.finish()
     if size == 1:
         return None

@@ -21,4 +21,4 @@ ENGINES: Final[Mapping[str, ManifestWriter]] = {
     "vertex": VERTEX,
     "skypilot": SKYPILOT,
 }
-"""Engine -> how its jobs are written."""
+"""Engine -> the writer of its jobs."""

@@ -1,4 +1,4 @@
-"""What every engine is told: a run, how many hosts, what is on each; and how an engine says what else it takes."""
+"""The description of a run for every engine: its hosts and what each has; and the interface of a manifest writer."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from trainkit.cluster.tasks import Task
 __all__ = ["SHARED", "ManifestJob", "ManifestWriter", "block_yaml", "linking", "seconds_of"]
 
 SHARED: Final = "/shared"
-"""Where a container finds the file system that all hosts share."""
+"""The path in a container of the file system that all hosts share."""
 _TIME: Final = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestJob:
-    """A run to be started by an engine.
+    """A run that an engine starts.
 
     Example:
         >>> job = ManifestJob(name="digits", arguments=("epochs=3",), hosts=2, per_host=4, gpus=True)
@@ -31,11 +31,11 @@ class ManifestJob:
     name: str
     """The run's name."""
     arguments: tuple[str, ...]
-    """What trainkit is given, unquoted."""
+    """The arguments of trainkit, unquoted."""
     hosts: int
-    """Hosts, each alike."""
+    """Number of hosts, all alike."""
     per_host: int
-    """Processes of each, a replica each."""
+    """Number of processes per host, a replica each."""
     gpus: bool
     """Whether each process takes a GPU."""
     options: Mapping[str, str] = field(default_factory=dict)
@@ -43,24 +43,25 @@ class ManifestJob:
 
     @property
     def size(self) -> str:
-        """Hosts and what each has, in words."""
+        """The hosts and what each has, in words."""
         hosts = "a host" if self.hosts == 1 else f"{self.hosts} hosts"
         what = "GPU" if self.gpus else "process"
         return f"{hosts} of {self.per_host} {what}{'' if self.per_host == 1 else 's' if self.gpus else 'es'}"
 
     def count(self, word: str, plural: str) -> str:
-        """The processes over all hosts, with the word for them."""
+        """Return the number of processes over all hosts, with the noun."""
         number = self.hosts * self.per_host
         return f"{number} {word if number == 1 else plural}"
 
     @property
     def shell_arguments(self) -> str:
-        """The arguments as a shell reads them."""
+        """The arguments quoted for a shell."""
         return shlex.join(self.arguments)
 
     @property
     def label(self) -> str:
-        """The name as Kubernetes and clouds take one: lower case, digits and dashes, a letter first, 63 at most.
+        """The name in the form of Kubernetes and clouds: lower case, digits and dashes, a letter first, 63 characters
+        at most.
 
         Example:
             >>> ManifestJob(name="My_run.2", arguments=(), hosts=1, per_host=1, gpus=False).label
@@ -70,7 +71,7 @@ class ManifestJob:
         return (text if text[:1].isalpha() else f"run-{text}".rstrip("-"))[:63].rstrip("-")
 
     def launch(self, *, kind: str, takes_devices: bool) -> LaunchEnvironment | None:
-        """What one of its processes will find, as far as a strategy judges by it; None for a single process."""
+        """Return the launch of one of its processes, as far as a strategy checks it; None for a single process."""
         count = self.hosts if takes_devices else self.hosts * self.per_host
         if count == 1:
             return None
@@ -83,33 +84,33 @@ class ManifestJob:
 
 @dataclass(frozen=True, kw_only=True)
 class ManifestWriter:
-    """How the jobs of one engine are written."""
+    """Writes the jobs of one engine."""
 
     write: Callable[[ManifestJob], str]
-    """From a job to its script or manifest."""
+    """Returns the script or manifest of a job."""
     kind: str
-    """What its processes will be started by, in the words of `Launch.kind`."""
+    """The launcher of its processes, in the words of `LaunchEnvironment.kind`."""
     options: tuple[str, ...] = ()
-    """Flags it takes beside those of every engine."""
+    """Flags it accepts in addition to those of every engine."""
     needs: tuple[str, ...] = ()
-    """Those that it cannot do without."""
+    """The flags it requires."""
     gpus_need: tuple[str, ...] = ()
-    """Those that it needs where processes take GPUs."""
+    """The flags it requires if processes use GPUs."""
     hosts_need: tuple[str, ...] = ()
-    """Those that it needs for several hosts."""
+    """The flags it requires for several hosts."""
     takes_devices: bool = False
-    """Whether it starts one process a host, which takes all devices."""
+    """Whether it starts one process per host, which uses all devices."""
     shares_nfs: bool = False
-    """Whether `shared` is SERVER:/PATH of an NFS export; else it names a volume."""
+    """Whether `shared` is SERVER:/PATH of an NFS export; otherwise it is the name of a volume."""
 
 
 def linking(mount_point: str) -> str:
-    """The line of shell that puts a container's runs into a shared file system, with its folder left as it is."""
+    """Return the line of shell that links a container's outputs into a shared file system, if there are none yet."""
     return f"[ -e outputs ] || ln -s {shlex.quote(mount_point)} outputs"
 
 
 def seconds_of(text: str) -> int | None:
-    """A duration `[DAYS-]HH:MM:SS` in seconds; None where it is none.
+    """Return a duration `[DAYS-]HH:MM:SS` in seconds; None if the text is not a duration.
 
     Example:
         >>> seconds_of("1-02:00:30"), seconds_of("90")
@@ -123,7 +124,7 @@ def seconds_of(text: str) -> int | None:
 
 
 def block_yaml(document: Mapping[str, Any]) -> str:
-    """YAML with its keys in order, and texts of several lines as blocks."""
+    """Return YAML with keys in the given order, and texts of several lines as blocks."""
     import yaml  # noqa: PLC0415 - only an engine that takes YAML needs it
 
     class Dumper(yaml.SafeDumper):

@@ -1,4 +1,4 @@
-"""A TrainJob for Kubernetes with Kubeflow Trainer, which tells torchrun who it is by PET_ variables."""
+"""A TrainJob for Kubernetes with Kubeflow Trainer, which configures torchrun with PET_ variables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _command(job: ManifestJob) -> dict[str, list[str]]:
 
 
 def _mount(claim: str) -> dict[str, Any]:
-    """The claim that all nodes share, put into their pods; `node` is what torch-distributed calls job and container."""
+    """Return the mount of the claim that all nodes share; `node` is what torch-distributed calls job and container."""
     pod = {
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": claim}}],
         "containers": [{"name": "node", "volumeMounts": [{"name": "shared", "mountPath": SHARED}]}],

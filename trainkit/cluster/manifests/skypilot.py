@@ -1,4 +1,4 @@
-"""A task for SkyPilot: torchrun on every node, with the addresses that SkyPilot gives them."""
+"""A task for SkyPilot: torchrun on every node, with the addresses that SkyPilot provides."""
 
 from __future__ import annotations
 

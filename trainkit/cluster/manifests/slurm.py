@@ -1,4 +1,4 @@
-"""A batch script for SLURM: one srun, a task a replica."""
+"""A batch script for SLURM: one srun, with one task per replica."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _write(job: ManifestJob) -> str:
     lines.append("set -euo pipefail")
     if "setup" in job.options:
         lines.append(job.options["setup"])
-    # srun does not take --cpus-per-task over from the job, since SLURM 22.05.
+    # Since SLURM 22.05, srun does not inherit --cpus-per-task from the job.
     cpus = f"--cpus-per-task={job.options['cpus-per-process']} " if "cpus-per-process" in job.options else ""
-    # A task that fails ends the step: the others would wait for it until their timeout.
+    # A task that fails ends the step: otherwise the others would wait for it until their timeout.
     lines.append(f"exec srun --kill-on-bad-exit=1 {cpus}python -m trainkit {job.shell_arguments}".rstrip())
     return "\n".join([*lines, ""])
 

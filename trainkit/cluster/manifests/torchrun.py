@@ -1,4 +1,4 @@
-"""A shell script that runs torchrun: on one host, or the same line on each of several."""
+"""A shell script that runs torchrun: on one host, or with the same command on each of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _write(job: ManifestJob) -> str:
     if "setup" in job.options:
         lines.append(job.options["setup"])
     if "min-hosts" in job.options:
-        # The agents' store dies with the first agent: a host that comes back would wait for it for ever.
+        # The agents' store ends with the first agent: a host that returns would wait for it forever.
         lines.append("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
     flags = [*_group(job), f"--nproc-per-node={job.per_host}"]
     if "restarts" in job.options:
@@ -33,7 +33,7 @@ def _usage(job: ManifestJob) -> list[str]:
 
 
 def _group(job: ManifestJob) -> list[str]:
-    """How the agents of the hosts find one another."""
+    """Return torchrun's rendezvous flags of several hosts."""
     if job.hosts == 1:
         return ["--standalone"]
     head, port = job.options["head"], job.options.get("port", "29400")

@@ -1,4 +1,4 @@
-"""A custom job for Vertex AI: a chief and workers, told who they are by TF_CONFIG and CLUSTER_SPEC."""
+"""A custom job for Vertex AI: a chief and workers, which read their task from TF_CONFIG and CLUSTER_SPEC."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pool(job: ManifestJob, count: int) -> dict[str, Any]:
     machine: dict[str, Any] = {"machineType": job.options["machine"]}
     if job.gpus:
         machine |= {"acceleratorType": job.options["accelerator"], "acceleratorCount": job.per_host}
-    # Vertex AI mounts what NFS exports below /mnt/nfs.
+    # Vertex AI mounts NFS exports below /mnt/nfs.
     command = ["python", "-m", "trainkit"]
     if "shared" in job.options:
         command = ["sh", "-c", f'{linking(f"/mnt/nfs{SHARED}")}; exec "$@"', "sh", *command]

@@ -1,1 +1,1 @@
-"""From a dataset to batches: order, workers, collation and reading ahead."""
+"""From a dataset to batches: order, workers, collation and prefetching."""

@@ -1,4 +1,4 @@
-"""From samples to a batch, and from a batch to its shards."""
+"""Collate samples into a batch, and cut a batch into shards."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["collate", "narrow", "to_device"]
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     """Stack samples into one batch: tensors, arrays and numbers become tensors, text stays a list.
 
-    What a sample holds, a batch holds: a tuple of tensors, a dict of them, or any nesting of the two. Integers become
-    int64, floats float32 (torch's default dtype).
+    A batch has the structure of a sample: a tuple of tensors, a dict of them, or any nesting of the two. Integers
+    become int64, floats float32 (torch's default dtype).
 
     Args:
         samples: at least one sample, all of one structure.
-        indices: where in the dataset they came from; for messages only.
+        indices: their indices in the dataset; for messages only.
 
     Raises:
-        DataError: a sample differs from the first, or holds what no tensor can; its index is named.
+        DataError: a sample differs from the first, or cannot be converted to tensors; names its index.
 
     Example:
         >>> collate([(torch.zeros(2), 1), (torch.ones(2), 0)], [4, 9])
@@ -62,7 +62,7 @@ def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> M
 
 
 def _first_odd_one(samples: Sequence[Any], indices: Sequence[int], error: Exception) -> str:
-    """Find the sample to blame: the first that cannot stand alone, or cannot stand beside the first."""
+    """Find the sample that causes the error: the first that cannot be collated alone, or with the first."""
     for sample, index in zip(samples, indices, strict=True):
         try:
             _stack([sample])
@@ -90,7 +90,7 @@ def _shape(sample: Any) -> str:
 
 
 def narrow(batch: Any, start: int, size: int) -> Any:
-    """A stretch of a batch: views, no copies.
+    """Return a range of a batch: views, no copies.
 
     Example:
         >>> narrow((torch.arange(4), ["a", "b", "c", "d"]), 1, 2)
@@ -106,7 +106,7 @@ def narrow(batch: Any, start: int, size: int) -> Any:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on a device. From pinned memory the copy runs beside the host; nothing waits for it."""
+    """Return the batch on a device. A copy from pinned memory is asynchronous to the host."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple):

@@ -1,4 +1,4 @@
-"""Files that a dataset is made of: found, checked against their SHA-256, downloaded only when asked for."""
+"""Files of a dataset: found, checked against their SHA-256, downloaded only on request."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _REMEDY: Final = "Make room there, or fetch the file by hand and give its place 
 
 
 def cache_folder(name: str) -> Path:
-    """Where downloads of a dataset are kept: `$XDG_CACHE_HOME/trainkit/NAME`, by default in `~/.cache`."""
+    """Return the cache folder of a dataset's downloads: `$XDG_CACHE_HOME/trainkit/NAME`, by default in `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "trainkit" / name
 
 
 def existing(path: Path, *, key: str = "data.path", remedy: str = "") -> Path:
-    """The path with `~` expanded, if something is there.
+    """Return the path with `~` expanded, if it exists.
 
     Raises:
-        DataError: there is nothing; the key and the remedy are named.
+        DataError: it does not exist; names the key and the remedy.
     """
     found = path.expanduser()
     if not found.exists():
@@ -41,18 +41,18 @@ def existing(path: Path, *, key: str = "data.path", remedy: str = "") -> Path:
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file, as 64 hexadecimal digits."""
+    """Return the SHA-256 of a file, as 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def download(url: str, to: Path, *, sha256: str) -> Path:
-    """Fetch a file once; what is already there is checked and kept.
+    """Download a file once; an existing file is checked and kept.
 
     Args:
-        url: where it is.
-        to: where it goes.
-        sha256: of the whole file.
+        url: the address.
+        to: the destination.
+        sha256: digest of the whole file.
 
     Raises:
         DataError: it cannot be fetched, or is not the expected file.
@@ -65,15 +65,15 @@ def download(url: str, to: Path, *, sha256: str) -> Path:
 
 
 def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
-    """Download a file; it appears under its name only when complete and accepted, so that many may ask at once.
+    """Download a file; it appears under its name only when complete and accepted, so processes may do this at once.
 
     Args:
-        url: where it is.
-        to: where it goes.
-        accept: looks at the complete file under a temporary name, and raises if it is not the right one.
+        url: the address.
+        to: the destination.
+        accept: checks the complete file under a temporary name, and raises if it is not the right one.
 
     Raises:
-        DataError: it cannot be fetched, or `accept` says so.
+        DataError: it cannot be downloaded, or is not accepted.
         StorageError: it cannot be written: the file system is full, read-only or too small for it.
     """
     with naming(to.parent, remedy=_REMEDY):
@@ -82,7 +82,7 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
     with temporary as folder:
         part = Path(folder) / to.name
         try:
-            # The address is a constant of a dataset's class, and `accept` decides what is taken.
+            # The address is a constant of a dataset's class, and `accept` checks the content.
             with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:  # noqa: S310
                 _copy(answer, part, to)
         except (OSError, HTTPException) as error:
@@ -94,10 +94,10 @@ def fetch(url: str, to: Path, *, accept: Callable[[Path], object]) -> None:
 
 
 def _copy(answer: Any, part: Path, to: Path) -> None:
-    """Write an answer to a file, and tell errors of the disk from those of the connection.
+    """Write a response to a file; distinguish errors of the disk from errors of the connection.
 
     Raises:
-        StorageError: the file system of `to` has too little room, or refuses.
+        StorageError: the file system of `to` is full, or refuses to write.
         OSError: the connection broke.
     """
     length: int | None = getattr(answer, "length", None)
@@ -110,7 +110,7 @@ def _copy(answer: Any, part: Path, to: Path) -> None:
         while content := answer.read(_CHUNK):
             with naming(to, needed=length, remedy=_REMEDY):
                 written = file.write(content)
-                if written < len(content):  # the rest meets the error itself
+                if written < len(content):  # writing the rest raises the error
                     file.write(content[written:])
 
 

@@ -1,4 +1,4 @@
-"""Batches of a map-style dataset that is read in this process, between the steps."""
+"""Batches of a map-style dataset, read in this process between the steps."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from trainkit.numerics.generators import Untouched
 __all__ = ["InProcessReader"]
 
 _BURST: Final = 16
-"""Batches read at a time, at most."""
+"""Most batches read at a time."""
 _BURST_BYTES: Final = 1 << 20
-"""What they may hold together."""
+"""Most bytes of these batches together."""
 _BURST_S: Final = 2e-3
-"""How long the next step waits for batches that are not its own."""
+"""Longest time that a step waits for batches of later steps."""
 
 
 class InProcessReader:
-    """Reads samples here, several batches at a time where they are small and quick.
+    """Reads samples in this process, several batches at a time if they are small and fast to read.
 
-    Reading and stepping push each other out of the processor's caches: taking turns, a step of a small model and the
-    reading of its batch took about a sixth longer than the two alone. A burst of reading every few steps pays that
-    once. Batches that are large, or slow to read, are read one at a time.
+    Reading and stepping evict each other's data from the processor's caches: alternating, a step of a small model and
+    the reading of its batch took about a sixth longer than the two alone. Reading a burst of batches every few steps
+    pays this once. Batches that are large, or slow to read, are read one at a time.
 
     Args:
         reader: reads samples.
-        positions: which samples a ticket asks for.
-        shards_at: the shards that will be asked for at a step.
+        positions: which samples each ticket refers to.
+        shards_at: returns the shards of this rank at a step.
         num_steps: steps of the run; nothing is read past them.
-        device: where batches are wanted.
+        device: the device of the batches.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class InProcessReader:
         self._read: deque[tuple[Ticket, Any]] = deque()
 
     def read(self, ticket: Ticket) -> list[Any]:
-        """The batch, from what is read already or read now; several shards are views of one collated batch.
+        """Return the batch, prefetched or read now; several shards are views of one collated batch.
 
         Raises:
-            DataError: a sample of this very ticket cannot be read or collated.
+            DataError: a sample of this ticket cannot be read or collated.
         """
         if not self._read or self._read[0][0] != ticket:
             with Untouched(seed=0):
@@ -82,7 +82,9 @@ class InProcessReader:
         self._read.clear()
 
     def _burst(self, first: Ticket) -> deque[tuple[Ticket, Any]]:
-        """The batch of a ticket, and of those after it while that is quick; one that fails is kept for its turn."""
+        """Read the batch of a ticket, and later ones while that is fast; an error is kept for the ticket that caused
+        it.
+        """
         started = perf_counter()
         batch = self._attempt(first)
         read = deque([(first, batch)])
@@ -102,7 +104,7 @@ class InProcessReader:
             return error
 
     def _after(self, first: Ticket) -> Iterator[Ticket]:
-        """The tickets that will be asked for next."""
+        """Yield the tickets that follow."""
         for step in range(first.step + 1, self._num_steps):
             shards = tuple(self._shards_at(step))
             if shards:

@@ -1,4 +1,4 @@
-"""Datasets that can only be read from front to back."""
+"""Datasets that can only be read sequentially."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["Stream", "StreamReader"]
 
 @dataclass(frozen=True, kw_only=True)
 class Stream:
-    """An iterable dataset with a known number of samples an epoch: sample i is the i-th item it gives.
+    """An iterable dataset with a known number of samples per epoch: sample i is the i-th item.
 
-    Every rank goes through the stream and keeps the items of its own shards, so that each sample is used exactly
-    once, on any number of ranks. The order is the stream's own; a source that has `set_epoch` is told the epoch.
+    Every rank iterates the whole stream and keeps the items of its own shards, so that each sample is used exactly
+    once, on any number of ranks. The order is the stream's own; a source with `set_epoch` receives the epoch.
 
     Example:
         >>> stream = Stream(source=[(0.0, 1), (0.5, 0)], num_samples=2)
@@ -34,19 +34,19 @@ class Stream:
     """
 
     source: Any
-    """Anything that can be iterated over, again for each epoch; usually a `_target_` of your own."""
+    """Any iterable, which is iterated again for each epoch; usually a `_target_` of your own."""
     num_samples: Annotated[int, at_least(1)]
-    """Samples of an epoch; the source must give at least as many."""
+    """Samples of an epoch; the source must have at least as many."""
     val_source: Any = None
-    """The same for validation; null validates on nothing."""
+    """The source for validation; null for no validation."""
     val_num_samples: Annotated[int | None, at_least(1)] = None
     """Samples of the validation source."""
     split: Literal["train", "val"] = "train"
-    """Which of the two."""
+    """Which of the two sources."""
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
-        """Validation only where it has a source."""
+        """Return the splits: validation only if it has a source."""
         return ("train",) if node.get("val_source") is None else ("train", "val")
 
     def __post_init__(self) -> None:
@@ -55,18 +55,18 @@ class Stream:
             raise ConfigError([Problem(key="data.val_num_samples", value=self.val_num_samples, rule=rule)])
 
     def __len__(self) -> int:
-        """Samples of an epoch."""
+        """Return the samples of an epoch."""
         return self.num_samples if self.split == "train" else self.val_num_samples or 0
 
     def __getitem__(self, index: int) -> Any:
-        """The index-th item, read from the front: for a look at one sample, not for training."""
+        """Return one item, reading from the start: to inspect one sample, not for training."""
         for position, item in enumerate(self.items(0)):
             if position == index:
                 return item
         raise self.too_short(index)
 
     def items(self, epoch: int, state: dict[str, Any] | None = None) -> Iterator[Any]:
-        """Start an epoch from its front, or from where `state_dict` was taken."""
+        """Iterate an epoch from its start, or from the position of `state`."""
         if hasattr(self._current, "set_epoch"):
             self._current.set_epoch(epoch)
         if state is not None:
@@ -74,7 +74,7 @@ class Stream:
         return iter(self._current)
 
     def state_dict(self) -> dict[str, Any] | None:
-        """The source's own account of how far it is, where it gives one that JSON can hold."""
+        """Return the source's own state, if it has one that JSON can hold."""
         give = getattr(self._current, "state_dict", None)
         if give is None or not hasattr(self._current, "load_state_dict"):
             return None
@@ -86,7 +86,7 @@ class Stream:
         return state
 
     def too_short(self, position: int) -> DataError:
-        """The error of a source that ends before its `num_samples`."""
+        """Return the error of a source that ends before its `num_samples`."""
         name = type(self._current).__name__
         return DataError(f"{name} ended after {position} samples, but num_samples={len(self)}.")
 
@@ -96,9 +96,9 @@ class Stream:
 
 
 class StreamReader:
-    """Reads the shards of a stream by position; going back means starting the epoch again.
+    """Reads the shards of a stream by position; going back restarts the epoch.
 
-    What is drawn while an item is read depends on (seed, epoch, position) alone.
+    Random numbers drawn while an item is read depend on (seed, epoch, position) alone.
     """
 
     def __init__(
@@ -119,17 +119,17 @@ class StreamReader:
         self._items: Iterator[Any] = iter(())
 
     def read(self, ticket: Ticket) -> list[Any]:
-        """Read the shards from front to back, skipping what belongs to others; give them in the ticket's order."""
+        """Read the shards in stream order, skipping those of other ranks; return them in the ticket's order."""
         with Untouched(seed=0):
             found = {shard: self._shard(*self._plan.shard_range(ticket.step, shard)) for shard in sorted(ticket.shards)}
         return [found[shard] for shard in ticket.shards]
 
     def state(self) -> dict[str, Any]:
-        """Epoch and position, and the source's own state where it has one."""
+        """Return epoch and position, and the source's own state if it has one."""
         return {"epoch": self._epoch, "position": self._position, "source": self._stream.state_dict()}
 
     def load_state(self, state: dict[str, Any] | None) -> str:
-        """Go where `state` says if the source can; else the first read skips from the front of its epoch."""
+        """Restore a position if the source can; otherwise the first read skips items from the start of its epoch."""
         if state is None:
             return (
                 "the checkpoint has no state of the stream: its place is found by skipping from the front of the epoch"
@@ -142,7 +142,7 @@ class StreamReader:
         return f"the stream resumes from its own state, at sample {self._position} of epoch {self._epoch}"
 
     def close(self) -> None:
-        """Let go of the iterator."""
+        """Release the iterator."""
         self._items = iter(())
         self._epoch = -1
 

@@ -1,4 +1,4 @@
-"""What the training loop asks for batches: tickets in, shards on the device out."""
+"""Batches for the training loop: from tickets to shards on the device."""
 
 from __future__ import annotations
 
@@ -24,27 +24,28 @@ __all__ = ["Loader"]
 
 
 class Loader:
-    """Batches by ticket, by the fastest way that the dataset allows.
+    """Batches by ticket, read in the fastest way that the dataset allows.
 
-    - in memory (a dataset with `tensors()` or `gather(indices)`, or `loader.cache=true`): one indexed gather a ticket;
-    - `loader.num_workers=0`: samples are read and collated here, small batches several at a time;
-    - workers: read ahead by processes, from any step on, so that resuming costs nothing;
+    - in memory (a dataset with `tensors()` or `gather(indices)`, or `loader.cache=true`): one indexed gather per
+    ticket;
+    - `loader.num_workers=0`: samples are read and collated in this process, small batches several at a time;
+    - workers: processes prefetch, from any step on, so that resuming costs nothing;
     - a `Stream`: read by position in its own order.
 
-    Which samples a ticket holds, and what is random in them, is the same on all of them.
+    The samples of a ticket, and the random numbers in them, are the same in all of these ways.
 
     Args:
         dataset: the training split.
-        plan: how its samples become steps and shards.
-        shards_at: the shards that this rank will be asked for at a step; what is read ahead goes by it.
-        device: where batches are wanted.
+        plan: how its samples form steps and shards.
+        shards_at: returns the shards of this rank at a step; used for prefetching.
+        device: the device of the batches.
         settings: the `loader` keys of the config.
         seed: the run's seed.
-        num_steps: steps of the run; nothing is read ahead past them.
+        num_steps: steps of the run; nothing is read past them.
 
     Raises:
-        ConfigError: a setting that this dataset or device cannot follow.
-        DataError: the dataset is empty or says no length.
+        ConfigError: a setting is not possible with this dataset or device.
+        DataError: the dataset is empty or has no length.
     """
 
     def __init__(
@@ -74,15 +75,15 @@ class Loader:
         )
         self._last: tuple[Ticket, list[Any]] | None = None
         self.wait_s = 0.0
-        """Seconds the training loop has spent in `fetch`."""
+        """Seconds that the training loop has spent in `fetch`."""
 
     def fetch(self, ticket: Ticket) -> list[Any]:
-        """The batches of a ticket's shards, one a shard; empty for a ticket without shards.
+        """Return the batches of a ticket's shards, one per shard; empty for a ticket without shards.
 
-        Asked for the same ticket again (a retry after an overflow), it gives the same batches.
+        For the same ticket again (a retry after an overflow), it returns the same batches.
 
         Raises:
-            DataError: a sample cannot be read or collated; its index is named.
+            DataError: a sample cannot be read or collated; names its index.
         """
         if not ticket.shards:
             return []
@@ -95,19 +96,19 @@ class Loader:
         return batches
 
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint keeps so that a stream resumes without reading what it has read; None: nothing needed."""
+        """Return the state for a checkpoint with which a stream resumes without reading again; None if not needed."""
         return self._source.state() if isinstance(self._source, StreamReader) else None
 
     def load_state(self, state: dict[str, Any] | None) -> str | None:
-        """Take up `state` before the first fetch of a resumed run.
+        """Restore `state` before the first fetch of a resumed run.
 
         Returns:
-            A line for the user on how a stream finds its place; None for datasets with random access.
+            A line for the user about how a stream finds its position; None for datasets with random access.
         """
         return self._source.load_state(state) if isinstance(self._source, StreamReader) else None
 
     def close(self) -> None:
-        """End workers. Safe to call twice."""
+        """Stop the workers. Safe to call twice."""
         self._source.close()
         self._last = None
 

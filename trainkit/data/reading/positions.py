@@ -1,4 +1,4 @@
-"""Which samples a ticket asks for."""
+"""From tickets to the indices of their samples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainkit.numerics.order import SampleOrder
 __all__ = ["Positions"]
 
 _BLOCK: Final = 1 << 16
-"""Positions of the order computed at a time: 6 ms and half a megabyte."""
+"""Number of positions of the order computed at a time: 6 ms and half a megabyte."""
 
 
 class Positions:
-    """From tickets to sample indices; the order is computed a block at a time.
+    """Converts tickets to sample indices; the order is computed a block at a time.
 
     Example:
         >>> plan = BatchPlan(num_samples=10, global_size=4, micro_size=2)
@@ -32,12 +32,12 @@ class Positions:
         self._epoch = -1
         self._start = 0
         self.block: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-        """The samples at positions from the block's start on."""
+        """The samples at the positions from the block's start on."""
         self.version = 0
-        """Counts the blocks, so that a copy of one on a device knows when it is stale."""
+        """Counts the blocks, so that a copy on a device can be recognized as outdated."""
 
     def spans(self, ticket: Ticket) -> list[tuple[int, int]]:
-        """The stretches of `block` that the shards take, in the ticket's order, neighbours joined."""
+        """Return the ranges of `block` that the shards take, in the ticket's order, adjacent ones joined."""
         plan = self.plan
         epoch, batch_start, batch_stop = plan.batch_range(ticket.step)
         if epoch != self._epoch or batch_start < self._start or batch_stop > self._start + len(self.block):
@@ -55,18 +55,18 @@ class Positions:
         return joined
 
     def indices(self, ticket: Ticket) -> NDArray[np.int64]:
-        """The samples of the ticket's shards, one shard after the other."""
+        """Return the samples of the ticket's shards, one shard after the other."""
         spans = self.spans(ticket)
         if len(spans) == 1:
             return self.block[slice(*spans[0])]
         return np.concatenate([self.block[start:stop] for start, stop in spans])
 
     def sizes(self, ticket: Ticket) -> list[int]:
-        """Samples of each of the ticket's shards."""
+        """Return the number of samples of each of the ticket's shards."""
         return [self.plan.shard_size(ticket.step, shard) for shard in ticket.shards]
 
     def epoch(self, ticket: Ticket) -> int:
-        """The epoch a ticket belongs to."""
+        """Return the epoch of a ticket."""
         return self.plan.epoch(ticket.step)
 
     def _compute(self, epoch: int, start: int, stop: int) -> None:

@@ -1,4 +1,4 @@
-"""Reading samples of a map-style dataset, each with its own key for whatever is random in it."""
+"""Read samples of a map-style dataset, each with its own key for random numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _T = TypeVar("_T")
 
 
 class Reader:
-    """Reads samples; what a sample draws depends on (seed, epoch, sample) alone.
+    """Reads samples; the random numbers in a sample depend on (seed, epoch, sample) alone.
 
-    Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a
-    batch is first read without, and when none of the three generators has moved by its end, nothing in it was
-    random and it stands. Otherwise it is read again, sample by sample with their keys, as is everything after.
-    A generator that a dataset owns is beyond reach: it must draw from one of these three. In the process that trains,
-    a reader is called inside of `Untouched`, which gives the training its generators back.
+    Seeding torch, `random` and NumPy for every sample costs 6 microseconds, more than many a `__getitem__`. So a batch
+    is first read without seeding; if none of the three generators has advanced at its end, nothing in it was random and
+    the batch is valid. Otherwise it is read again, sample by sample with their keys, as are all later batches.
+    Generators that a dataset owns cannot be keyed: it must draw from one of these three. In the training process, call
+    a reader inside of `Untouched`, which restores the generators of the training.
 
     Example:
         >>> class Noise:
@@ -43,13 +43,13 @@ class Reader:
         self._seed = seed
         self._many = getattr(dataset, "__getitems__", None)
         self.draws = False
-        """Whether a sample has been seen to draw random numbers."""
+        """Whether a sample has drawn random numbers."""
 
     def batch(self, epoch: int, indices: Sequence[int]) -> Any:
         """Read and collate samples.
 
         Raises:
-            DataError: a sample cannot be read or collated; its index is named.
+            DataError: a sample cannot be read or collated; names its index.
         """
         return collate(self._samples(epoch, indices), indices)
 
@@ -64,7 +64,7 @@ class Reader:
 
     def _unkeyed(self, indices: Sequence[int]) -> Sequence[Any]:
         if self._many is not None:
-            with suppress(Exception):  # read one by one below, the one that fails can be named
+            with suppress(Exception):  # reading one by one below names the sample that fails
                 found: Sequence[Any] = self._many(indices)
                 return found
         dataset, index = self._dataset, -1
@@ -91,10 +91,11 @@ def _unreadable(index: int, error: Exception) -> DataError:
 
 
 class RngWatch:
-    """Tells whether anything has drawn from the three generators since `begin`.
+    """Detects whether any code has drawn from the three generators since `begin`.
 
-    Two generators of its own keep step with those of `random` and NumPy: where the next numbers are the same, nobody
-    has drawn. That costs 1 microsecond a batch, seeding them 5.5; torch's is cheap to seed, and dear to draw from.
+    Two generators of its own are kept in the states of `random` and NumPy: if their next numbers are equal, no code has
+    drawn. That costs 1 microsecond per batch, seeding them 5.5; torch's generator is cheap to seed and expensive to
+    draw from.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class RngWatch:
         self._torch = _next_of_torch(torch.Generator().manual_seed(0))
 
     def begin(self) -> None:
-        """Bring all in step."""
+        """Synchronize the generators."""
         torch.default_generator.manual_seed(0)
         if random.random() != self._python.random():  # noqa: S311
             random.seed(0)
@@ -114,7 +115,7 @@ class RngWatch:
 
     @property
     def broken(self) -> bool:
-        """Whether one has moved."""
+        """Whether a generator has advanced."""
         return (
             random.random() != self._python.random()  # noqa: S311
             or np.random.random_sample() != self._numpy.random_sample()  # noqa: NPY002
@@ -123,7 +124,7 @@ class RngWatch:
 
 
 def still(read: Callable[[], _T]) -> _T | None:
-    """Return what `read` gives; None where it draws from a default generator."""
+    """Return the result of `read`; None if it draws from a default generator."""
     _STILLNESS.begin()
     found = read()
     return None if _STILLNESS.broken else found

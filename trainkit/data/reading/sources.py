@@ -1,4 +1,4 @@
-"""Where batches come from, and those that are in memory."""
+"""Sources of batches, and those of datasets in memory."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from trainkit.numerics.generators import Untouched
 __all__ = ["Arrays", "BatchSource", "Gatherer", "Memory", "collated", "shards_of", "whole_arrays"]
 
 _CHUNK: Final = 1024
-"""Samples collated at a time when a dataset is read into memory."""
+"""Number of samples collated at a time when a dataset is read into memory."""
 
 Arrays = tuple[Tensor, ...] | dict[str, Tensor]
 """A whole dataset in memory: the first dim of every tensor is the sample."""
 
 
 class BatchSource(Protocol):
-    """One way to come by batches."""
+    """One way to obtain batches."""
 
     def read(self, ticket: Ticket) -> list[Any]:
-        """The batch of each of the ticket's shards (at least one), on the device."""
+        """Return the batch of each of the ticket's shards (at least one), on the device."""
 
     def close(self) -> None:
-        """End what was started; nothing is left running."""
+        """Stop what was started."""
 
 
 class Memory:
-    """Gathers shards out of tensors with one `index_select` a tensor, on the device where they fit there."""
+    """Gathers shards from tensors with one `index_select` per tensor, on the device if they fit there."""
 
     def __init__(self, arrays: Arrays, positions: Positions, *, device: torch.device) -> None:
         self._positions = positions
@@ -69,7 +69,7 @@ class Memory:
 
 
 class Gatherer:
-    """Asks an in-memory dataset that has `gather(indices)` for many samples at once."""
+    """Reads many samples at once from an in-memory dataset that has `gather(indices)`."""
 
     def __init__(self, gather: Callable[[Tensor], Any], positions: Positions, *, device: torch.device) -> None:
         self._gather = gather
@@ -78,13 +78,13 @@ class Gatherer:
         self._is_known = False
 
     def read(self, ticket: Ticket) -> list[Any]:
-        """Gather on the host and move; several shards are views of one gathered batch."""
+        """Gather on the host and move to the device; several shards are views of one gathered batch."""
         indices = torch.from_numpy(self._positions.indices(ticket))
         batch = to_device(self._gather(indices) if self._is_known else self._first(indices), self._device)
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
     def _first(self, indices: Tensor) -> Any:
-        """The first batch, which shows whether the dataset draws random numbers while it gathers."""
+        """Read the first batch, and check whether the dataset draws random numbers while it gathers."""
         with Untouched(seed=0):
             found = still(lambda: self._gather(indices))
         if found is None:
@@ -109,10 +109,10 @@ def shards_of(batch: Any, sizes: list[int]) -> list[Any]:
 
 
 def whole_arrays(dataset: Any) -> Arrays | None:
-    """What an in-memory dataset offers by `tensors()`; None for every other.
+    """Return the result of an in-memory dataset's `tensors()`; None for any other dataset.
 
     Raises:
-        DataError: its tensors are of different lengths.
+        DataError: its tensors have different lengths.
     """
     offer = getattr(dataset, "tensors", None)
     if not callable(offer):
@@ -131,8 +131,8 @@ def collated(dataset: Any) -> Arrays:
     """Read a map-style dataset into memory, once.
 
     Raises:
-        ConfigError: its samples are random: cached, every epoch would see those of the first.
-        DataError: a sample is no tuple or dict of tensors, or cannot be read.
+        ConfigError: its samples are random: with a cache, every epoch would repeat those of the first.
+        DataError: a sample is not a tuple or dict of tensors, or cannot be read.
     """
     reader = Reader(dataset, seed=0)
     count = len(dataset)
@@ -158,7 +158,7 @@ def _all_tensors(values: Any) -> bool:
 
 
 def _fits(arrays: Arrays, device: torch.device) -> bool:
-    """Whether the arrays take less than a quarter of the device's free memory."""
+    """Return whether the arrays take less than a quarter of the device's free memory."""
     if device.type != "cuda":
         return device.type == "cpu"
     values = arrays.values() if isinstance(arrays, dict) else arrays

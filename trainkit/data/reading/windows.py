@@ -1,4 +1,4 @@
-"""A long row of tokens, seen through windows: what a language model trains on."""
+"""Windows over a long sequence of tokens, the samples of a language model."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 __all__ = ["IGNORED", "Windows", "split_tokens", "tile"]
 
 IGNORED: Final = -100
-"""The target of a padded place; `ignore_index` of the language-model objective."""
+"""The target of a padded position; `ignore_index` of the language-model objective."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """Windows of `context` tokens, `stride` apart; the target of each token is the one after it.
+    """Windows of `context` tokens, `stride` apart; the target of each token is the next one.
 
-    With `cover`, the windows lie side by side and the last is padded, so that every token but the very first is
-    predicted exactly once. Without, only whole windows count.
+    With `tile`, the windows are adjacent and the last is padded, so that every token but the very first is predicted
+    exactly once. Otherwise, only whole windows count.
 
     Example:
         >>> windows = Windows(tokens=np.arange(6, dtype=np.uint8), context=2, stride=1)
@@ -32,21 +32,21 @@ class Windows:
     """
 
     tokens: NDArray[Any]
-    """The row, of any unsigned integer type; may be a memory map."""
+    """The sequence, of any unsigned integer type; may be a memory map."""
     context: int
     """Tokens of a window."""
     stride: int
     """Tokens from the start of a window to the start of the next."""
     padded: bool = False
-    """Whether the last window may reach past the end."""
+    """Whether the last window may extend past the end."""
 
     def __len__(self) -> int:
-        """How many windows there are."""
+        """Return the number of windows."""
         reach = len(self.tokens) - 1 + (self.stride - 1 if self.padded else -self.context)
         return max(0, reach // self.stride + (0 if self.padded else 1))
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a window, each (context,) int64."""
+        """Return inputs and targets of a window, each (context,) int64."""
         start = index * self.stride
         piece = self.tokens[start : start + self.context + 1].astype(np.int64)
         if len(piece) == self.context + 1:
@@ -59,7 +59,7 @@ class Windows:
         return inputs, targets
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of many windows, each (windows, context) int64, by one indexed read."""
+        """Return inputs and targets of many windows, each (windows, context) int64, by one indexed read."""
         starts = indices.numpy() * self.stride
         places = starts[:, None] + np.arange(self.context + 1)
         last = len(self.tokens) - 1
@@ -68,16 +68,16 @@ class Windows:
             return read[:, :-1], read[:, 1:]
         read = torch.from_numpy(self.tokens[np.minimum(places, last)].astype(np.int64))
         past = torch.from_numpy(places[:, 1:] > last)
-        # the input of a place without target is padding too
+        # the input of a position without target is padding too
         return read[:, :-1].masked_fill(past, 0), read[:, 1:].masked_fill(past, IGNORED)
 
 
 def tile(tokens: NDArray[Any], *, context: int) -> Windows:
-    """Windows side by side over a whole row, the last one padded."""
+    """Return adjacent windows over a whole sequence, the last one padded."""
     return Windows(tokens=tokens, context=context, stride=context, padded=True)
 
 
 def split_tokens(tokens: NDArray[Any], *, split: str, val_share: float) -> NDArray[Any]:
-    """The first part of a row to train on, the last to validate: int(n * (1 - val_share)) tokens come first."""
+    """Return the first part of a sequence to train on, int(n * (1 - val_share)) tokens, or the rest to validate on."""
     border = int(len(tokens) * (1 - val_share))
     return tokens[:border] if split == "train" else tokens[border:]

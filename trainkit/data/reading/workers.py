@@ -1,4 +1,4 @@
-"""Batches read ahead by worker processes, in the order in which they will be asked for."""
+"""Batches prefetched by worker processes, in the order in which they will be used."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ __all__ = ["Request", "Workers", "read_ahead", "shut_down", "unwrap_worker_resul
 _PR_SET_PDEATHSIG: Final = 1
 
 Request = tuple[int, list[int]]
-"""An epoch, and the samples of it to collate into one batch."""
+"""An epoch, and its samples to collate into one batch."""
 
 _T = TypeVar("_T")
 
 
 class Workers:
-    """Random access by step over torch's DataLoader: it starts wherever the first ticket is, at no cost.
+    """Random access by step over torch's DataLoader: it starts at the first ticket's step, at no cost.
 
-    It reads ahead what this rank will be asked for. A ticket that comes out of turn (another step) starts the workers
-    anew from there; one with other shards than planned is read here, and the workers go on.
+    It prefetches the shards of this rank. A ticket out of order (another step) restarts the workers from there; a
+    ticket with other shards than planned is read in this process, and the workers continue.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Workers:
         self._reader = Reader(dataset, seed=seed)
 
     def read(self, ticket: Ticket) -> list[Any]:
-        """The next batch of the workers, or one read here."""
+        """Return the next batch of the workers, or one read in this process."""
         if ticket.shards != tuple(self._shards_at(ticket.step)):
             with Untouched(seed=0):
                 batch = self._reader.batch(self._positions.epoch(ticket), self._positions.indices(ticket).tolist())
@@ -89,7 +89,7 @@ class Workers:
         )
 
     def _requests(self, first_step: int) -> Iterator[Request]:
-        # Its own positions: this runs ahead of the training, which must keep its block.
+        # Use separate positions: this runs ahead of the training, which must keep its block.
         positions = Positions(self._positions.plan, self._positions.order)
         for step in range(first_step, self._num_steps):
             ticket = Ticket(step, tuple(self._shards_at(step)))
@@ -97,7 +97,7 @@ class Workers:
                 yield positions.epoch(ticket), positions.indices(ticket).tolist()
 
     def _after(self, step: int) -> int:
-        """The next step that has shards for this rank."""
+        """Return the next step that has shards for this rank."""
         following = range(step + 1, self._num_steps)
         return next((later for later in following if self._shards_at(later)), self._num_steps)
 
@@ -105,7 +105,7 @@ class Workers:
 def read_ahead(
     dataset: Any, requests: Iterable[Request], *, seed: int, device: torch.device, settings: LoaderSettings
 ) -> Iterator[Any]:
-    """Start workers on a series of requests; each item is a collated batch on the host, or a failure to open."""
+    """Start workers on a series of requests; each item is a collated batch on the host, or an error."""
     loader = DataLoader(
         _Remote(dataset, seed),
         batch_size=None,
@@ -115,7 +115,7 @@ def read_ahead(
         collate_fn=_as_it_is,
         pin_memory=device.type == "cuda" if settings.pin_memory == "auto" else settings.pin_memory,
         worker_init_fn=_enter_worker,
-        # its own generator: the global one is nobody's to draw from
+        # a separate generator: nothing may draw from the global one
         generator=torch.Generator(),
     )
     return iter(loader)
@@ -123,13 +123,13 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class _Failure:
-    """An error on its way home: exceptions lose their type between processes."""
+    """An error on its way to the parent process: exceptions lose their type between processes."""
 
     message: str
 
 
 class _Remote(Dataset[Any]):
-    """What a worker process holds: the dataset and its reader."""
+    """The dataset and its reader in a worker process."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._reader = Reader(dataset, seed=seed)
@@ -151,7 +151,7 @@ class _Requests:
 
 
 def unwrap_worker_result(batch: Any) -> Any:
-    """A batch as it came from a worker; its error, raised, if that is what came."""
+    """Return the batch of a worker, or raise its error."""
     if isinstance(batch, _Failure):
         raise DataError(batch.message)
     return batch
@@ -162,15 +162,15 @@ def _as_it_is(batch: _T) -> _T:
 
 
 def shut_down(iterator: Iterator[Any] | None) -> None:
-    """Stop the workers behind an iterator of `read_ahead` and wait for them."""
-    # Waiting for the garbage collector would leave processes behind for as long as anything refers to the iterator.
+    """Stop the workers of an iterator of `read_ahead` and wait for them."""
+    # Waiting for garbage collection would leave processes running while anything refers to the iterator.
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
 
 
 def _enter_worker(_worker: int) -> None:
-    """A worker leaves Ctrl-C to its parent, ends on SIGTERM, and does not outlive its parent."""
+    """Set up a worker: leave Ctrl-C to its parent, end on SIGTERM, and do not outlive the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":

@@ -1,1 +1,1 @@
-"""Datasets that trainkit knows by name."""
+"""Datasets that are shipped with trainkit."""

@@ -15,9 +15,9 @@ __all__ = ["Digits"]
 
 @dataclass(frozen=True, kw_only=True)
 class Digits:
-    """The UCI digits that ship with trainkit (see digits.LICENSE), 1,437 to train on and 360 to validate.
+    """The UCI digits that ship with trainkit (see digits.LICENSE), 1,437 to train on and 360 to validate on.
 
-    The split is stored with the data: stratified by class, drawn once, the same for everyone.
+    The split is stored with the data: stratified by class, drawn once, the same for all users.
 
     Example:
         >>> digits = Digits(split="val")
@@ -49,14 +49,14 @@ class Digits:
         return images, torch.from_numpy(labels[chosen].astype(np.int64))
 
     def __len__(self) -> int:
-        """How many images this part has."""
+        """Return the number of images in this split."""
         return len(self._arrays[1])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Any]:
-        """An image, (1, 8, 8) float32, and its class, () int64."""
+        """Return an image, (1, 8, 8) float32, and its class, () int64."""
         images, labels = self._arrays
         return images[index], labels[index]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All images, (n, 1, 8, 8) float32, and their classes, (n,) int64."""
+        """Return all images, (n, 1, 8, 8) float32, and their classes, (n,) int64."""
         return self._arrays

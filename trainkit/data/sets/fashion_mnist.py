@@ -23,7 +23,7 @@ __all__ = ["FashionMnist"]
 
 _URL: Final = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 _DEBIAN: Final = Path("/usr/share/datasets/fashion-mnist")
-# Of the unpacked files: the same bytes are distributed in differently packed ones.
+# Digests of the unpacked files: the same content is distributed in differently packed files.
 _SHA256: Final = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -31,14 +31,15 @@ _SHA256: Final = {
     "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
 }
 _MEAN, _DEVIATION = 0.2860, 0.3530
-"""Over all pixels of the 60,000 training images, scaled to 0 to 1."""
+"""Mean and standard deviation over all pixels of the 60,000 training images, scaled to 0 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FashionMnist:
     """Fashion-MNIST from its four idx.gz files (Xiao, Rasul and Vollgraf 2017, arXiv:1708.07747).
 
-    The last `val_size` of the 60,000 training images are held out to validate; the 10,000 test images are the test.
+    The last `val_size` of the 60,000 training images are held out to validate; the 10,000 test images are the test
+    split.
     """
 
     split: Literal["train", "val", "test"]
@@ -55,7 +56,7 @@ class FashionMnist:
 
     @classmethod
     def splits(cls, node: Mapping[str, Any]) -> tuple[str, ...]:
-        """Validation only where images are held out for it."""
+        """Return the splits: validation only if images are held out for it."""
         return ("train", "test") if node.get("val_size") == 0 else ("train", "val", "test")
 
     def __post_init__(self) -> None:
@@ -85,21 +86,21 @@ class FashionMnist:
         return cached
 
     def __len__(self) -> int:
-        """How many images this part has."""
+        """Return the number of images in this split."""
         return len(self._arrays[1])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """An image, (1, 28, 28) float32, and its class, () int64."""
+        """Return an image, (1, 28, 28) float32, and its class, () int64."""
         images, labels = self._arrays
         return images[index], labels[index]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All images, (n, 1, 28, 28) float32, and their classes, (n,) int64."""
+        """Return all images, (n, 1, 28, 28) float32, and their classes, (n,) int64."""
         return self._arrays
 
 
 def _read(folder: Path, name: str, *, header: int, download: bool) -> NDArray[np.uint8]:
-    """The data of an idx file, checked against its digest."""
+    """Return the data of an idx file, checked against its digest."""
     packed = folder / f"{name}.gz"
     if download and not packed.exists():
         fetch(_URL + packed.name, packed, accept=lambda path: _unpacked(path, name))

@@ -1,4 +1,4 @@
-"""Images in folders named after their class, as ImageNet is kept."""
+"""Images in folders named after their class, the layout of ImageNet."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _Box = tuple[int, int, int, int]
 class ImageFolder:
     """`PATH/train/CLASS/image.jpg` and `PATH/val/CLASS/image.jpg`; classes are numbered in sorted order.
 
-    Training images are cropped at random (area and shape as Szegedy et al. 2014, arXiv:1409.4842) and mirrored with
-    probability one half, each keyed by seed, epoch and sample. Validation resizes the shorter side and takes the
-    centre.
+    Training images are cropped at random (area and aspect ratio as in Szegedy et al. 2014, arXiv:1409.4842) and
+    mirrored with probability one half, each keyed by seed, epoch and sample. For validation, the shorter side is
+    resized and the centre is cropped.
     """
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
@@ -75,11 +75,11 @@ class ImageFolder:
         object.__setattr__(self, "_files", tuple(_listed(folder, classes)))
 
     def __len__(self) -> int:
-        """How many images this folder has."""
+        """Return the number of images in this folder."""
         return len(self._files)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """An image, (3, image_size, image_size) float32, and its class."""
+        """Return an image, (3, image_size, image_size) float32, and its class."""
         name, label = self._files[index]
         try:
             with self._open(name) as opened:
@@ -94,11 +94,11 @@ class ImageFolder:
 
     @property
     def labels(self) -> list[int]:
-        """The class of every image; none is opened."""
+        """The class of every image, without opening any."""
         return [label for _, label in self._files]
 
     def held_out(self) -> ImageFolder:
-        """The same images as validation reads them: a fold of the training images is held out so."""
+        """Return the same images without augmentation, for a fold of the training images that is held out."""
         return replace(self, augment=False)
 
     def _cropped_at_random(self, image: Any) -> Any:
@@ -115,7 +115,7 @@ class ImageFolder:
 
 
 def _random_box(width: int, height: int, *, min_area: float) -> _Box:
-    """A box of random area and shape inside an image; after ten misses the largest square in its centre."""
+    """Return a box of random area and shape inside an image; after ten misses, the largest square in its centre."""
     for _ in range(_CROP_ATTEMPTS):
         area = width * height * random.uniform(min_area, 1)  # noqa: S311 - keyed by sample
         shape = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))  # noqa: S311 - see above
@@ -143,7 +143,7 @@ def _classes(folder: Path) -> tuple[str, ...]:
 
 
 def _listed(folder: Path, classes: tuple[str, ...]) -> list[tuple[str, int]]:
-    # plain strings: a million Path objects take half a gigabyte
+    # use plain strings: a million Path objects take half a gigabyte
     return [
         (str(file), label)
         for label, name in enumerate(classes)

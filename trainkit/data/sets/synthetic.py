@@ -1,4 +1,4 @@
-"""Made-up data that can be learned: for trying a set-up, for tests, for benchmarks."""
+"""Synthetic data that can be learned: to try a setup, for tests and for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _SPLITS: Final = {"train": 0, "val": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class Synthetic:
-    """Images or vectors around one prototype a class, with Gaussian noise.
+    """Images or vectors around one prototype per class, with Gaussian noise.
 
-    Sample i of a split is the same for everyone: it is drawn by a generator keyed by (seed, split, i), when it is asked
-    for. Splits that fit in memory are made once with `loader.cache=true`.
+    Sample i of a split is the same everywhere: it is drawn by a generator keyed by (seed, split, i), when it is read.
+    Splits that fit in memory are made once with `loader.cache=true`.
 
     Example:
         >>> data = Synthetic(split="train", shape=[3, 32, 32], num_classes=10, num_samples=100)
@@ -57,23 +57,23 @@ class Synthetic:
         object.__setattr__(self, "_prototypes", self._drawn_prototypes())
 
     def _drawn_prototypes(self) -> Tensor:
-        # of images, at most 8 x 8 patches: a thousand classes of 224 x 224 pixels would be 600 MB
+        # For images, prototypes have at most 8 x 8 patches: a thousand classes of 224 x 224 pixels would be 600 MB.
         coarse = [*self.shape[:-2], *(min(size, 8) for size in self.shape[-2:])] if len(self.shape) == 3 else self.shape
         return torch.randn(self.num_classes, *coarse, generator=_generator(self.seed, 2))
 
     def __len__(self) -> int:
-        """Samples of this part."""
+        """Return the number of samples in this split."""
         return self.num_samples if self.split == "train" else self.val_samples
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """A sample, `shape` float32, and its class."""
+        """Return a sample, `shape` float32, and its class."""
         label = index % self.num_classes
         noise = torch.randn(*self.shape, generator=_generator(self.seed, _SPLITS[self.split], index))
         return self._full_size(self._prototypes[label : label + 1])[0].add(noise, alpha=self.noise), label
 
     @property
     def labels(self) -> Tensor:
-        """The class of every sample, (n,) int64, none of which is read."""
+        """The class of every sample, (n,) int64, without reading any."""
         return torch.arange(len(self)) % self.num_classes
 
     def _full_size(self, prototypes: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Synthetic:
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticTokens:
-    """Rows of tokens where the next is mostly (5 x token + 3) modulo the vocabulary.
+    """Rows of tokens in which the next token is usually (5 x token + 3) modulo the vocabulary.
 
     With `min_context`, rows have random lengths and are padded, so that samples have unequal numbers of targets.
 
@@ -136,15 +136,15 @@ class SyntheticTokens:
         return inputs, targets
 
     def __len__(self) -> int:
-        """Samples of this part."""
+        """Return the number of samples in this split."""
         return len(self._arrays[0])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a sample, each (context,) int64."""
+        """Return inputs and targets of a sample, each (context,) int64."""
         return self._arrays[0][index], self._arrays[1][index]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All inputs and targets, each (n, context) int64."""
+        """Return all inputs and targets, each (n, context) int64."""
         return self._arrays
 
 

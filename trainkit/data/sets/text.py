@@ -1,4 +1,4 @@
-"""Text for language models: a file by characters, and the interpreter's own library by bytes."""
+"""Text for language models: a file by characters, and the source of Python's own library by bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAKESPEARE_SHA256: Final = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0
 
 @dataclass(frozen=True, kw_only=True)
 class _Tokens:
-    """What the datasets of this file share: windows over one part of a row of tokens."""
+    """The common part of these datasets: windows over one split of a sequence of tokens."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
@@ -52,23 +52,23 @@ class _Tokens:
         object.__setattr__(self, "_windows", windows)
 
     def __len__(self) -> int:
-        """Windows of this part."""
+        """Return the number of windows in this split."""
         return len(self._windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a window, each (context,) int64."""
+        """Return inputs and targets of a window, each (context,) int64."""
         return self._windows[index]
 
     def gather(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of many windows, each (windows, context) int64."""
+        """Return inputs and targets of many windows, each (windows, context) int64."""
         return self._windows.gather(indices)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextFile(_Tokens):
-    """A text, character by character; its vocabulary is its own characters, sorted.
+    """A text, character by character; its vocabulary is its own sorted characters.
 
-    The first nine tenths are trained on. Validation takes the rest in windows side by side, the last one padded:
+    The first nine tenths are the training split. Validation uses the rest in adjacent windows, the last one padded:
     every character is predicted once.
     """
 
@@ -113,20 +113,21 @@ class TextFile(_Tokens):
         return download(self.url, cached, sha256=self.sha256)
 
     def encode(self, text: str) -> list[int]:
-        """Token numbers of a text; characters outside the vocabulary are left out."""
+        """Return the token numbers of a text; characters outside the vocabulary are dropped."""
         number = {character: index for index, character in enumerate(self.characters)}
         return [number[character] for character in text if character in number]
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of token numbers."""
+        """Return the text of token numbers."""
         return "".join(self.characters[token] for token in tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonSource(_Tokens):
-    """The running interpreter's standard library as bytes: a text that every machine with Python has.
+    """The standard library of the running Python as bytes: a text that every machine with Python has.
 
-    The `.py` files in sorted order, installed packages left out; 256 tokens. Another Python version is another text.
+    It holds the `.py` files in sorted order, without installed packages; 256 tokens. Another Python version is another
+    text.
 
     Example:
         >>> sample, targets = PythonSource(split="val", context=16, max_bytes=100_000)[0]
@@ -145,11 +146,11 @@ class PythonSource(_Tokens):
         self._keep(_library_bytes(self.max_bytes), val_share=self.val_share)
 
     def encode(self, text: str) -> list[int]:
-        """The UTF-8 bytes of a text."""
+        """Return the UTF-8 bytes of a text."""
         return list(text.encode())
 
     def decode(self, tokens: list[int]) -> str:
-        """The text of bytes; what is no UTF-8 shows as replacement characters."""
+        """Return the text of bytes, with replacement characters where they are not UTF-8."""
         return bytes(tokens).decode(errors="replace")
 
 
@@ -157,13 +158,13 @@ def _library_bytes(max_bytes: int | None) -> NDArray[np.uint8]:
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for folder, inner, names in os.walk(root):
-        # pruned before it is entered: installed packages are often more than the library
+        # Skip them before entering: installed packages are often larger than the library.
         inner[:] = [name for name in inner if name not in {"site-packages", "dist-packages", "__pycache__"}]
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"there are no .py files in {root}: this Python ships its library in another form.")
     pieces, total = [], 0
-    # by the name below the root, which is the same on every machine
+    # Sort by the name relative to the root, which is the same on every machine.
     for file in sorted(files, key=lambda file: file.relative_to(root).as_posix()):
         pieces.append(file.read_bytes())
         total += len(pieces[-1])

@@ -1,4 +1,4 @@
-"""Tokens of any size, read from disk as they are needed."""
+"""Token files of any size, read from disk when needed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["TokenMemmap"]
 
 @dataclass(frozen=True, kw_only=True)
 class TokenMemmap:
-    """A folder with `train.bin` and `val.bin`, rows of raw little-endian token numbers, as nanoGPT writes them.
+    """A folder with `train.bin` and `val.bin`, sequences of raw little-endian token numbers, as nanoGPT writes them.
 
-    Samples are windows `stride` apart; validation takes windows side by side, the last one padded.
+    Samples are windows `stride` apart; validation uses adjacent windows, the last one padded.
     """
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
@@ -54,11 +54,11 @@ class TokenMemmap:
         object.__setattr__(self, "_windows", windows)
 
     def __len__(self) -> int:
-        """Windows of this file."""
+        """Return the number of windows in this file."""
         return len(self._windows)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a window, each (context,) int64."""
+        """Return inputs and targets of a window, each (context,) int64."""
         inputs, targets = self._windows[index]
         if self.vocab_size is not None and max(int(inputs.max()), int(targets.max())) >= self.vocab_size:
             largest = max(int(inputs.max()), int(targets.max()))
