@@ -48,7 +48,7 @@ def test_who_is_missing_is_told_now_and_then_and_the_wait_ends() -> None:
 def test_a_folder_that_another_host_does_not_see_is_refused(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with pytest.raises(ConfigError) as caught:
-        FencingToken.verify(folder, "token", patience_s=0.0)
+        FencingToken.verify(folder, "token", timeout_s=0.0)
     assert str(caught.value).splitlines()[1] == (
         f"  run folder={folder.path}: rank 0 made it, and {socket.gethostname()} does not see it. All processes write "
         "into one run folder: start them in a folder of a file system that the hosts share, or name one with "

@@ -99,7 +99,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])
 
         def run() -> Result:
-            record.follow_pulse()
+            record.follow_heartbeat()
             if plan.engine is not None:
                 from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
@@ -131,7 +131,7 @@ def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: J
         try:
             result = run() if job is None else job(folder.path, run)
         finally:
-            folder.give_up_reserve()
+            folder.release_reserve()
     return {**(result or {}), "folder": str(folder.path)}
 
 

@@ -34,7 +34,7 @@ from trainkit.redaction import masked_output
 from trainkit.report.train_log import recorded_output
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process import parent_death_pipe as lifeline
+from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.heartbeat import Heartbeat
@@ -56,9 +56,9 @@ def main(arguments: list[str]) -> int:
     Args:
         arguments: the path of `resolved.yaml` in the run folder.
     """
-    signals = worker_signals() if lifeline.VARIABLE in os.environ else stop_signals()
+    signals = worker_signals() if parent_death_pipe.VARIABLE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
-        supervised = lifeline.watch_parent(os.environ)
+        supervised = parent_death_pipe.watch_parent(os.environ)
         if len(arguments) != 1:
             print("usage: python -m trainkit.run.worker_main RUN/resolved.yaml", file=sys.stderr)  # noqa: T201
             return 2

@@ -83,8 +83,8 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
 def _scratch(folder: RunFolder) -> Iterator[Path]:
     """Make a folder for files of the backend; it is deleted at the end, and so is one that a killed run has left."""
     owner = folder.take()
-    owner.remove_tree(folder.path / ".backend")
-    path = free_name(folder.path / ".backend")
+    owner.remove_tree(folder.path / ".engine")
+    path = free_name(folder.path / ".engine")
     owner.make(path)
     try:
         yield path

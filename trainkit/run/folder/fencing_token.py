@@ -1,10 +1,10 @@
-"""Two groups of processes never write into one run folder, also where they cannot see each other's lock.
+"""Prevent two groups of processes from writing into one run folder, even if they cannot see each other's lock.
 
-The lock (`trainkit.run.folder.lock`) is what keeps a second group out; it relies on `flock`, which local disks, NFS and
-most cluster file systems carry from host to host. Where one does not, or a host that was cut off comes back, the fence
-is what remains: the group that comes last leaves a token in the folder, and a group looks whether the token is its own
-before it gives a checkpoint its name or writes the result. Between the look and the rename pass microseconds, which no
-file system can rule out; what would be written then is a checkpoint of the same training, under a name of its own.
+The lock (`trainkit.run.folder.lock`) keeps a second group out; it relies on `flock`, which local disks, NFS and most
+cluster file systems share between hosts. If a file system does not, or a disconnected host comes back, the fencing
+token remains: the newest group writes its token into the folder, and every group checks that the token is its own
+before it renames a checkpoint or writes the result. Microseconds pass between the check and the rename, which no file
+system can rule out; a checkpoint written then is one of the same training, under its own name.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 __all__ = ["VARIABLE", "FencingToken"]
 
 VARIABLE: Final = "TRAINKIT_FENCE"
-"""The environment variable that hands a worker the token of its group."""
+"""The environment variable with the token of a worker's group."""
 
 _NAME: Final = ".fence"
 _MAX_BYTES: Final = 4096
-_PATIENCE_S: Final = 5.0
+_TIMEOUT_S: Final = 5.0
 """How long a folder may take to appear on another host: caches of network file systems live for seconds."""
 
 
@@ -52,23 +52,23 @@ class FencingToken:
 
     @classmethod
     def acquire(cls, folder: RunFolder) -> Self:
-        """Mark the folder as this group's; whoever had it before is fenced off."""
-        fence = cls(path=folder.path / _NAME, token=uuid.uuid4().hex)
+        """Mark the folder as this group's; the previous group may no longer write to it."""
+        found = cls(path=folder.path / _NAME, token=uuid.uuid4().hex)
         write_json_atomically(
-            fence.path, {"token": fence.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
+            found.path, {"token": found.token, "pid": os.getpid(), "host": socket.gethostname(), "since": time.time()}
         )
-        return fence
+        return found
 
     @classmethod
-    def verify(cls, folder: RunFolder, token: str, *, patience_s: float = _PATIENCE_S) -> Self:
-        """The fence that rank 0 put up, as another process sees it.
+    def verify(cls, folder: RunFolder, token: str, *, timeout_s: float = _TIMEOUT_S) -> Self:
+        """Check that this process sees the token that rank 0 wrote, and return it.
 
         Raises:
-            ConfigError: it sees none, or another one: the folder is not on a file system that both share.
+            ConfigError: the folder has no token, or another one: it is not on a file system that both processes share.
         """
-        fence = cls(path=folder.path / _NAME, token=token)
-        deadline = time.monotonic() + patience_s
-        while fence.owner.get("token") != token:
+        found = cls(path=folder.path / _NAME, token=token)
+        deadline = time.monotonic() + timeout_s
+        while found.owner.get("token") != token:
             if time.monotonic() >= deadline:
                 rule = (
                     f"rank 0 made it, and {socket.gethostname()} does not see it. All processes write into one run "
@@ -77,31 +77,31 @@ class FencingToken:
                 )
                 raise ConfigError([Problem(key="run folder", value=str(folder.path), rule=rule)])
             time.sleep(0.1)
-        return fence
+        return found
 
     @classmethod
     def from_environ(cls, folder: RunFolder, environ: MutableMapping[str, str]) -> Self | None:
-        """The fence of this process's group, by its environment; None where a lock is enough."""
+        """Return the token of this process's group from its environment; None if a lock is enough."""
         token = environ.pop(VARIABLE, "")
         return cls(path=folder.path / _NAME, token=token) if token else None
 
     @property
     def owner(self) -> dict[str, object]:
-        """Who put up the fence that stands there now."""
+        """The process whose token is in the folder now."""
         try:
             return read_map(self.path, {"token": str, "pid": int, "host": str}, limit=_MAX_BYTES)
         except UnreadableError:
             return {}
 
     def check(self) -> None:
-        """Make sure that the folder is still this group's.
+        """Check that the folder still belongs to this group.
 
         Raises:
-            TrainingError: another group has taken it over; says which.
+            TrainingError: another group has taken it over; the error names its process.
         """
-        holder = self.owner
-        if holder.get("token") != self.token:
-            who = f"process {holder['pid']} on {holder['host']}" if "pid" in holder else "somebody"
+        owner = self.owner
+        if owner.get("token") != self.token:
+            who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "somebody"
             raise TrainingError(
                 f"{self.path.parent} was taken over by {who}. This group ends and writes no more to it."
             )

@@ -1,4 +1,4 @@
-"""A run folder has one user at a time: a lock that dies with the processes that hold it."""
+"""The lock of a run folder, which has one user at a time; the kernel releases it when its holders end."""
 
 from __future__ import annotations
 
@@ -24,42 +24,42 @@ else:
 __all__ = ["discard_lock", "locked"]
 
 _MAX_BYTES: Final = 4096
-"""Of the signature."""
+"""Size limit of the lock file's content."""
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[int]:
-    """Hold the lock file `path` while the block runs.
+    """Hold the lock file `path` for the duration of the block.
 
-    The lock belongs to the open file, not to the process: a child that is handed the descriptor (`pass_fds`) keeps
-    the folder locked until it has ended too, even where its parent was killed.
+    The lock belongs to the open file, not to the process: a child that inherits the descriptor (`pass_fds`) keeps the
+    folder locked until it has ended too, even if its parent was killed.
 
     Yields:
         The descriptor, to be passed to the processes that write into the folder.
 
     Raises:
-        ConfigError: another process holds it; says which. Or the file is not trainkit's.
-        UnreadableError: the file is a link, a pipe or something else that is no regular file.
+        ConfigError: another process holds the lock, and the error names it; or the file is not trainkit's.
+        UnreadableError: the file is a link, a pipe or otherwise not a regular file.
     """
-    strange = _strange(path)
-    if strange is not None:
-        rule = f"has a {path.name} that is no lock file of trainkit: {strange}. Rename it, or choose another folder."
+    problem = _why_foreign(path)
+    if problem is not None:
+        rule = f"has a {path.name} that is no lock file of trainkit: {problem}. Rename it, or choose another folder."
         raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
     descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
     try:
         if not _try_lock(descriptor):
-            rule = f"in use by {_holder(path)}. Wait for it to end, or stop it."
+            rule = f"in use by {_owner(path)}. Wait for it to end, or stop it."
             raise ConfigError([Problem(key="run folder", value=str(path.parent), rule=rule)])
-        _sign(descriptor)
+        _write_owner(descriptor)
         yield descriptor
     finally:
         os.close(descriptor)  # the last copy closed releases the lock
 
 
 def discard_lock(path: Path) -> None:
-    """Delete a lock file of a run that was killed before it began; one that is held, or is not trainkit's, stays."""
+    """Delete the lock file of a run that was killed before it began, unless it is held or not trainkit's."""
     try:
-        if _strange(path) is not None:
+        if _why_foreign(path) is not None:
             return
         descriptor = open_descriptor(path, os.O_RDWR)
     except UnreadableError:
@@ -71,8 +71,8 @@ def discard_lock(path: Path) -> None:
         os.close(descriptor)
 
 
-def _strange(path: Path) -> str | None:
-    """Return why a file is no lock file of trainkit; None where it is one, or absent."""
+def _why_foreign(path: Path) -> str | None:
+    """Return why a file is no lock file of trainkit; None if it is one, or absent."""
     try:
         content = read_bytes(path, limit=_MAX_BYTES)
     except AbsentFileError:
@@ -98,10 +98,10 @@ def _try_lock(descriptor: int) -> bool:
 
 
 _FAR = 1 << 20
-"""Windows locks bytes and forbids reading them: lock one far behind the signature."""
+"""Windows locks bytes and then forbids reading them: lock one far beyond the content."""
 
 
-def _sign(descriptor: int) -> None:
+def _write_owner(descriptor: int) -> None:
     signature = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
@@ -112,9 +112,9 @@ def _sign(descriptor: int) -> None:
     os.write(descriptor, json.dumps(signature).encode())
 
 
-def _holder(path: Path) -> str:
+def _owner(path: Path) -> str:
     try:
         held = read_map(path, {"pid": int, "host": str, "since": str}, limit=_MAX_BYTES)
         return f"process {held['pid']} on {held['host']} since {held['since']}"
-    except UnreadableError:  # seen between its lock and its signature
+    except UnreadableError:  # between acquiring the lock and writing the owner
         return "another process"

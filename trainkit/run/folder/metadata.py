@@ -1,4 +1,4 @@
-"""What a run starts with: `resolved.yaml` and variables for its workers, `environment.json` for whoever asks later."""
+"""The initial files of a run, `resolved.yaml` and `environment.json`, and the environment variables of its workers."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _GIT_TIMEOUT_S: Final = 2.0
 
 
 def write_resolved(folder: RunFolder, cfg: RunConfig) -> dict[str, Any]:
-    """Write the config with every value decided, as plain YAML.
+    """Write the config with every value resolved, as plain YAML.
 
     Returns:
-        The secrets that were left out, by their full key: the workers need them.
+        The secrets that were left out, by full key: the workers need them.
     """
     import yaml  # noqa: PLC0415 - 20 ms that a worker does not need here
 
@@ -61,7 +61,7 @@ def write_environment(
         {
             "started": datetime.now().astimezone().isoformat(timespec="seconds"),
             "argv": [redacted_argument(argument) for argument in (sys.argv if argv is None else argv)],
-            "cwd": os.getcwd(),  # noqa: PTH109 - a text is wanted
+            "cwd": os.getcwd(),  # noqa: PTH109 - a string is needed
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "system": platform.platform(),
@@ -77,13 +77,13 @@ def write_environment(
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit, branch and whether tracked files are changed, of the current folder; None outside a repository."""
+    """Return commit, branch and whether tracked files of the current folder are changed; None outside a repository."""
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
         answer = subprocess.run(  # noqa: S603 - a fixed command
             command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True
         ).stdout
-    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one too large to look at
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or one too large for the time limit
         return None
     lines = answer.splitlines()
     facts = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
@@ -95,7 +95,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def packages(values: Mapping[str, Any]) -> dict[str, str]:
-    """The versions of what every run uses, and of the packages its `_target_`s come from.
+    """Return the versions of the packages that every run uses, and of the packages of its `_target_`s.
 
     Args:
         values: the config as plain values.
@@ -122,8 +122,8 @@ def _targets(values: Any) -> Iterator[str]:
 
 
 def _devices() -> dict[str, Any]:
-    """Cores and GPUs; asks the driver for their number only, which makes no CUDA context."""
-    import torch  # noqa: PLC0415 - whoever starts a run has imported it
+    """Return cores and GPUs; queries the driver only for their number, which creates no CUDA context."""
+    import torch  # noqa: PLC0415 - a process that starts a run has imported it
 
     count = torch.cuda.device_count()
     return {
@@ -134,7 +134,7 @@ def _devices() -> dict[str, Any]:
 
 
 def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, str]:
-    """The environment of a worker: its identity, the packages it may import targets from, threads and network.
+    """Return the environment of a worker: its identity, the packages allowed for targets, threads and network.
 
     Example:
         >>> worker_environ({"OMP_NUM_THREADS": "3"}, Identity.solo())["OMP_NUM_THREADS"]
@@ -152,23 +152,23 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
 
 
 def num_cores() -> int:
-    """How many cores this process may use."""
+    """Return how many cores this process may use."""
     return len(own_cores())
 
 
 def own_cores() -> list[int]:
-    """The cores that this process may use: all, unless its launcher gave it some."""
+    """Return the cores that this process may use: all, unless its launcher restricts them."""
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> int:
-    """Threads of a process that shares its cores with those of its launch that may use them too.
+    """Return the number of threads of a process that shares its cores with other processes of its launch.
 
-    SLURM and mpirun may have given each process cores of its own; torchrun gives all of them all.
+    SLURM and mpirun may bind each process to its own cores; torchrun gives all cores to all processes.
 
     Args:
         own: `host` and `cores` of the process.
-        places: those of all processes of the launch, this one among them.
+        places: those of all processes of the launch, including this one.
 
     Example:
         >>> bound = [{"host": "a", "cores": [0, 1]}, {"host": "a", "cores": [2, 3]}, {"host": "b", "cores": [0, 1]}]

@@ -1,4 +1,6 @@
-"""A trained model out of its run folder, and as a folder of its own: one safetensors file and a config."""
+"""Load a trained model from its run folder, or write and load it as a separate folder: a safetensors file and
+a config.
+"""
 
 from __future__ import annotations
 
@@ -31,26 +33,26 @@ from trainkit.trainer.manifest import FileRecord, is_checkpoint
 __all__ = ["Which", "load_model", "load_run", "write_model"]
 
 Which = Literal["best", "last"]
-"""A checkpoint of a run, by name."""
+"""Name of a checkpoint of a run."""
 
 _CONFIG: Final = "model.yaml"
 _WEIGHTS: Final = "model.safetensors"
 
 
 def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str] = ()) -> nn.Module:
-    """A trained model, on the CPU, ready to predict.
+    """Return a trained model on the CPU, ready to predict.
 
     Args:
-        path: a run folder, or what `trainkit ensemble` wrote.
-        checkpoint: of a run folder, which of its checkpoints.
+        path: a run folder, or a folder that `trainkit ensemble` wrote.
+        checkpoint: which checkpoint of a run folder to load.
         packages: your own packages that the model's classes may come from.
 
     Returns:
         The model in evaluation mode, in the dtype that its optimizer updated.
 
     Raises:
-        ConfigError: there is no model, or one of a package that nobody allowed.
-        CheckpointError: the weights are damaged, or another model's.
+        ConfigError: there is no model, or its class is of a package that is not allowed.
+        CheckpointError: the weights are damaged, or those of another model.
     """
     with allow_packages(packages):
         if (path / _CONFIG).is_file():
@@ -62,7 +64,7 @@ def load_model(path: Path, *, checkpoint: Which = "last", packages: Sequence[str
 
 
 def load_run(folder: Path, *, checkpoint: Which = "last") -> nn.Module:
-    """Return the model of a run with the weights of one of its checkpoints; its classes are of allowed packages."""
+    """Return the model of a run with the weights of one of its checkpoints; its classes must be of allowed packages."""
     cfg = with_own_secrets(load_resolved(folder / "resolved.yaml"), ("model",))
     _refuse_foreign(cfg.model)
     model = build_model(cfg).to(_precision(cfg).master_dtype)
@@ -100,7 +102,7 @@ def _checkpoint(folder: Path, which: Which) -> Loaded:
 
 
 def _refuse_foreign(node: Mapping[str, Any]) -> None:
-    """Refuse a model whose classes no config may name; nothing of it is imported."""
+    """Refuse a model whose classes are of packages that are not allowed, without importing them."""
     allowed = allowed_packages()
     problems = []
     for path, target in targets_in(node, ("model",)):
@@ -116,13 +118,13 @@ def _refuse_foreign(node: Mapping[str, Any]) -> None:
 
 
 def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:
-    """Write a model as one file of weights, with the names of its `state_dict`, and the config that builds it.
+    """Write a model: one file of weights with the names of its `state_dict`, and the config that builds it.
 
     Args:
-        folder: made here; holds no model yet.
+        folder: created here; contains no model yet.
         model: on any devices.
         node: with `_target_`: building it gives a model of the same names and shapes.
-        about: what else a reader may want to know, plain values.
+        about: further plain values for a reader.
     """
     folder.mkdir(parents=True, exist_ok=True)
     unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})
@@ -132,10 +134,10 @@ def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, abou
 
 
 def _description(file: Path) -> dict[str, Any]:
-    """Read what describes a written model.
+    """Read the description of a written model.
 
     Raises:
-        UnreadableError: it is no such file.
+        UnreadableError: the file is not such a description.
     """
     text = read_text(file, limit=MAX_BYTES)
     try:
@@ -146,20 +148,20 @@ def _description(file: Path) -> dict[str, Any]:
 
 def _record(file: Path, content: Any) -> FileRecord:
     try:
-        told = expect_map(content, {"num_bytes": int, "sha256": str})
+        description = expect_map(content, {"num_bytes": int, "sha256": str})
     except ValueError as error:
         raise UnreadableError.of(file, f"of the weights, {error}") from None
-    return FileRecord(num_bytes=told["num_bytes"], sha256=told["sha256"])
+    return FileRecord(num_bytes=description["num_bytes"], sha256=description["sha256"])
 
 
 def _load_written(folder: Path) -> nn.Module:
-    told = _description(folder / _CONFIG)
-    _refuse_foreign(told["model"])
+    description = _description(folder / _CONFIG)
+    _refuse_foreign(description["model"])
     with torch.random.fork_rng(devices=[]):
-        model: nn.Module = build(restored({"model": told["model"]}, from_environment())["model"], "model")
-    file = TensorFile.verified(folder / _WEIGHTS, _record(folder / _CONFIG, told["weights"]))
+        model: nn.Module = build(restored({"model": description["model"]}, from_environment())["model"], "model")
+    file = TensorFile.verified(folder / _WEIGHTS, _record(folder / _CONFIG, description["weights"]))
     try:
-        weights = {name: file.read(told["tied"].get(name, name)) for name in model.state_dict()}
+        weights = {name: file.read(description["tied"].get(name, name)) for name in model.state_dict()}
         model.to(next((tensor.dtype for tensor in weights.values() if tensor.is_floating_point()), torch.float32))
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError) as error:

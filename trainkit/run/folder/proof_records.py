@@ -1,11 +1,11 @@
-"""The last proof of a training on a placement, kept where later trainings find it.
+"""The last proof of a training on a placement, stored where later trainings find it.
 
 PROOFS/KEY.json, with PROOFS = $XDG_CACHE_HOME/trainkit/proofs, or ~/.cache/trainkit/proofs. KEY is the SHA-256 of the
-fingerprint of the training, as it would be started, with the node of its strategy, the number of its processes and
-the kinds of their devices. Another cut of the steps is another fingerprint.
+fingerprint of the training, as it would be started, with the node of its strategy, the number of its processes and the
+kinds of their devices. Steps cut in another way have another fingerprint.
 
-A file is believed no further than it must be: a regular file of at most 16 KiB that holds the version of this module
-and values of the expected kinds, or it is ignored.
+A file is validated: a regular file of at most 16 KiB that holds the version of this module and values of the expected
+kinds; otherwise it is ignored.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = ["keep_proof", "key_of", "last_proof", "proofs_folder"]
 
 _VERSION: Final = 1
 _LARGEST: Final = 16 * 1024
-"""Bytes of a file that is read."""
+"""Size limit of a file in bytes."""
 _LONGEST: Final = 4096
-"""Characters of a text in it."""
+"""Length limit of a text in it, in characters."""
 _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "version": (int,),
     "date": (str,),
@@ -48,12 +48,12 @@ _KINDS: Final[Mapping[str, tuple[type, ...]]] = {
     "devices": (str,),
     "torch": (str,),
 }
-"""Key -> the kinds of its value."""
-_WORDS: Final = {"same_training": ("yes", "no", "unknown", None), "same_numbers": ("equal", "rounding", "different")}
+"""Key -> the types of its value."""
+_ALLOWED: Final = {"same_training": ("yes", "no", "unknown", None), "same_numbers": ("equal", "rounding", "different")}
 
 
 def proofs_folder() -> Path | None:
-    """Return the folder of all proofs; None where there is no home folder."""
+    """Return the folder of all proofs; None if there is no home folder."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     try:
         root = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
@@ -63,7 +63,7 @@ def proofs_folder() -> Path | None:
 
 
 def key_of(plan: RunPlan) -> str:
-    """Return the name under which the proof of a plan is kept."""
+    """Return the file name of a plan's proof, without suffix."""
     placement = {
         "fingerprint": fingerprint(plan.cfg),
         "strategy": redacted({"strategy": plan.cfg.strategy})[0]["strategy"],
@@ -74,14 +74,14 @@ def key_of(plan: RunPlan) -> str:
 
 
 def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
-    """Write down a proof, in the place of the last one of the same key.
+    """Write a proof; it replaces the last one of the same key.
 
     Args:
         plan: the training that was proved, as it would be started.
         found: `command`, `same_training`, `same_numbers`, `micro_size`, `steps`, `precision`, `largest_error`.
 
     Returns:
-        Why it could not be written; None where it was.
+        Why it could not be written; None if it was.
     """
     folder = proofs_folder()
     if folder is None:
@@ -103,7 +103,7 @@ def keep_proof(plan: RunPlan, found: Mapping[str, Any]) -> str | None:
 
 
 def last_proof(plan: RunPlan) -> dict[str, Any] | None:
-    """Return the last proof of a training as it is planned; None where none is kept that can be believed."""
+    """Return the last proof of a planned training; None if there is no valid one."""
     folder = proofs_folder()
     try:
         content = None if folder is None else read_json(folder / f"{key_of(plan)}.json", limit=_LARGEST)
@@ -113,7 +113,7 @@ def last_proof(plan: RunPlan) -> dict[str, Any] | None:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can sort it: the keys of a map of devices may be numbers and names."""
+    """Convert a value so that JSON can sort it: the keys of a device map may be numbers and names."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -129,4 +129,4 @@ def _is_proof(content: Any) -> bool:
     if any(not isinstance(content[key], kinds) or isinstance(content[key], bool) for key, kinds in _KINDS.items()):
         return False
     short = all(len(value) <= _LONGEST for value in content.values() if isinstance(value, str))
-    return short and all(content[key] in words for key, words in _WORDS.items())
+    return short and all(content[key] in words for key, words in _ALLOWED.items())

@@ -1,7 +1,7 @@
-"""The record of a run's restarts, `restarts.jsonl`: one JSON object a line, over all commands that continued the run.
+"""The record of a run's restarts, `restarts.jsonl`: one JSON object per line, over all commands that continued the run.
 
-The process that starts tasks again writes it; every writer of result.json puts it there. It outlives the process, so
-that the restarts of a run that was stopped and resumed are counted together.
+The process that restarts tasks writes it; every writer of result.json copies it there. It outlives the process, so that
+restarts before and after a resume are counted together.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ class Restart:
     """One restart, as result.json lists it."""
 
     kind: Literal["all", "lost", "returned", "alone"]
-    """all: every task; lost: every task but a replica that is lost (elastic); returned: every task, to take a lost
-    replica back; alone: this task alone."""
+    """all: every task; lost: every task except a lost replica (elastic); returned: every task, including a replica that
+    was lost; alone: only this task.
+    """
     cause: str
     """One line: which rank failed, and how."""
     step: int | None = None
@@ -60,7 +61,7 @@ class Restart:
 
 
 def record_restart(folder: Path, restart: Restart) -> None:
-    """Add a restart to the record; a record that cannot be written ends no run."""
+    """Append a restart to the record; a record that cannot be written does not end the run."""
     lines = mask(restart.cause).splitlines() or [""]
     noted = {**asdict(restart), "cause": lines[0][:_LONGEST]}
     with contextlib.suppress(OSError, UnreadableError), open_regular(folder / FILE, "ab") as file:
@@ -70,9 +71,9 @@ def record_restart(folder: Path, restart: Restart) -> None:
 
 
 def restarts_of(folder: Path) -> dict[str, Any]:
-    """Return `restarts` for result.json; of more than 1,000 the first, and `restarts_not_listed` counts the rest.
+    """Return `restarts` for result.json: at most the first 1,000; `restarts_not_listed` counts the rest.
 
-    A line that is no restart is left out.
+    Malformed lines are skipped.
     """
     found: list[dict[str, Any]] = []
     count = 0

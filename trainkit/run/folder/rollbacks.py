@@ -1,7 +1,7 @@
-"""The record of a run's rollbacks, `rollbacks.json`: for which step which checkpoint was restored.
+"""The record of a run's rollbacks, `rollbacks.json`: the step of each rollback and the checkpoint that was restored.
 
-It is written before anything is restored, so that a run that is killed in the middle of a rollback knows, when it is
-resumed, which step is trained for the second time.
+It is written before anything is restored, so that a run that is killed during a rollback knows, when it is resumed,
+which step is trained for the second time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["FILE", "record_rollback", "rollbacks_of", "suspect_checkpoint_of"]
 FILE: Final = "rollbacks.json"
 """Its name in the run folder."""
 _MOST: Final = 1000
-"""Rollbacks that are kept, the latest."""
+"""Number of rollbacks that are kept, the latest ones."""
 
 
 def rollbacks_of(folder: Path) -> list[dict[str, int]]:

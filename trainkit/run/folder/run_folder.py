@@ -1,10 +1,10 @@
-"""The run folder: where a run keeps everything, made exclusively and locked while in use.
+"""The run folder: it holds all files of a run, is created exclusively, and is locked while in use.
 
 outputs/<name>/<date>_<time>/       (-2, -3 on collision)
-  resolved.yaml  environment.json  train.log  metrics.jsonl  restarts.jsonl  result.json
-  logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
-  live/rank_N                       heartbeats and last words of the attempt that is running
-  .owner                            the token of the run (`trainkit.trainer.ownership`)
+    resolved.yaml  environment.json  train.log  metrics.jsonl  restarts.jsonl  result.json
+    logs/rank_N.log  plots/  tensorboard/  checkpoints/step_00001234/
+    live/rank_N                       heartbeats and error reports of the running attempt
+    .owner                            the token of the run (`trainkit.trainer.ownership`)
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ __all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LIVE: Final = re.compile(r"\.?(rank_\d+|trained|evaluated)(\..*)?")
-"""The names of the files that a run writes into the folder of the live state."""
+"""Names of the files that a run writes into the folder of the live state."""
 _BEGUN: Final = re.compile(r"\.lock|\.fence|\.reserve|resolved\.yaml|environment\.json|status\.json|train\.log")
-"""The names of the files of a run that has only begun."""
+"""Names of the files of a run that has only begun."""
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The paths of a run, and the few things done to the folder as a whole.
+    """The paths of a run, and operations on the folder as a whole.
 
     Example:
         >>> RunFolder(Path("outputs/digits/1")).log_of(2).as_posix()
@@ -59,18 +59,18 @@ class RunFolder:
 
     @classmethod
     def create(cls, root: Path, name: str, *, now: datetime | None = None) -> RunFolder:
-        """Make `root/name/<date>_<time>`, or the same with -2, -3 ... where it exists already.
+        """Create `root/name/<date>_<time>`, or the same with -2, -3 ... if it exists already.
 
-        Three launches within one second get three folders: the folder is made exclusively.
+        Three launches within one second get three folders: the folder is created exclusively.
         """
         stamp = (now or datetime.now().astimezone()).strftime("%Y-%m-%d_%H-%M-%S")
         return cls.claim(root / name / stamp)
 
     @classmethod
     def claim(cls, path: Path) -> RunFolder:
-        """Make the folder `path`, or `path-2`, `path-3` ...: one that no run has had.
+        """Create the folder `path`, or `path-2`, `path-3` ...: the first that no run has used.
 
-        A folder that exists and holds no run is taken: launchers of Hydra's make theirs before the job starts.
+        An existing folder without a run is used: Hydra launchers create the folder before the job starts.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         for number in itertools.count(1):
@@ -78,19 +78,19 @@ class RunFolder:
             with contextlib.suppress(FileExistsError):
                 candidate.mkdir(exist_ok=True)
                 if not (candidate / "resolved.yaml").exists():
-                    # whoever makes the lock file has the folder: two launches into one never share it
+                    # the process that creates the lock file owns the folder: two launches never share one
                     (candidate / ".lock").touch(exist_ok=False)
                     return cls(candidate)
         raise AssertionError  # count() never ends
 
     @property
     def resolved(self) -> Path:
-        """The config with every value decided; all a worker reads."""
+        """The config with every value resolved; the only input of a worker."""
         return self.path / "resolved.yaml"
 
     @property
     def environment(self) -> Path:
-        """Where, with what and from which commit the run was started."""
+        """Where, with which packages and from which commit the run was started."""
         return self.path / "environment.json"
 
     @property
@@ -100,7 +100,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object a line: what was logged."""
+        """Logged metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -115,27 +115,27 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
+        """The checkpoints, one folder each."""
         return self.path / "checkpoints"
 
     @property
     def evaluations(self) -> Path:
-        """One JSON object a line: what an evaluator beside the training found, a checkpoint a line."""
+        """Results of an evaluator beside the training: one JSON object per line and checkpoint."""
         return self.path / "evaluations.jsonl"
 
     @property
     def plots(self) -> Path:
-        """Pictures."""
+        """Plots."""
         return self.path / "plots"
 
     @property
     def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
+        """TensorBoard event files."""
         return self.path / "tensorboard"
 
     @property
     def live(self) -> Path:
-        """Heartbeats and last words of the attempt that is running: says only what is live. Named as `logs` is."""
+        """Heartbeats and error reports of the running attempt. `live`, or another name as in `logs`."""
         return self._folder("live")
 
     def _folder(self, usual: str) -> Path:
@@ -144,53 +144,54 @@ class RunFolder:
 
     @property
     def trained(self) -> Path:
-        """The mark of a training that has ended, whose result waits for its evaluator."""
+        """The marker file of a training that has ended, whose result waits for its evaluator."""
         return self.live / "trained"
 
     @property
     def evaluated(self) -> Path:
-        """How the evaluator of the attempt that is running has ended."""
+        """How the evaluator of the running attempt has ended."""
         return self.live / "evaluated.json"
 
     def log_of(self, rank: int) -> Path:
-        """Where a rank above 0 writes what it prints."""
+        """Return the file that a rank above 0 writes its output to."""
         return self.logs / f"rank_{rank}.log"
 
     def heartbeat_of(self, rank: int) -> Path:
-        """The heartbeat file of a rank."""
+        """Return the heartbeat file of a rank."""
         return self.live / f"rank_{rank}"
 
     def error_of(self, rank: int) -> Path:
-        """The last words of a rank that failed, as JSON."""
+        """Return the error report of a failed rank, a JSON file."""
         return self.live / f"rank_{rank}.error.json"
 
     def done_of(self, rank: int) -> Path:
-        """The mark of a rank that has done its part to the end: exit code 0 without it is a failure."""
+        """Return the marker file of a rank that has finished its task: exit code 0 without it is a failure."""
         return self.live / f"rank_{rank}.done"
 
     def collectives_of(self, rank: int) -> Path:
-        """The last collectives of a rank, in a mapped file."""
+        """Return the mapped file with the last collectives of a rank."""
         return self.live / f"rank_{rank}.collectives"
 
     def stacks_of(self, rank: int) -> Path:
-        """Where a rank that hangs writes what each of its threads was doing."""
+        """Return the file that a hanging rank writes the stacks of its threads to."""
         return self.live / f"rank_{rank}.stacks"
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[int]:
-        """Hold the folder while the block runs; yields the descriptor to pass to worker processes.
+        """Hold the lock of the folder for the duration of the block; yields the descriptor to pass to worker processes.
 
         Raises:
-            ConfigError: another run uses it; says which process.
+            ConfigError: another run uses the folder; the error names its process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with locked(self.path / ".lock") as descriptor:
             yield descriptor
 
     def begin(self) -> None:
-        """Take the folder over, and delete what an earlier attempt of this run left that would now be untrue.
+        """Take the folder over, and delete the outdated files of an earlier attempt of this run.
 
-        That is its result and its live state. What the run did not write is left, or renamed (`take_over_folder`).
+        These are its result and its live state. Files that the run did not write are kept, or renamed
+        (`take_over_folder`).
 
         Raises:
             CheckpointError: the token of the folder cannot be read.
@@ -204,52 +205,56 @@ class RunFolder:
         self._reserve_room()
 
     def take(self) -> OwnershipToken:
-        """Return the owner of the folder; make its token where it has none (`take_over_folder`)."""
+        """Return the owner of the folder; create its token if it has none (`take_over_folder`)."""
         with naming(self.path):
             return take_over_folder(self.path, is_run=os.path.lexists(self.resolved))
 
     def forget_result(self) -> None:
-        """Delete the result of an earlier run, where a run has begun in the folder; else it is set aside."""
+        """Delete the result of an earlier run, if a run has begun in the folder; else rename it."""
         if OwnershipToken.found(self.path) is not None or os.path.lexists(self.resolved):
             self.result.unlink(missing_ok=True)
         elif os.path.lexists(self.result):
             set_aside(self.result, "was not written by a run")
 
     def discard(self) -> None:
-        """Delete a folder in which a run was to begin and did not; what the run did not write there is kept."""
+        """Delete a folder in which a run did not begin after all; files that the run did not write are kept."""
         owner = OwnershipToken.found(self.path)
         if owner is not None and owner.remove(self.path, _BEGUN):
             (self.path / MARK).unlink(missing_ok=True)
 
     def open_live(self) -> None:
-        """Make the folder of the live state, with the token of the run; one that is there is taken as it is."""
+        """Create the folder of the live state, with the token of the run; an existing one is used as it is."""
         owner = OwnershipToken.found(self.path)
         with contextlib.suppress(FileExistsError):
-            if owner is None:  # a worker that was started by hand in the folder of an old run
+            if owner is None:  # a worker started by hand in the folder of an old run
                 self.live.mkdir()
             else:
                 owner.make(self.live)
 
     @property
     def reserve(self) -> Path:
-        """A file that takes room while a run goes, so that its result can be written on a disk that is full by then."""
+        """A file that reserves space while a run is active, so that its result can be written even when the disk is
+        full.
+        """
         return self.path / ".reserve"
 
     def _reserve_room(self) -> None:
         if not self.reserve.is_file():
             with naming(self.path, needed=_RESERVE_BYTES), self.reserve.open("wb") as file:
-                file.write(os.urandom(_RESERVE_BYTES))  # zeros take no room on a file system that compresses
+                file.write(
+                    os.urandom(_RESERVE_BYTES)
+                )  # a file system that compresses would allocate no space for zeros
 
-    def give_up_reserve(self) -> None:
-        """Give the room of the reserve back: the run is over, or what must be written has no other room."""
+    def release_reserve(self) -> None:
+        """Delete the reserve, because the run has ended or a file must be written on a full disk."""
         with contextlib.suppress(OSError):
             self.reserve.unlink(missing_ok=True)
 
     def write_report(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Write JSON into the run folder, at the cost of the reserve where the disk is full.
+        """Write JSON into the run folder; release the reserve if the disk is full.
 
         Raises:
-            OSError: it cannot be written even so; a run folder that is gone is not made again.
+            OSError: it cannot be written even so; a removed run folder is not created again.
         """
         if path.parent != self.path:
             path.parent.mkdir(exist_ok=True)
@@ -258,27 +263,27 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _FULL:
                 raise
-            self.give_up_reserve()
+            self.release_reserve()
             write_json_atomically(path, content)
 
     @property
     def resume_command(self) -> str:
         """The command that continues this run.
 
-        It allows the packages that this process allows. A secret that the folder does not keep stands in it as a
-        reference to a variable.
+        It allows the packages that this process allows. Secrets that the folder does not hold appear in it as
+        references to environment variables.
         """
         command = ["trainkit", "resume", *package_arguments(), str(self.path)]
         return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:
-        """Write `result.json`, with the restarts of the run; what it quotes of an error holds no secret."""
+        """Write `result.json`, with the restarts of the run; secrets in quoted error messages are masked."""
         reason = result.get("reason")
         masked = {"reason": mask(reason)} if isinstance(reason, str) else {}
         self.write_report(self.result, {**result, **masked, **restarts_of(self.path)})
 
     def read_result(self) -> dict[str, Any] | None:
-        """What `result.json` holds; None where there is none, or none that can be read."""
+        """Return the content of `result.json`; None if it is missing or unreadable."""
         try:
             return read_map(self.result, {}, optional=_RESULT)
         except UnreadableError:
@@ -291,24 +296,24 @@ _RESULT: Final[Mapping[str, Kind]] = {
     "last": (str, type(None)),
     "best": (str, type(None)),
 }
-"""Kinds of the values of result.json that are read again."""
+"""Types of the values of result.json that are read again."""
 
 
 def write_json_atomically(path: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON so that a reader, and a crash at any moment, sees the old file or the new one, never a part.
+    """Write JSON so that a reader, even after a crash, sees either the old file or the new one.
 
-    Numbers that JSON has no word for (NaN, infinity) become null.
+    Numbers that JSON cannot represent (NaN, infinity) become null.
     """
     write_atomically(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that a reader, and a crash at any moment, sees the old one or the new one.
+    """Write a text file so that a reader, even after a crash, sees either the old file or the new one.
 
-    The folder must exist: that of a run which is gone is not made again. On return the file is on the disk.
+    The folder must exist: a removed run folder is not created again. On return the file is on the disk.
 
     Raises:
-        OSError: it cannot be written; names the file.
+        OSError: it cannot be written; the error names the file.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -1,4 +1,6 @@
-"""What the process that holds a run folder keeps up to date beside the training: `train.log` and `status.json`."""
+"""The files that the process with the lock of a run folder updates during the training: `train.log` and
+`status.json`.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,31 @@ __all__ = ["RunRecord", "recorded_run"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """The files of a run that goes."""
+    """The files of an active run."""
 
     folder: RunFolder
     log: TrainLog
     status: StatusFile
 
-    def follow_pulse(self) -> None:
-        """Take the step from the heartbeat of rank 0, which another process writes."""
+    def follow_heartbeat(self) -> None:
+        """Read the step from the heartbeat of rank 0, which another process writes."""
 
         def step() -> int | None:
-            pulse = read_heartbeat(self.folder.heartbeat_of(0))
-            return None if pulse is None or pulse.phase == "start" else pulse.step
+            heartbeat = read_heartbeat(self.folder.heartbeat_of(0))
+            return None if heartbeat is None or heartbeat.phase == "start" else heartbeat.step
 
         self.status.follow(step)
 
 
 @contextmanager
 def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> Iterator[RunRecord]:
-    """Record what a run shows and does, and the error that it ends with, while the block runs.
+    """Record the output of a run, its status, and the error that ends it, for the duration of the block.
 
     Args:
         folder: the run folder, which this process holds.
-        confirm: raises where the folder is another group's by now.
+        confirm: raises if another group owns the folder now.
     """
-    folder.take()  # a log or status of the user's is set aside before one is written
+    folder.take()  # renames a log or status file of the user before one is written
     with recorded_output(folder.log, separated=True) as log, StatusFile(folder, confirm=confirm) as status:
         try:
             yield RunRecord(folder=folder, log=log, status=status)

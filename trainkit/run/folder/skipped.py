@@ -1,4 +1,4 @@
-"""The steps that a run has left out, read from its checkpoints: for a result whose run did not live to write one."""
+"""Read the skipped steps of a run from its checkpoints, for the result of a run that was killed before it wrote one."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["skipped_in"]
 
 
 def skipped_in(checkpoints: Path) -> dict[str, Any]:
-    """Return `skipped_steps` for result.json by the newest complete checkpoint; an empty list where there is none."""
+    """Return `skipped_steps` for result.json from the newest complete checkpoint; an empty list if there is none."""
     for checkpoint in list_complete(checkpoints)[:1]:
         try:
             state = expect_map(read_map(checkpoint.folder / "meta.json", {"state": dict})["state"], {"left_out": dict})
             return {"skipped_steps": expect_maps(state["left_out"].get("steps"), {"step": int})}
         except (UnreadableError, ValueError):
-            break  # of an earlier version, or damaged, which a resume names
+            break  # written by an earlier version, or damaged: a resume reports that
     return {"skipped_steps": []}

@@ -1,8 +1,8 @@
-"""`status.json`: what a run does at the moment, and how one tells a run that was killed from one that runs.
+"""`status.json`: what a run does at the moment, and whether it was killed.
 
-The process that holds the folder writes it (the one process of a run, its supervisor, rank 0 of a launch), from a
-thread of its own: a step pays nothing. A process that is killed leaves the state that it had; whoever reads the file
-looks whether the process lives, or, from another host, how old the file is.
+The process with the lock of the folder writes it (the only process of a run, its supervisor, or rank 0 of an external
+launch), from a separate thread, so that a step costs nothing. A killed process leaves its last state; a reader checks
+whether the process lives, or, on another host, how old the file is.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ENDED: Final = frozenset({*EXIT_CODES, "failed"} - {"resized"})
 """States of a run that has ended: the statuses of `result.json`."""
 _VERSION: Final = 1
 _WRITE_S: Final = 2.0
-"""Seconds between two looks at the step."""
+"""Seconds between two reads of the step."""
 _REFRESH_S: Final = 15.0
-"""Seconds after which the file is written again though nothing has changed."""
+"""Seconds after which the file is written again although nothing has changed."""
 _SILENT_S: Final = 120.0
-"""Age of the file from which a run on another host counts as silent: its clock may differ by a minute."""
+"""Age of the file from which a run on another host counts as silent: clocks may differ by a minute."""
 _LIMIT: Final = 1 << 16
 _KINDS: Final[dict[str, Any]] = {
     "state": str, "step": (int, type(None)), "pid": int, "process_start": int, "host": str, "boot_id": str,
@@ -44,11 +44,11 @@ _KINDS: Final[dict[str, Any]] = {
 
 
 class StatusFile:
-    """Writes `status.json` while its block runs.
+    """Writes `status.json` for the duration of its block.
 
     Args:
         folder: the run folder, which this process holds.
-        confirm: raises where the folder is another group's by now.
+        confirm: raises if another group owns the folder now.
     """
 
     def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> None:
@@ -69,10 +69,10 @@ class StatusFile:
         self._changed, self._has_ended = threading.Event(), threading.Event()
         self._written: tuple[Any, ...] = ()
         self._written_at = -float("inf")
-        self._thread = threading.Thread(target=self._keep, name="status", daemon=True)
+        self._thread = threading.Thread(target=self._update_loop, name="status", daemon=True)
 
     def follow(self, step_now: Callable[[], int | None]) -> None:
-        """Take the step of the run from a function from now on; None says that the run is starting."""
+        """Read the step of the run from a function from now on; None means that the run is starting."""
         self._step_now = step_now
         self._changed.set()
 
@@ -93,7 +93,7 @@ class StatusFile:
             self._step = result["steps"]
         self._write(found if found in ENDED else "finished", sync=True)
 
-    def _keep(self) -> None:
+    def _update_loop(self) -> None:
         while not self._has_ended.is_set():
             self._changed.wait(_WRITE_S)
             self._changed.clear()
@@ -103,7 +103,7 @@ class StatusFile:
                 self._write("starting" if step is None else "running")
 
     def _write(self, state: str, *, sync: bool = False) -> None:
-        """Write the file where something has changed, or it grows old; a disk that refuses it ends nothing."""
+        """Write the file if something has changed, or it is old; write errors are ignored."""
         told = (state, self._step, any(self._folder.checkpoints.glob("step_*/manifest.json")))
         if told == self._written and time.monotonic() - self._written_at < _REFRESH_S:
             return
@@ -116,7 +116,7 @@ class StatusFile:
             **self._constant,
         }
         path = self._folder.path / FILE
-        draft = path.with_name(f".{FILE}")  # one name: of a process that was killed none is left over
+        draft = path.with_name(f".{FILE}")  # a fixed name: a killed process leaves at most one such file
         with contextlib.suppress(OSError, TrainkitError):
             self._confirm()
             draft.unlink(missing_ok=True)
@@ -131,7 +131,7 @@ class StatusFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunStatus:
-    """What is known of a run by its folder."""
+    """The state of a run according to its folder."""
 
     state: str
     """`starting`, `running`, `killed`, `silent` (on another host, its file is old), `unknown`, or one of `ENDED`."""
@@ -143,11 +143,11 @@ class RunStatus:
     where: str = ""
     """The process, `process 12 on host`."""
     note: str = ""
-    """What `state` goes by, where it is not certain."""
+    """The evidence for `state`, if it is not certain."""
 
     @property
     def is_running(self) -> bool:
-        """Whether its process works, or is believed to."""
+        """Whether its process runs, or probably runs."""
         return self.state in ("starting", "running")
 
     def summary(self) -> str:
@@ -176,11 +176,11 @@ _PHRASES: Final = {
 
 
 def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | None = None) -> RunStatus:
-    """Find out what a run does, by `status.json`, `result.json` and the table of processes.
+    """Find the state of a run from `status.json`, `result.json` and the process table.
 
     Args:
-        folder: the run folder; what stands in it may be anybody's.
-        here: the machine that looks.
+        folder: the run folder; its content is not trusted.
+        here: the machine of this process.
         now: seconds since the epoch.
     """
     result = folder.read_result() or {}
@@ -204,7 +204,7 @@ def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | 
 
 
 def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, str]:
-    """The state of a run, and what it goes by."""
+    """Return the state of a run, and the evidence for it."""
     state = content["state"]
     if state in ENDED:
         return state, ""
@@ -215,7 +215,7 @@ def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, 
         return "killed", f"{here.host} was started again since"
     if (content["host"], content["processes"]) == (here.host, here.processes):
         mark = ProcessId(content["pid"], content["process_start"])
-        if mark.state:  # this system tells
+        if mark.state:  # this system provides the state of processes
             return (state if mark.lives else "killed"), ""
     aged = f"told {age:,.0f} s ago by another host" if content["host"] != here.host else f"told {age:,.0f} s ago"
     return (state if age <= _SILENT_S else "silent"), aged

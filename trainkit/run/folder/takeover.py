@@ -1,9 +1,9 @@
-"""Taking over a run folder: its token, and what else is in the folder when a run begins there.
+"""Take over a run folder: its token, and the files that are in the folder when a run begins there.
 
-new folder           a token is drawn; what a person keeps there under the name of a file of the run is renamed
-folder of a run      its token is read
-folder without one   of a run that began before tokens existed, or copied without hidden files: its token is that of
-                     its checkpoints, or a new one, and checkpoints without a token that verify count as its own
+new folder           a new token; existing files with the name of a file of the run are renamed folder of a run      its
+token is read folder without one   of a run that began before tokens existed, or copied without hidden files: the token
+is that of its
+                     checkpoints, or a new one, and valid checkpoints without a token count as its own
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _FILES: Final = (
     "profile/trace.json",
     "profile/operations.txt",
 )
-"""What a run replaces, deletes or adds to by its name."""
+"""Files that a run replaces, deletes or appends to by name."""
 
 
 def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
-    """Return the owner of a run folder, whose lock is held; make its token where it has none.
+    """Return the owner of a run folder, whose lock is held; create its token if it has none.
 
     Args:
         path: the run folder.
@@ -66,12 +66,12 @@ def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
         set_aside(path / MARK, "was not written by this run")
         owner = None
     if owner is None:
-        owner = _found_again(path) if is_run else _new(path)
+        owner = _recovered(path) if is_run else _new(path)
         owner.mark(path)
     return owner
 
 
-def _found_again(path: Path) -> OwnershipToken:
+def _recovered(path: Path) -> OwnershipToken:
     checkpoints = path / "checkpoints"
     found = list_complete(checkpoints)
     owner = owner_of(checkpoints)
@@ -88,13 +88,13 @@ def _found_again(path: Path) -> OwnershipToken:
 def _new(path: Path) -> OwnershipToken:
     for pattern in _FILES:
         for taken in sorted(path.glob(pattern)):
-            if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log before
+            if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log beforehand
                 set_aside(taken, "was not written by this run")
     return replace(OwnershipToken.new(), folders=_beside(path, FOLDERS))
 
 
 def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
-    """Return the names of the folders that the run uses in the place of those that are there already."""
+    """Return alternative names for the folders of the run whose usual names are taken."""
     taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
     for name, instead in taken.items():
         tell(f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used.")

@@ -1,1 +1,1 @@
-"""Processes of ranks: how they are started, what they report, and how they end."""
+"""The processes of ranks: how they are started, what they report, and how they end."""

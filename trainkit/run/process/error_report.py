@@ -1,4 +1,4 @@
-"""What a failing rank leaves behind for the supervisor: a small JSON file, `live/rank_N.error.json`."""
+"""The error report of a failed rank for the supervisor: a small JSON file, `live/rank_N.error.json`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["ErrorReport", "Reporter", "error_report", "read_error_report", "repo
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:
-    """Why a rank failed, as it saw it."""
+    """Why a rank failed, from its own point of view."""
 
     rank: int
     kinds: tuple[str, ...]
@@ -42,11 +42,11 @@ class ErrorReport:
     traceback: str
     exit_code: int
     is_secondary: bool
-    """Whether it only says that another rank is gone."""
+    """Whether it only reports that another rank was lost."""
     is_permanent: bool
-    """Whether a restart would end the same way: one of our own errors, raised for a reason."""
+    """Whether a restart would fail the same way: an error that trainkit raised for a known reason."""
     problems: tuple[Mapping[str, Any], ...] = field(default=())
-    """Of a ConfigError: its problems."""
+    """The problems of a ConfigError."""
     step: int | None = None
     """Updates completed when it failed; None: it had not begun."""
     phase: str = ""
@@ -55,79 +55,79 @@ class ErrorReport:
 
     @property
     def left_by(self) -> int | None:
-        """The exit code that user code ended the process with through `sys.exit`; None: it raised an error."""
+        """The exit code that user code passed to `sys.exit`; None: it raised an error."""
         return self.exit_code if self.kinds[0] == SystemExit.__name__ else None
 
     def error(self, where: str = "") -> TrainkitError:
-        """The exception again, in this process: one of ours as it was, of any other class nothing but its message.
+        """Recreate the exception in this process: an error of trainkit with its class, any other as its message only.
 
         Args:
-            where: the process that met it, where that is another than this one; put beside the place of each problem.
+            where: the process that raised it, if that is not this one; added to the origin of each problem.
         """
         known = (getattr(errors, name) for name in self.kinds if name in errors.__all__)
         kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
         if kind is not None and issubclass(kind, ConfigError):
-            told = [
+            problems = [
                 {**problem, "origin": ", ".join(filter(None, (problem["origin"], where)))} for problem in self.problems
             ]
-            return ConfigError(Problem(**problem) for problem in told)
+            return ConfigError(Problem(**problem) for problem in problems)
         message = f"{where}: {self.message}" if where else self.message
         return kind(message) if kind is not None else TrainkitError(message)
 
     @property
     def summary(self) -> str:
-        """The failure in a line."""
+        """The failure in one line."""
         lines = self.message.splitlines() or [self.kinds[0]]
         return lines[1].strip() if self.problems and len(lines) > 1 else lines[0]
 
 
 class Reporter:
-    """Writes the report of one rank, of the first error that it is called with; later errors follow from that one.
+    """Writes the report of one rank for the first error that it is called with; later errors are consequences of it.
 
     Args:
-        path: the file of the report; None: none is written, the ranks of this process have written theirs.
+        path: the file of the report; None: none is written, because the ranks of this process have written theirs.
         rank: the rank.
-        tell: passes the report on, to ranks that cannot read the file.
+        publish: sends the report to ranks that cannot read the file.
     """
 
-    def __init__(self, path: Path | None, rank: int, tell: Callable[[ErrorReport], None] | None = None) -> None:
-        self._path, self._rank, self._tell = path, rank, tell
-        self.words: ErrorReport | None = None
+    def __init__(self, path: Path | None, rank: int, publish: Callable[[ErrorReport], None] | None = None) -> None:
+        self._path, self._rank, self._publish = path, rank, publish
+        self.report: ErrorReport | None = None
         """The report; None: nothing has failed."""
 
     def __call__(self, error: BaseException) -> ErrorReport:
-        """Report an error, unless one was reported before; return what was reported."""
-        if self.words is None:
+        """Report an error, unless one was reported before; return the report."""
+        if self.report is None:
             path, rank = self._path, self._rank
-            self.words = error_report(rank, error) if path is None else write_error_report(path, rank, error)
-            if self._tell is not None:
-                self._tell(self.words)
-        return self.words
+            self.report = error_report(rank, error) if path is None else write_error_report(path, rank, error)
+            if self._publish is not None:
+                self._publish(self.report)
+        return self.report
 
 
 def write_error_report(path: Path, rank: int, error: BaseException) -> ErrorReport:
-    """Write the report of a rank that fails, before it leaves, closes or waits for anything; return the report.
+    """Write the report of a failed rank, before it leaves, closes or waits for anything; return the report.
 
-    A report that the file system refuses is printed instead, so that it is in the log of the rank, or on the terminal.
+    If the file system refuses, the report is printed instead, so that it is in the log of the rank or on the terminal.
     """
-    words = error_report(rank, error, read_heartbeat(path.with_name(f"rank_{rank}")))
+    report = error_report(rank, error, read_heartbeat(path.with_name(f"rank_{rank}")))
     try:
-        RunFolder(path.parent.parent).write_report(path, asdict(words))
+        RunFolder(path.parent.parent).write_report(path, asdict(report))
     except OSError as refused:
-        if not isinstance(error, StorageError):  # of which the parent finds out itself, by the same folder
-            _print_unwritten(path, words, refused)
-    return words
+        if not isinstance(error, StorageError):  # the parent detects that error itself, by the same folder
+            _print_unwritten(path, report, refused)
+    return report
 
 
-def error_report(rank: int, error: BaseException, pulse: HeartbeatReading | None = None) -> ErrorReport:
+def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | None = None) -> ErrorReport:
     """Return the report of an error.
 
     Args:
         rank: the rank that fails.
-        error: what was raised.
-        pulse: how far the rank had come.
+        error: the exception.
+        heartbeat: the last heartbeat of the rank.
     """
-    aftermath = is_after_effect(error)
+    is_secondary = is_after_effect(error)
     ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()
     return ErrorReport(
@@ -136,33 +136,33 @@ def error_report(rank: int, error: BaseException, pulse: HeartbeatReading | None
         message=mask(str(error)),
         traceback=mask("".join(traceback.format_exception(error)).rstrip()),
         exit_code=_exit_code(error),
-        is_secondary=aftermath,
-        is_permanent=ours and not aftermath,
+        is_secondary=is_secondary,
+        is_permanent=ours and not is_secondary,
         problems=tuple(_problem_to_json(problem) for problem in problems),
-        step=None if pulse is None else pulse.step,
-        phase="" if pulse is None else pulse.phase,
+        step=None if heartbeat is None else heartbeat.step,
+        phase="" if heartbeat is None else heartbeat.phase,
         pid=os.getpid(),
         host=socket.gethostname(),
     )
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that an error ends; of `sys.exit`, the code that Python ends with."""
+    """Return the exit code of a process that an error ends; for `sys.exit`, the code that Python ends with."""
     if isinstance(error, SystemExit):
         return 0 if error.code is None else error.code if isinstance(error.code, int) else 1
     return error.exit_code if isinstance(error, TrainkitError) else 1
 
 
-def _print_unwritten(path: Path, words: ErrorReport, refused: OSError) -> None:
-    told = words.message if words.is_permanent else f"\n{words.traceback}"
+def _print_unwritten(path: Path, report: ErrorReport, refused: OSError) -> None:
+    problems = report.message if report.is_permanent else f"\n{report.traceback}"
     with contextlib.suppress(OSError):
-        sys.stderr.write(f"rank {words.rank}: {told}\n")
+        sys.stderr.write(f"rank {report.rank}: {problems}\n")
         sys.stderr.write(f"This report could not be written to {path}: {refused.strerror}.\n")
         sys.stderr.flush()
 
 
 def read_error_report(path: Path) -> ErrorReport | None:
-    """What a rank wrote; None where it wrote nothing."""
+    """Return the report that a rank wrote; None if there is none."""
     try:
         return report_from_json(read_map(path, {"kinds": list, "problems": list, "rank": int, "message": str}))
     except (UnreadableError, ValueError, TypeError, KeyError):
@@ -170,7 +170,7 @@ def read_error_report(path: Path) -> ErrorReport | None:
 
 
 def report_from_json(content: Mapping[str, Any]) -> ErrorReport:
-    """Last words out of the JSON they became."""
+    """Parse an error report from its JSON."""
     return ErrorReport(**{**content, "kinds": tuple(content["kinds"]), "problems": tuple(content["problems"])})
 
 

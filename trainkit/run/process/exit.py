@@ -1,4 +1,4 @@
-"""The end of a process that was one of several ranks."""
+"""The exit of a process that was one of several ranks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ __all__ = ["exit_without_teardown"]
 
 
 def exit_without_teardown(code: int) -> NoReturn:
-    """End the process without taking torch apart.
+    """Exit without destroying torch's objects.
 
-    At interpreter shutdown torch destroys threads of its own that still run ("terminate called without an active
-    exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had done all its work would count as crashed.
+    At interpreter shutdown torch destroys its own threads while they still run ("terminate called without an active
+    exception", SIGABRT in 3 of 6 runs of two ranks): a rank that had finished its task would count as crashed.
     """
-    atexit._run_exitfuncs()  # noqa: SLF001 - what registered itself there is owed its call
+    atexit._run_exitfuncs()  # noqa: SLF001 - registered exit handlers must run
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # the terminal is gone
+        with contextlib.suppress(OSError):  # the terminal is closed
             stream.flush()
     os._exit(code)

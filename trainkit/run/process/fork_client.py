@@ -1,4 +1,4 @@
-"""Ask `trainkit.run.process.fork_server`, which has imported all that a rank needs, for forks of its process."""
+"""The client of `trainkit.run.process.fork_server`, which requests forks of a process that has imported torch."""
 
 from __future__ import annotations
 
@@ -22,45 +22,45 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
 __all__ = ["Fork", "ForkServerClient", "ForkedGroup"]
 
-_PATIENCE_S: Final = 1.0
+_JOIN_TIMEOUT_S: Final = 1.0
 
 
 @dataclass(kw_only=True)
 class Fork:
-    """A process that is a fork: its lifeline is ours."""
+    """A forked process; this process holds the write end of its parent-death pipe."""
 
     number: int
     writer: int
-    link: socket.socket
+    connection: socket.socket
     report: Callable[[int], None]
     abandon: Callable[[], None]
-    """Ends the process that it is a fork of, and so all its forks."""
+    """Ends the fork server, and with it all its forks."""
     running: bool = True
-    """Whether it has not ended."""
+    """Whether the process has not ended."""
     mark: ProcessId | None = None
-    """Its pid and start time; None until the process that it is a fork of has said them."""
+    """Its pid and start time; None until the fork server has sent them."""
     gone: threading.Event = field(default_factory=threading.Event)
-    """Set once it has ended and been reported."""
+    """Set once the exit of the process has been reported."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and its children none; nothing where it has ended."""
-        with contextlib.suppress(OSError):  # the other end is gone, and its forks with it
-            send(self.link, {"number": self.number, "signal": int(number)})
+        """Send a signal to the process, not to its children; ignored if it has ended."""
+        with contextlib.suppress(OSError):  # the fork server has ended, and its forks with it
+            send(self.connection, {"number": self.number, "signal": int(number)})
 
     def kill(self) -> None:
-        """Drop the lifeline: the kernel ends it and its children."""
+        """Close the parent-death pipe: the kernel ends the process and its children."""
         writer, self.writer = self.writer, -1
         if writer >= 0:
             os.close(writer)
 
     def join(self) -> None:
-        """Wait until it has ended, and has been reported; not long where it was killed."""
-        if self.writer < 0 and not self.gone.wait(_PATIENCE_S):  # what it is a fork of still imports, or hangs
+        """Wait until the exit has been reported; only for a short time if the process was killed."""
+        if self.writer < 0 and not self.gone.wait(_JOIN_TIMEOUT_S):  # the fork server still imports, or hangs
             self.abandon()
         self.gone.wait()
 
     def ended(self, code: int) -> None:
-        """It has ended."""
+        """Record and report the exit of the process."""
         self.kill()
         self.running = False
         self.report(code)
@@ -68,13 +68,13 @@ class Fork:
 
 
 class ForkServerClient:
-    """A process that imports what its forks need, and is then forked; started and ended with its block.
+    """A process that imports the modules its forks need, and is then forked; started and ended with its block.
 
     Args:
-        module: what `python -m` runs; its first argument is the descriptor of its end of a socket.
-        environ: what it finds in its environment.
-        arguments: what follows.
-        log: takes what it prints, and what forks without a log of their own do; None: the terminal or notebook.
+        module: what `python -m` runs; its first argument is the file descriptor of its socket.
+        environ: its environment.
+        arguments: further arguments.
+        log: file for its output, and that of forks without their duplicate log; None: the terminal or notebook.
         pass_fds: descriptors that it and its forks inherit.
     """
 
@@ -94,18 +94,18 @@ class ForkServerClient:
 
     @staticmethod
     def is_possible() -> bool:
-        """Whether this system has what it takes."""
+        """Return whether this system supports forks of this kind."""
         return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
     def __enter__(self) -> Self:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
+        own, peer = socket.socketpair()
+        with peer:
+            descriptor = peer.fileno()
             self.group = WorkerGroup(0, lambda _: None, pass_fds=(descriptor, *self._pass_fds))
             command = (sys.executable, "-m", self._module, str(descriptor), *self._arguments)
             self.group.start(0, command, self._environ, self._log)
-        self._link = ours
-        self._reader = threading.Thread(target=self._listen, args=(ours,), name="forks", daemon=True)
+        self._connection = own
+        self._reader = threading.Thread(target=self._listen, args=(own,), name="forks", daemon=True)
         self._reader.start()
         return self
 
@@ -119,11 +119,11 @@ class ForkServerClient:
             fork.join()
         self.group.kill()
         self._reader.join()
-        self._link.close()
+        self._connection.close()
 
     @property
     def is_alive(self) -> bool:
-        """Whether it may be asked."""
+        """Whether the fork server accepts requests."""
         return self._reader.is_alive()
 
     def fork(
@@ -132,31 +132,37 @@ class ForkServerClient:
         """Start a process.
 
         Args:
-            arguments: what it is told.
-            environ: its environment, whole.
-            log: takes what it prints; None: what takes the server's.
-            report: is told of its end by its exit code, from another thread; -9 where signal 9 ended it.
+            arguments: its command line arguments.
+            environ: its complete environment.
+            log: file for its output; None: that of the server.
+            report: receives its exit code, from another thread; -9 if signal 9 ended it.
 
         Raises:
-            OSError: the server is gone.
+            OSError: the server has ended.
         """
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
         reader, writer = os.pipe()
-        fork = Fork(number=next(self._numbers), writer=writer, link=self._link, report=report, abandon=self.group.kill)
-        order = {
+        fork = Fork(
+            number=next(self._numbers),
+            writer=writer,
+            connection=self._connection,
+            report=report,
+            abandon=self.group.kill,
+        )
+        request = {
             "number": fork.number,
             "arguments": list(arguments),
             "environ": dict(environ),
             "log": None if log is None else str(log.absolute()),
         }
         self._forks[fork.number] = (
-            fork  # before it is asked whether anybody listens: whoever listens last ends them all
+            fork  # registered before the liveness check: the listening thread ends all registered forks
         )
         try:
             if not self.is_alive:
                 raise BrokenPipeError
-            send(self._link, order, descriptor=reader)
+            send(self._connection, request, descriptor=reader)
         except OSError:
             self._forks.pop(fork.number, None)
             fork.kill()
@@ -166,33 +172,33 @@ class ForkServerClient:
         return fork
 
     def broadcast(self, content: Mapping[str, Any]) -> None:
-        """Say something else; nothing where nobody listens any more."""
+        """Send another message to the server; ignored if it has ended."""
         with contextlib.suppress(OSError):
-            send(self._link, dict(content))
+            send(self._connection, dict(content))
 
-    def _listen(self, link: socket.socket) -> None:
-        """Take note of the pids of forks, and pass on their ends; where the server has died, theirs with it."""
-        # It is a reset where the server leaves orders unread.
-        with contextlib.suppress(OSError), link.dup() as own, own.makefile("rb") as file:
+    def _listen(self, connection: socket.socket) -> None:
+        """Receive the pids and exits of forks; if the server has died, report the end of all forks."""
+        # A connection reset if the server leaves requests unread.
+        with contextlib.suppress(OSError), connection.dup() as duplicate, duplicate.makefile("rb") as file:
             while len(head := file.read(HEADER.size)) == HEADER.size:
-                told = json.loads(file.read(HEADER.unpack(head)[0]))
-                if "code" in told:
-                    self._forks.pop(told["number"]).ended(told["code"])
+                message = json.loads(file.read(HEADER.unpack(head)[0]))
+                if "code" in message:
+                    self._forks.pop(message["number"]).ended(message["code"])
                 else:
-                    self._forks[told["number"]].mark = ProcessId(told["pid"], told["started"])
+                    self._forks[message["number"]].mark = ProcessId(message["pid"], message["started"])
         for number in list(self._forks):
             self._forks.pop(number).ended(-signal.SIGKILL)
 
 
 class ForkedGroup(WorkerGroup):
-    """Workers that are forks where they can be; where the server has died, or for other commands, processes afresh.
+    """Workers that are forked if possible; if the server has died, or for other commands, new interpreters.
 
     Args:
-        server: is forked.
-        entry: what begins a command whose arguments a fork takes.
-        attempt: as `WorkerGroup` has it.
-        report: as `WorkerGroup` has it.
-        pass_fds: descriptors that processes started afresh inherit; forks have those of the server.
+        server: the client of the fork server.
+        entry: the beginning of a command whose arguments a fork takes.
+        attempt: as in `WorkerGroup`.
+        report: as in `WorkerGroup`.
+        pass_fds: descriptors that new interpreters inherit; forks have those of the server.
     """
 
     def __init__(
@@ -216,7 +222,7 @@ class ForkedGroup(WorkerGroup):
         *,
         cwd: Path | None = None,
     ) -> None:
-        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+        """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
         length = len(self._entry)
         if cwd is None and tuple(command[:length]) == self._entry:
             with contextlib.suppress(OSError):  # the server has died: without it workers only start later

@@ -1,4 +1,4 @@
-"""The pulse of a rank: which step and phase it is in, told to the supervisor through a few bytes of a mapped file."""
+"""The heartbeat of a rank: its step and phase, written for the supervisor into a few bytes of a mapped file."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from trainkit.trainer.failpoints import PHASES, Phase
 __all__ = ["Beats", "Heartbeat", "HeartbeatReading", "beats_of", "read_heartbeat"]
 
 _BEAT: Final = struct.Struct("<dqd?")
-"""The moment on the machine's monotonic clock, step and phase in one number, the longest pause, the first step."""
+"""Time on the machine's monotonic clock, step and phase in one number, the longest pause, whether it is the
+first step.
+"""
 _NUMBERS: Final = {phase: number for number, phase in enumerate(PHASES)}
 
 
 class Heartbeat:
-    """Writes the pulse of one rank; a beat is a store into memory, no call to the system.
+    """Writes the heartbeat of one rank: a store into memory, without a system call.
 
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "rank_0"
-        >>> heart = Heartbeat(path)
-        >>> heart.beat(3, "forward")
+        >>> heartbeat = Heartbeat(path)
+        >>> heartbeat.beat(3, "forward")
         >>> read_heartbeat(path).step
         3
-        >>> heart.close()
+        >>> heartbeat.close()
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,11 +46,11 @@ class Heartbeat:
         descriptor = open_descriptor(path, os.O_RDWR | os.O_CREAT)
         try:
             if (size := os.fstat(descriptor).st_size) < _BEAT.size:
-                # Written, not only made this long: a store into a page for which the disk has no block left would end
-                # the process with SIGBUS.
+                # Written, not only truncated to this size: a store into a page without a free disk block would end the
+                # process with SIGBUS.
                 os.lseek(descriptor, size, os.SEEK_SET)
                 os.write(descriptor, bytes(_BEAT.size - size))
-            os.ftruncate(descriptor, _BEAT.size)  # never empty: the supervisor reads it between two lives
+            os.ftruncate(descriptor, _BEAT.size)  # never empty: the supervisor reads it between two starts
             self._memory = mmap.mmap(descriptor, _BEAT.size)
         finally:
             os.close(descriptor)
@@ -56,11 +58,11 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Say that this rank lives, and what it is about to do.
+        """Write that this rank is alive, and which phase begins.
 
         Args:
             step: updates completed.
-            phase: what begins now.
+            phase: the phase that begins.
         """
         moment, pauses = time.monotonic(), self._pauses
         pauses.note(phase, step, moment=moment)
@@ -68,31 +70,31 @@ class Heartbeat:
         _BEAT.pack_into(self._memory, 0, moment, number, pauses.longest_s, pauses.is_first)
 
     def close(self) -> None:
-        """Let go of the file; its last beat stays."""
+        """Unmap the file; its last heartbeat stays."""
         self._memory.close()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeartbeatReading:
-    """The last beat of a rank."""
+    """The last heartbeat of a rank."""
 
     moment: float
     """On `time.monotonic`, which all processes of a machine share."""
     step: int
     phase: Phase
     longest_s: float = 0.0
-    """The longest recent pause between two beats of a step, in seconds; 0.0 where there was none."""
+    """The longest recent pause between two heartbeats of a step, in seconds; 0.0 if there was none."""
     is_first: bool = False
-    """Whether the step under way is the first since the start, or the first of all that follow an evaluation."""
+    """Whether the current step is the first since the start, or the first that follows an evaluation."""
 
     @property
     def progress(self) -> tuple[int, int]:
-        """How far it is; of ranks that wait for each other, the least is the one they wait for."""
+        """A measure of progress; of ranks that wait for each other, the others wait for the one with the least."""
         return self.step, _NUMBERS[self.phase]
 
 
 def read_heartbeat(path: Path) -> HeartbeatReading | None:
-    """The last beat; None where the rank has not come to its first."""
+    """Return the last heartbeat; None if the rank has written none."""
     try:
         content = read_bytes(path, limit=_BEAT.size)
     except UnreadableError:
@@ -107,27 +109,27 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 
 
 class Beats:
-    """Tells the supervisor, and planted failures, what a task does.
+    """Reports the phases of a task to the supervisor and to failpoints.
 
     Args:
-        heartbeat: takes the beats.
+        heartbeat: writes the heartbeats.
     """
 
     within_steps: Final = True
-    """Whether the parts of a step are to be told as well."""
+    """Whether the phases within a step are reported as well."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self._heartbeat = heartbeat
         self.phase: Phase = "start"
-        """What was told last."""
+        """The last reported phase."""
         self.step = 0
-        """Updates completed then."""
+        """Updates completed at that time."""
 
     def __call__(self, phase: Any, step: int) -> None:
-        """Say that a phase begins.
+        """Report that a phase begins.
 
         Args:
-            phase: what begins.
+            phase: the phase.
             step: updates completed.
         """
         self.phase, self.step = phase, step
@@ -136,7 +138,7 @@ class Beats:
 
 
 def beats_of(identity: Identity, folder: RunFolder) -> Beats | None:
-    """Return what tells of a task's phases; None: nobody listens to one that is alone."""
+    """Return the reporter of a task's phases; None if the task is the only one and no failpoint is armed."""
     if identity.store is None and not failpoints.armed():
         return None
     folder.open_live()

@@ -1,4 +1,4 @@
-"""Which memory an error ran out of, by its class and text: of the device, the host, /dev/shm or the chip.
+"""Find which memory an error ran out of, by its class and text: of the device, the host, /dev/shm or the chip.
 
 The texts are those of torch (CUDA, ROCm, XPU, MPS, CPU), cuBLAS, cuDNN, NCCL, Triton, XLA and Linux. torch is not
 imported: a process that reports an error may not have it.
@@ -22,13 +22,15 @@ class MemoryKind(Enum):
     """Memory that can run out."""
 
     device = "device memory"
-    """That of an accelerator; on the CPU that of the host."""
+    """Memory of an accelerator; on the CPU that of the host."""
     host = "host memory"
     """RAM, or the number of memory maps of a process."""
     shared = "shared memory of the host"
     """The file system /dev/shm, through which processes of a host exchange tensors."""
     on_chip = "on-chip memory"
-    """What a block of a kernel may use (CUDA's shared memory, a TPU's vmem): a limit of the hardware, never full."""
+    """Memory that a thread block of a kernel may use (CUDA's shared memory, a TPU's vmem): a fixed limit of the
+    hardware.
+    """
 
 
 _DEVICE: Final = re.compile(
@@ -57,17 +59,19 @@ _DEVICE_OF_XLA: Final = re.compile(r"RESOURCE_EXHAUSTED.*memory in memory space 
 _PERHAPS: Final = re.compile(
     r"\b(?:CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_NOT_INITIALIZED|\bCUDNN_STATUS_INTERNAL_ERROR\b"
 )
-"""What the libraries say when they cannot load their kernels: for want of memory, or because they do not fit."""
+"""Errors of libraries that cannot load their kernels: for lack of memory, or because the versions do not match."""
 _SHORT_BYTES: Final = 512 * 1024**2
-"""Free device memory below which such an error is one of memory: cuDNN 8 loads up to 500 MB (pytorch issue 81620)."""
+"""Free device memory below which such an error counts as lack of memory: cuDNN 8 loads up to 500 MB (pytorch issue
+81620).
+"""
 
 
 def is_out_of_memory(error: BaseException, *, device_is_short: Callable[[], bool] | None = None) -> bool:
     """Return whether an allocation failed: on a device, on the host, or in /dev/shm. Also inside a collective.
 
     Args:
-        error: an exception; one that another was raised from (`raise ... from ...`) counts as that one too.
-        device_is_short: whether a device has hardly any free memory left; by default the current one is asked.
+        error: an exception; its causes (`raise ... from ...`) are examined too.
+        device_is_short: returns whether a device is almost out of memory; by default for the current device.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
@@ -80,7 +84,7 @@ def is_out_of_memory(error: BaseException, *, device_is_short: Callable[[], bool
 
 
 def memory_kind(error: BaseException, *, device_is_short: Callable[[], bool] | None = None) -> MemoryKind | None:
-    """Return the memory that an error ran out of; None where it is about something else. Arguments as above.
+    """Return the memory that an error ran out of; None for other errors. Arguments as above.
 
     Example:
         >>> memory_kind(RuntimeError("CUDA error: out of memory")).value
@@ -98,7 +102,7 @@ def memory_kind(error: BaseException, *, device_is_short: Callable[[], bool] | N
 
 
 def _kind(error: BaseException, device_is_short: Callable[[], bool]) -> MemoryKind | None:
-    """Return the kind by the exception itself, without what it was raised from."""
+    """Return the kind for one exception, without its causes."""
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "torch.OutOfMemoryError" in names:
         return MemoryKind.device
@@ -132,12 +136,12 @@ def _kind_of_text(text: str, device_is_short: Callable[[], bool]) -> MemoryKind 
 
 
 def _device_is_short() -> bool:
-    """Return whether the current CUDA device has hardly any memory left; False where it cannot be asked."""
+    """Return whether the current CUDA device is almost out of memory; False if it cannot be queried."""
     torch: Any = sys.modules.get("torch")
     try:
         if torch is None or not torch.cuda.is_initialized():
             return False
         free, _ = torch.cuda.mem_get_info()
-    except Exception:  # noqa: BLE001 - a device in error answers with any exception
+    except Exception:  # noqa: BLE001 - a device in error raises any exception
         return False
     return int(free) < _SHORT_BYTES

@@ -1,8 +1,9 @@
-"""No orphans: a pipe whose far end is held by the supervisor; when it breaks, a worker and its children end.
+"""End orphaned workers: the supervisor holds the write end of a pipe; when it closes, a worker and its children end.
 
-On Linux the kernel does it: the pipe sends SIGKILL to the worker's process group when its last writer is gone, which
-also ends a worker that is stopped, hangs in C, or has not yet begun to run Python. PR_SET_PDEATHSIG would kill the
-worker alone, and leave its data loading processes. Elsewhere (untested) a thread of the worker waits for the break.
+On Linux the kernel does this: the pipe sends SIGKILL to the worker's process group when its last writer has closed it,
+which also ends a worker that is stopped, hangs in C code, or has not yet started Python. PR_SET_PDEATHSIG would kill
+only the worker, not its data loading processes. On other systems (untested) a thread of the worker waits for the pipe
+to close.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ if sys.platform != "win32":
 __all__ = ["VARIABLE", "arm_kill_on_parent_death", "watch_parent"]
 
 VARIABLE: Final = "TRAINKIT_LIFELINE"
-"""The environment variable that names the worker's end."""
+"""The environment variable with the file descriptor of the read end."""
 
-_F_SETSIG: Final = 10  # of Linux; Python has no name for it
+_F_SETSIG: Final = 10  # a Linux constant without a name in Python
 
 
 def arm_kill_on_parent_death(reader: int, group: int) -> None:
-    """Called by the supervisor: let the break of the pipe kill a process group.
+    """Let the closing of the pipe kill a process group; called by the supervisor.
 
     Args:
-        reader: the worker's end of the pipe, still open here; what is set belongs to the pipe, not to the process.
+        reader: the worker's end of the pipe, still open here; the setting belongs to the pipe, not to the process.
         group: the worker's process group.
     """
     if sys.platform == "linux":
@@ -40,14 +41,15 @@ def arm_kill_on_parent_death(reader: int, group: int) -> None:
 
 
 def watch_parent(environ: MutableMapping[str, str]) -> bool:
-    """Called by the worker first of all: end with the supervisor.
+    """End this process with the supervisor; called by the worker before anything else.
 
-    The thread covers what `arm` does not: other systems than Linux, and a supervisor that died before it could arm.
+    The thread covers what the kernel does not: other systems than Linux, and a supervisor that died before it could arm
+    the pipe.
 
     Returns:
         Whether there is a supervisor.
     """
-    reader = environ.pop(VARIABLE, "")  # not for our children: the number means nothing to them
+    reader = environ.pop(VARIABLE, "")  # not for child processes: the descriptor is not open there
     if not reader:
         return False
     threading.Thread(target=_wait_for_break, args=(int(reader),), name="lifeline", daemon=True).start()

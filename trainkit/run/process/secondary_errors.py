@@ -1,7 +1,7 @@
-"""Tell an error of a rank's own from one that only says that another rank is gone.
+"""Distinguish an error that a rank caused itself from one that only reports the loss of another rank.
 
-The text of an error decides nothing by itself: a message of the user's code may speak of a peer. What decides is the
-class of the exception and the code that raised it: torch.distributed, or trainkit's own connections between ranks.
+The text of an error is not enough: a message of user code may mention a peer. The class of the exception and the code
+that raised it decide: torch.distributed, or trainkit's own connections between ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TRANSPORTS: Final = ("torch.distributed", "trainkit.strategies", "trainkit.run"
 _TORCH_ERRORS: Final = frozenset(
     {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 )
-"""Classes that C++ code of torch.distributed raises; which ones depends on the version of torch."""
+"""Classes that C++ code of torch.distributed raises; they depend on the version of torch."""
 _LOST: Final = re.compile(
     r"gloo/transport/|connection (was )?(likely )?(closed|reset|refused|aborted)|broken pipe|failed to recv"
     r"|timed out|wait timeout|ncclRemoteError|ncclSystemError|remote process exited|communicator was aborted",
@@ -32,12 +32,12 @@ _OWN: Final = re.compile(
     r"enforce fail|out of memory|cannot allocate memory|no space left|address already in use|EADDRINUSE",
     re.IGNORECASE,
 )
-"""Errors of this rank's own that the same libraries raise: mismatched sizes, no memory, a port that is taken."""
+"""Errors of this rank that the same libraries raise: mismatched sizes, no memory, a port in use."""
 _RAISED: Final = frozenset({"RAISE_VARARGS", "RERAISE"})
 
 
 def is_after_effect(error: BaseException) -> bool:
-    """Return whether an error, or one that it was raised from, only says that another rank is gone.
+    """Return whether an error, or one of its causes, only reports that another rank was lost.
 
     Example:
         >>> is_after_effect(RuntimeError("Connection reset by peer"))
@@ -45,7 +45,7 @@ def is_after_effect(error: BaseException) -> bool:
     """
     place = _Place(modules=(), by_statement=True)
     for one in _chain(error):
-        place = _place_of(one) or place  # a cause that was never raised itself belongs to the error that names it
+        place = _place_of(one) or place  # a cause that was never raised belongs to the error that names it
         if isinstance(one, PeerError) or _is_lost_connection(one, place):
             return True
     return False
@@ -62,7 +62,7 @@ class _Place:
 
     @property
     def in_transport(self) -> bool:
-        """Whether a transport raised it, or the standard library that the transport called."""
+        """Whether a transport raised it, or the standard library called by a transport."""
         ours = (name for name in self.modules if name.partition(".")[0] not in sys.stdlib_module_names)
         return f"{next(ours, '')}.".startswith(tuple(f"{name}." for name in _TRANSPORTS))
 

@@ -1,4 +1,4 @@
-"""What a process of a launch needs before it does its part: a network, an identity, and a log of its own."""
+"""Set up a process of an external launch: its network, its identity, and its log."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["configure_network", "identity_for", "redirect_output"]
 
 
 def configure_network(launch: LaunchEnvironment) -> None:
-    """The network of a process that may have others on its host."""
+    """Set the environment variables for the network of this process."""
     for name, value in socket_environ(launch).items():
         os.environ.setdefault(name, value)
 
@@ -27,15 +27,15 @@ def configure_network(launch: LaunchEnvironment) -> None:
 def identity_for(
     launch: LaunchEnvironment, plan: RunPlan, *, store: tuple[str, int], prefix: str, token: str = "", life: int = 0
 ) -> Identity:
-    """Who this process is in the group of a launch.
+    """Return the identity of this process in the group of a launch.
 
     Args:
         launch: the launch.
-        plan: the run, with a task a process.
-        store: where the group has met.
-        prefix: of the group's keys there.
-        token: what the tasks of the run know, where they need one.
-        life: how often this task joined this group before.
+        plan: the run, with one task per process.
+        store: address of the group's store.
+        prefix: of the group's keys in the store.
+        token: the shared secret of the tasks, if they need one.
+        life: how often this task has joined this group before.
     """
     return Identity(
         task=plan.tasks[launch.rank],
@@ -50,7 +50,7 @@ def identity_for(
 
 
 def _host(launch: LaunchEnvironment) -> str:
-    """How other processes reach this host: as the launch names it, else by the way to the store."""
+    """Return the address of this host for other processes: from the launch, else the one on the route to the store."""
     if launch.num_hosts == 1 or is_loopback(launch.store[0]):
         return "127.0.0.1"
     if launch.addresses:
@@ -60,7 +60,7 @@ def _host(launch: LaunchEnvironment) -> str:
 
 @contextlib.contextmanager
 def redirect_output(log: Path) -> Iterator[None]:
-    """Whatever this process and its children print goes into a log: the terminal is rank 0's."""
+    """Redirect the output of this process and its children to a log: the terminal belongs to rank 0."""
     log.parent.mkdir(parents=True, exist_ok=True)
     kept = [os.dup(descriptor) for descriptor in (1, 2)]
     with open_regular(log, "ab") as file:

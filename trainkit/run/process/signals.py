@@ -1,11 +1,11 @@
-"""A polite end: signals become a flag that the loop reads between steps.
+"""Graceful stop: signals set a flag that the loop reads between steps.
 
     Ctrl-C (SIGINT)             "stopped"      exit code 130; a second one ends at once
     SIGTERM, SIGUSR1 (SLURM)    "preempted"    exit code 143
-    SIGHUP (terminal closed)    "hangup"       exit code 129; where it was ignored at the start (nohup) it stays ignored
-    SIGWINCH of the supervisor  "resized"      exit code 0: it goes on at once with another number of replicas
+    SIGHUP (terminal closed)    "hangup"       exit code 129; if it was ignored at the start (nohup) it stays ignored
+    SIGWINCH of the supervisor  "resized"      exit code 0: continues at once with another number of replicas
 
-Nothing here imports torch: a worker installs the flag before its slow imports, so that no signal is lost to them.
+Nothing here imports torch: a worker installs the flag before its slow imports, so that no signal is lost.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ REASONS: Final[Mapping[str, str]] = {
     "hangup": "the terminal was closed (SIGHUP)",
     "resized": "goes on with another number of replicas",
 }
-"""Why a run stopped -> what its result says of it."""
+"""Why a run stopped -> the reason in its result."""
 
 
 def stop_signals() -> dict[signal.Signals, Reason]:
-    """The signals that ask for a stop, and the reason each one gives; Windows has no SIGUSR1 and no SIGHUP."""
+    """Return the signals that request a stop, with the reason of each; Windows has no SIGUSR1 and no SIGHUP."""
     signals: dict[signal.Signals, Reason] = {signal.SIGINT: "stopped", signal.SIGTERM: "preempted"}
     if hasattr(signal, "SIGUSR1"):
         signals[signal.SIGUSR1] = "preempted"
@@ -64,7 +64,7 @@ def stop_signals() -> dict[signal.Signals, Reason]:
 
 
 def worker_signals() -> dict[signal.Signals, Reason]:
-    """Those of a worker with a supervisor, which may also ask it to make room for a larger group."""
+    """Return the stop signals of a worker with a supervisor, which may also ask it to make room for a larger group."""
     number = resize_signal()
     return stop_signals() if number is None else {**stop_signals(), number: "resized"}
 
@@ -72,20 +72,20 @@ def worker_signals() -> dict[signal.Signals, Reason]:
 def resize_signal() -> signal.Signals | None:
     """Return the signal that asks a worker to make room for a larger group; None on Windows, which has none.
 
-    A worker has no terminal, so that nothing else sends it this one, and a process that does not expect it ignores it.
+    A worker has no terminal, so that nothing else sends it this signal, and processes ignore it by default.
     """
     return getattr(signal, "SIGWINCH", None)
 
 
 def signal_of(reason: Reason) -> signal.Signals:
-    """Return the signal that passes a request to stop on to another process."""
+    """Return the signal that forwards a stop request to another process."""
     if reason == "hangup" and hasattr(signal, "SIGHUP"):
         return signal.SIGHUP
     return signal.SIGINT if reason == "stopped" else signal.SIGTERM
 
 
 def stop_error(reason: str, message: str) -> TrainkitError:
-    """Return the error of a run that was asked to stop and could not end in good order."""
+    """Return the error of a run that was asked to stop and could not end regularly."""
     return {"stopped": StoppedError, "hangup": HangupError}.get(reason, TerminatedError)(message)
 
 
@@ -104,16 +104,16 @@ def status_of_error(error: BaseException) -> str:
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Return whether a signal is to stay ignored: SIGHUP, where `nohup` or the like started this process so."""
+    """Return whether a signal must stay ignored: SIGHUP, if this process was started by `nohup` or similar."""
     hangup = getattr(signal, "SIGHUP", None)
     return number == hangup and signal.getsignal(number) is signal.SIG_IGN
 
 
 class StopFlag:
-    """Catches stop signals while its block runs, and remembers why to stop.
+    """Catches stop signals for the duration of its block, and stores the first reason.
 
-    Only the first reason counts, but that a stop overrides a change of size. Outside the main thread no handler can be
-    installed: the flag then stays down unless `request` is called.
+    Only the first reason counts, except that a stop overrides a resize. Signal handlers can be installed in the main
+    thread only: elsewhere the flag is set by `request` alone.
 
     Example:
         >>> with StopFlag() as stop:
@@ -137,11 +137,11 @@ class StopFlag:
 
     @property
     def requested(self) -> Reason | None:
-        """Why to stop, or None: go on."""
+        """Why to stop, or None: continue."""
         return self._requested
 
     def request(self, reason: Reason) -> None:
-        """Ask for a stop; later reasons do not replace the first, unless that was a change of size."""
+        """Request a stop; later reasons do not replace the first, unless that was a resize."""
         if self._requested is None or (self._requested == "resized" and reason != "resized"):
             self._requested = reason
             if self._on_request is not None:
@@ -154,7 +154,7 @@ class StopFlag:
                     continue
                 self._previous[number] = signal.signal(number, self._handle)
             if hasattr(signal, "pthread_sigmask"):
-                # The supervisor starts workers with these blocked; one that came before the handlers arrives now.
+                # The supervisor starts workers with these signals blocked: a pending one arrives now.
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, list(self._previous))
         return self
 
@@ -177,10 +177,10 @@ class StopFlag:
         self.request(self._signals[signal.Signals(number)])
 
     def _handle_in_child(self, number: int) -> None:
-        """A forked process inherits the handler, not the job.
+        """Handle a signal in a forked process, which inherits the handler.
 
-        A Ctrl-C and the end of a terminal reach data loading processes too: they go on, since the step under way needs
-        their batches, and end with their parent. Whoever sends them SIGTERM means them.
+        Ctrl-C and the closing of a terminal reach data loading processes too: they continue, because the current step
+        needs their batches, and end with their parent. SIGTERM ends them.
         """
         if self._signals[signal.Signals(number)] not in ("stopped", "hangup"):
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""The worker processes of one attempt: started together, watched by a thread each, ended together."""
+"""The worker processes of one attempt: started together, each watched by a thread, ended together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import IO, Protocol, Self
 from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_regular
 from trainkit.report.train_log import unrecorded
-from trainkit.run.process import parent_death_pipe as lifeline
+from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.signals import stop_signals
 
 __all__ = ["Process", "ProcessExit", "WorkerGroup"]
@@ -26,39 +26,39 @@ __all__ = ["Process", "ProcessExit", "WorkerGroup"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessExit:
-    """A worker has ended."""
+    """The exit of a worker."""
 
     attempt: int
     rank: int
     code: int
-    """Its exit code; -9 where signal 9 ended it."""
+    """Its exit code; -9 if signal 9 ended it."""
 
 
 class Process(Protocol):
-    """A worker that was started, however."""
+    """The interface of a worker process."""
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process has not ended."""
 
     @property
     def mark(self) -> ProcessId | None:
-        """Its pid and start time; None where they are not known yet."""
+        """Its pid and start time; None while they are unknown."""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal, and its children none; nothing where it has ended."""
+        """Send a signal to the process, not to its children; ignored if it has ended."""
 
     def kill(self) -> None:
-        """End it and all its children now."""
+        """End the process and all its children now."""
 
     def join(self) -> None:
-        """Wait until it has ended, and has been reported."""
+        """Wait until the exit has been reported."""
 
 
 class WorkerGroup:
-    """Owns processes; whatever happens, leaving its block ends them and everything they started.
+    """Owns processes; leaving its block always ends them and everything they started.
 
-    Each worker leads a session and process group of its own: a Ctrl-C at the terminal reaches the supervisor alone.
+    Each worker leads its own session and process group: a Ctrl-C at the terminal reaches the supervisor alone.
     """
 
     def __init__(self, attempt: int, report: Callable[[ProcessExit], None], *, pass_fds: Sequence[int] = ()) -> None:
@@ -76,7 +76,7 @@ class WorkerGroup:
         *,
         cwd: Path | None = None,
     ) -> None:
-        """Start a worker; `log` takes what it prints, None lets it through to the terminal or notebook."""
+        """Start a worker; its output goes to `log`, None: to the terminal or notebook."""
         reader, writer = os.pipe()
         try:
             with contextlib.ExitStack() as stack:
@@ -87,14 +87,14 @@ class WorkerGroup:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                     command,
                     cwd=cwd,
-                    env={**environ, lifeline.VARIABLE: str(reader)},
+                    env={**environ, parent_death_pipe.VARIABLE: str(reader)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output is not None else None,
                     pass_fds=(reader, *self._pass_fds) if os.name == "posix" else (),
                     start_new_session=True,
                 )
-                lifeline.arm_kill_on_parent_death(reader, process.pid)
+                parent_death_pipe.arm_kill_on_parent_death(reader, process.pid)
                 worker = self._workers[rank] = _Worker(process, writer)
         except BaseException:
             os.close(writer)
@@ -113,27 +113,27 @@ class WorkerGroup:
 
     @property
     def marks(self) -> dict[int, ProcessId]:
-        """Pid and start time of the workers, by rank, also of those that have ended."""
+        """Pid and start time of the workers by rank, including those that have ended."""
         return {rank: mark for rank, worker in self._workers.items() if (mark := worker.mark) is not None}
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to every worker that runs, not to its children."""
+        """Send a signal to every running worker, not to its children."""
         for worker in self._workers.values():
             worker.signal(number)
 
     def end(self, rank: int) -> None:
-        """End one worker and all its children now, and wait until they are gone."""
+        """End one worker and all its children now, and wait until they have ended."""
         self._workers[rank].kill()
         self._workers[rank].join()
 
     def kill(self) -> None:
-        """End every worker and all its children now, and wait until they are gone."""
+        """End every worker and all its children now, and wait until they have ended."""
         for worker in self._workers.values():
             worker.kill()
         self.join()
 
     def join(self) -> None:
-        """Wait until every worker has ended, and has been reported."""
+        """Wait until the exit of every worker has been reported."""
         for worker in self._workers.values():
             worker.join()
 
@@ -147,11 +147,11 @@ class WorkerGroup:
 
 
 class _Worker:
-    def __init__(self, process: subprocess.Popen[bytes], lifeline_writer: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], pipe_writer: int) -> None:
         self._process = process
         self.mark = ProcessId.of(process.pid)
-        self._writer = lifeline_writer
-        self._lock = threading.Lock()  # between a signal and the reaping: a reaped pid may be anybody's
+        self._writer = pipe_writer
+        self._lock = threading.Lock()  # between sending a signal and reaping: a reaped pid may be reused
         self._reaped = False
         self._thread: threading.Thread | None = None
         self._pump: threading.Thread | None = None
@@ -166,12 +166,12 @@ class _Worker:
         return not self._reaped
 
     def watch(self, report: Callable[[int], None]) -> None:
-        """Report the exit code once the process has ended, from a thread that sleeps until then."""
+        """Report the exit code once the process has ended, from a waiting thread."""
         self._thread = threading.Thread(target=self._wait, args=(report,), name="worker exit", daemon=True)
         self._thread.start()
 
     def _wait(self, report: Callable[[int], None]) -> None:
-        if hasattr(os, "waitid"):  # ended, but not reaped: its number still names its group
+        if hasattr(os, "waitid"):  # ended, but not reaped: its pid still names its group
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         else:
             self._process.wait()
@@ -203,11 +203,11 @@ class _Worker:
         if self._thread is not None:
             self._thread.join()
         if self._pump is not None:
-            self._pump.join(timeout=1.0)  # a grandchild in a session of its own may keep it open
+            self._pump.join(timeout=1.0)  # a grandchild in its own session may keep it open
 
 
 def _prints_to_the_terminal() -> bool:
-    """Whether print() here and descriptor 1 of a child end in the same place: not in a notebook."""
+    """Return whether print() and descriptor 1 of a child write to the same place: not so in a notebook."""
     try:
         return sys.stdout.fileno() == 1
     except (OSError, AttributeError, ValueError):
@@ -215,11 +215,11 @@ def _prints_to_the_terminal() -> bool:
 
 
 def _relay_output(source: IO[bytes]) -> None:
-    """Print here what a child prints, as it comes."""
+    """Print the output of a child here, as it arrives."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     with source:
         while content := os.read(source.fileno(), 1 << 16):
-            shown = unrecorded(sys.stdout)  # the child records what it prints itself
+            shown = unrecorded(sys.stdout)  # the child records its own output
             shown.write(decoder.decode(content))
             shown.flush()
 
@@ -227,14 +227,14 @@ def _relay_output(source: IO[bytes]) -> None:
 @contextlib.contextmanager
 def _opened(log: Path) -> Iterator[IO[bytes]]:
     log.parent.mkdir(parents=True, exist_ok=True)
-    # The server that the jobs of a sweep are forks of writes to the null device, which is no regular file.
+    # The fork server of a sweep's jobs writes to the null device, which is not a regular file.
     with log.open("ab") if log == Path(os.devnull) else open_regular(log, "ab") as file:
         yield file
 
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Start a process with stop signals blocked: they wait until its `StopFlag` is there to take them."""
+    """Block stop signals while a process is started: they stay pending until its `StopFlag` handles them."""
     if sys.platform == "win32":
         yield
         return

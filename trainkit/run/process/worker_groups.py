@@ -1,4 +1,6 @@
-"""Start the ranks of a run on this host: as forks of one process (`trainkit.run.fork_server_main`), or each afresh."""
+"""Start the ranks of a run on this host: as forks of one process (`trainkit.run.fork_server_main`), or as new
+interpreters.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,25 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 __all__ = ["ENTRY", "can_fork", "worker_group_factory"]
 
 ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
-"""What begins the command of a worker."""
+"""The beginning of a worker's command."""
 
 
 @contextmanager
 def worker_group_factory(
     command: Sequence[str], tasks: Sequence[Task], *, pass_fds: Sequence[int] = ()
 ) -> Iterator[Callable[[int, Callable[[ProcessExit], None]], WorkerGroup]]:
-    """What makes the workers of each attempt at a run: forks where that can be done and pays, else fresh interpreters.
+    """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
+    interpreters.
 
     Args:
-        command: what each rank of this host runs.
-        tasks: those of this host.
+        command: the command of each rank of this host.
+        tasks: the tasks of this host.
         pass_fds: descriptors that every worker inherits.
     """
     if tuple(command[: len(ENTRY)]) != ENTRY or len(tasks) < 2 or not can_fork(tasks):
         yield partial(WorkerGroup, pass_fds=pass_fds)
         return
-    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read as libraries are loaded
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
     server: ForkServerClient | None = None
     with ExitStack() as stack:
 
@@ -56,5 +59,5 @@ def worker_group_factory(
 
 
 def can_fork(tasks: Sequence[Task]) -> bool:
-    """Whether ranks can be forks: where nothing but the CPU computes, since a driver of a device survives no fork."""
+    """Return whether ranks can be forks: only on the CPU, since a device driver does not survive a fork."""
     return ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)

@@ -125,7 +125,7 @@ def train_external(
 
         with recorded_run(folder, confirm=fencing_token.check) as record:
             record.log.write([launch.line()])  # printed before the folder existed
-            record.follow_pulse()
+            record.follow_heartbeat()
             done = (run_to_end() if job is None else job(folder.path, run_to_end)) or {}
         if done.get("status") in ENDED:
             clear_run_folder(plan.cfg, folder, barrier)
@@ -183,7 +183,7 @@ def _agree_on_folder(
         if start.relaunched:
             note_restart_of(folder, barrier)
         begin_folder(folder, plan, start, notes=notes)
-        stack.callback(folder.give_up_reserve)
+        stack.callback(folder.release_reserve)
         record_run_folder(plan.cfg, folder, barrier)
         return {"path": str(folder.path.absolute()), "token": tokens[0].token}
 
