@@ -1,1 +1,1 @@
-"""What a run is before it starts: plan, components, memory, and notes for the user."""
+"""The plan of a run before it starts: components, memory, and notes for the user."""

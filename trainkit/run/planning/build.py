@@ -1,4 +1,4 @@
-"""From a config's nodes to objects: the parts of a training, before anything is placed."""
+"""Build the components of a training from the nodes of a config, before anything is placed on devices."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What a training is made of."""
+    """The objects that a training consists of."""
 
     strategy: Strategy
     precision: Precision
@@ -53,7 +53,7 @@ class Components:
 
     @cached_property
     def sample(self) -> Any:
-        """Any one sample of the training data; None where it has no places."""
+        """One sample of the training data; None if the dataset cannot be indexed."""
         train = self.datasets["train"]
         if not hasattr(train, "__getitem__"):
             return None
@@ -62,17 +62,17 @@ class Components:
 
     @property
     def weighing(self) -> LossWeighting:
-        """How the loss is normalised, from any one sample."""
+        """How the loss is normalised, derived from one sample."""
         per_sample = self.objective.weight_per_sample(self.sample)
         return LossWeighting(per_sample=per_sample, planned=self.objective.planned_weight_per_sample(self.sample))
 
 
 def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Components:
-    """Build everything but the model, the optimizer and the callbacks.
+    """Build everything except the model, the optimizer and the callbacks.
 
     Args:
         cfg: a checked config.
-        splits: its datasets, where they were built already.
+        splits: its datasets, if they were built already.
 
     Raises:
         ConfigError: a target cannot be built.
@@ -89,7 +89,7 @@ def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) ->
 
 
 def numerics_of(cfg: RunConfig) -> Numerics:
-    """The numbers settings as a strategy takes them."""
+    """Return the numerics settings for a strategy."""
     return Numerics(
         seed=cfg.seed,
         reproducible=cfg.numerics.reproducible,
@@ -99,19 +99,19 @@ def numerics_of(cfg: RunConfig) -> Numerics:
 
 
 def model_transforms_of(cfg: RunConfig) -> ModelTransforms:
-    """What of the model is recomputed, and what compiled."""
+    """Return which parts of the model are recomputed, and which are compiled."""
     return ModelTransforms(
         recompute=cfg.activation_checkpointing, compile_mode=cfg.compile.mode, backend=cfg.compile.backend
     )
 
 
 def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
-    """Build the model on the CPU, its initial weights drawn from the run's seed alone.
+    """Build the model on the CPU; its initial weights depend on the run's seed alone.
 
     Args:
         cfg: a checked config.
-        deferred: build it without its numbers, for a strategy that makes those it needs
-            (`trainkit.numerics.deferred.initial_values`); with them, where its constructor does not allow that.
+        deferred: build it without data, for a strategy that initialises the parameters it needs
+            (`trainkit.numerics.deferred.initial_values`); with data if its constructor does not allow that.
 
     Raises:
         ConfigError: the target is no model.
@@ -128,7 +128,7 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 
 
 def transformed_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
-    """The model as `Strategy.place` takes it: forward passes that are recomputed or compiled are in place."""
+    """Return the model for the executor, with recomputed or compiled forward passes in place."""
     model = build_model(cfg, deferred=strategy.defers)
     apply_transforms(model, model_transforms_of(cfg), compiles=strategy.compiles)
     return model
@@ -140,12 +140,14 @@ def _deferred(cfg: RunConfig) -> nn.Module | None:
         return build_deferred(lambda: build(cfg.model, "model"))
     except TrainkitError:
         raise
-    except Exception:  # noqa: BLE001 - a constructor that wants its numbers may fail in any way
+    except Exception:  # noqa: BLE001 - a constructor that needs data may fail in any way
         return None
 
 
 def build_callbacks(cfg: RunConfig) -> list[Callback]:
-    """What looks on at every run, around the callbacks and loggers that the config names, in its order."""
+    """Return the callbacks of the run: the default ones, around the callbacks and loggers of the config, in
+    its order.
+    """
     groups = {"callbacks": cfg.callbacks, "logger": cfg.logger}
     chosen = [build(node, place) for place, nodes in groups.items() for node in nodes.values()]
     callbacks = [StartupSummary(), MetricsFile(), *chosen, FinalSummary()]
@@ -155,11 +157,11 @@ def build_callbacks(cfg: RunConfig) -> list[Callback]:
 def make_optimizer(
     cfg: RunConfig, model: nn.Module, **replaced: Any
 ) -> Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer]:
-    """How a strategy builds the optimizer, once it knows the parameters to update.
+    """Return a function by which a strategy builds the optimizer for the parameters to update.
 
     `optimizer.groups` names groups of parameters by `match`, globs on canonical names (`*.bias`) or on the class of the
-    module that owns the parameter (`type:*Norm*`); the first group that matches has it, with the other keys of the
-    group as its settings. `replaced` are settings to use instead of the config's.
+    module that owns the parameter (`type:*Norm*`); the first matching group applies, with its other keys as settings.
+    `replaced` are settings to use instead of the config's.
     """
     node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
     groups = cfg.optimizer.get("groups") or {}

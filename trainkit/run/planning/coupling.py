@@ -1,12 +1,11 @@
-"""Find by running whether a model or an objective draws random numbers or couples the samples of a shard.
+"""Find by execution whether a model or an objective draws random numbers or couples the samples of a shard.
 
-A shard is run several times from the same generator states and buffers, each time with other samples in some of its
-places. In the places that keep their samples, the inputs and outputs of the model must keep their bits, and so must
-the gradient of the loss with respect to the outputs, but for rounding. The loss must be a sum over samples: of the
-four shards that two choices of samples for each of two parts make, the losses of opposite pairs have equal sums.
-
-Names of layers are not looked at. What four samples do not show (a router that drops samples only when it is full) is
-not found.
+A shard is run several times from the same generator states and buffers, each time with other samples at some of its
+positions. At the positions that keep their samples, the inputs and outputs of the model must keep their bits, and so
+must the gradient of the loss with respect to the outputs, except for rounding. The loss must be a sum over samples: of
+the four shards made of two choices of samples for each of two parts, the losses of opposite pairs have equal sums.
+Names of layers are not considered. Effects that four samples do not show (a router that drops samples only when it is
+full) are not found.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ _KEEPS: Final = "keeps statistics of a shard in its buffers"
 _UNSTEADY: Final = "gives other numbers when it runs again"
 _EITHER: Final = "the model or the objective"
 _ROUNDING: Final = 64.0
-"""Units in the last place that sums over a shard in another order may cost."""
+"""Tolerance, in units in the last place, for sums over a shard in another order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Coupling:
-    """What makes the result of a training depend on the cut of its steps, as far as it is known."""
+    """The known reasons why the result of a training depends on the cut of its steps."""
 
     found: tuple[tuple[str, str], ...] = ()
     """(subject, predicate): `("the model", "draws random numbers")`."""
     not_probed: str | None = None
-    """Why the model was not run, or not to the end; None where it was, or where the objective declares coupling."""
+    """Why the model was not run, or not to the end; None if it was, or if the objective declares coupling."""
 
     @property
     def depends_on_cut(self) -> bool | None:
-        """Whether another cut of the steps is another training; None where that is not known."""
+        """Whether another cut of the steps is another training; None if unknown."""
         return True if self.found else None if self.not_probed else False
 
     @property
     def text(self) -> str:
-        """What was found, as a clause.
+        """The findings, as a clause.
 
         Example:
             >>> Coupling(found=((MODEL, DRAWS), (MODEL, COUPLES))).text
@@ -69,7 +68,7 @@ def probe(model: nn.Module, objective: Objective, samples: Sequence[Any]) -> Cou
         samples: an even number of samples of equal shapes; the second half replaces the first.
 
     Returns:
-        What was found. The generators of torch (CPU), `random` and NumPy are as before.
+        The findings. The generators of torch (CPU), `random` and NumPy are restored.
     """
     with kept_generators(), warnings.catch_warnings(), torch.enable_grad():
         warnings.simplefilter("ignore")
@@ -78,7 +77,7 @@ def probe(model: nn.Module, objective: Objective, samples: Sequence[Any]) -> Cou
 
 
 def _vary_constant_parameters(model: nn.Module) -> None:
-    """Change parameters whose elements are all alike: a layer that begins as zero would hide what is behind it."""
+    """Change parameters whose elements are all equal: a layer initialised to zero would hide the layers before it."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for param in model.parameters():
@@ -99,7 +98,7 @@ def _findings(shard: Shard) -> Coupling:
     runs = {replaced: shard.run(replaced) for replaced in _variants(shard.size)}
     if base.inputs and _equal(base.inputs, runs[frozenset(range(shard.size))].inputs):
         return Coupling(found=tuple(found), not_probed="the samples that were tried are all alike")
-    # Whether something changes in places that keep their samples.
+    # Compare at the positions that keep their samples.
     kept = [([place for place in range(shard.size) if place not in replaced], run) for replaced, run in runs.items()]
     if not all(_equal(base.inputs, run.inputs, places) for places, run in kept):
         found.append((OBJECTIVE, COUPLES))
@@ -115,7 +114,7 @@ def _findings(shard: Shard) -> Coupling:
 
 
 def _variants(size: int) -> list[frozenset[int]]:
-    """Return places to replace: each place is replaced while each other is kept; then halves, and all of them.
+    """Return sets of positions to replace: every position is replaced while every other is kept; then halves, and all.
 
     Example:
         >>> [sorted(places) for places in _variants(4)]
@@ -130,7 +129,7 @@ def _variants(size: int) -> list[frozenset[int]]:
 
 
 def _equal(left: Sequence[Tensor], right: Sequence[Tensor], places: Sequence[int] | None = None) -> bool:
-    """Return whether tensors have equal bits, in some places alone."""
+    """Return whether tensors have equal bits, optionally only at some positions."""
     if len(left) != len(right):
         return False
     pairs = zip(left, right, strict=True)
@@ -138,7 +137,7 @@ def _equal(left: Sequence[Tensor], right: Sequence[Tensor], places: Sequence[int
 
 
 def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether two tensors are equal but for rounding in a dtype."""
+    """Return whether two tensors are equal except for rounding in a dtype."""
     if not one.numel():
         return True
     scale = torch.maximum(one.abs().max(), other.abs().max())
@@ -146,15 +145,15 @@ def _close(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _grads_close(base: Pass, run: Pass, places: Sequence[int]) -> bool:
-    """Return whether the gradient by the outputs is the same in some places, but for rounding."""
+    """Return whether the gradient by the outputs is the same at some positions, except for rounding."""
     pairs = [(one, other) for one, other in zip(base.grads, run.grads, strict=True) if one is not None]
     return all(other is not None and _close(one[places], other[places], one.dtype) for one, other in pairs)
 
 
 def _is_sum(base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
-    """Return whether the loss of a shard is a sum of what its parts contribute, whatever stands in the other places.
+    """Return whether the loss of a shard is a sum of contributions of its parts, independent of the other positions.
 
-    The gradient by outputs does not show an auxiliary loss that the model computes from what it has inside.
+    The gradient by outputs does not show an auxiliary loss that the model computes from its hidden states.
     """
     everywhere = max(runs, key=len)
     for replaced, run in runs.items():
@@ -168,7 +167,7 @@ def _is_sum(base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
 
 
 def _buffers_depend_on_cut(shard: Shard, base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
-    """Return whether buffers depend on the samples, and are not the mean of those that two halves would give."""
+    """Return whether buffers depend on the samples, and differ from the mean of those that two halves would give."""
     whole = runs[frozenset(range(shard.size))].buffers
     moved = [name for name, buffer in base.buffers.items() if not torch.equal(buffer, whole[name])]
     if not moved or shard.size % 2:

@@ -1,4 +1,4 @@
-"""Whether the result of a planned training depends on how its steps are cut into shards."""
+"""Find whether the result of a planned training depends on how its steps are cut into shards."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from trainkit.run.planning.plan import RunPlan
 __all__ = ["coupling_of", "cut_notes"]
 
 _CHEAP: Final = 50_000_000
-"""Parameters up to which train and plan run the model on a few samples."""
+"""Up to this number of parameters, train and plan run the model on a few samples."""
 _SHARD: Final = 4
 """Samples of the shard that is run: enough for two pairs."""
 _LOOKED_AT: Final = 32
-"""Samples among which those of one shape are looked for."""
+"""Number of samples that are searched for samples of one shape."""
 
 
 def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
-    """Return what the user should know about another number of replicas; nothing where the cut does not follow it.
+    """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas.
 
     Args:
         plan: the run.
-        coupling: finds what makes the result depend on the cut; asked where the cut follows the replicas.
+        coupling: finds why the result depends on the cut; called if the cut depends on the replicas.
     """
     if not plan.micro_size_depends_on_replicas or plan.components.strategy.is_another_training:
         return []
@@ -44,13 +44,13 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
 
 
 def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -> Coupling:
-    """Run the model of a plan on a few samples of its training data, on the CPU, and see what depends on the cut.
+    """Run the model of a plan on a few samples of its training data, on the CPU, and find what depends on the cut.
 
-    The model and the objective are built anew for it, so that those of the training are left as they are.
+    The model and the objective are built anew for this, so that those of the training are not changed.
 
     Args:
         plan: the run.
-        model: perhaps without its numbers: counted, not run.
+        model: possibly without data: only its parameters are counted.
         at_any_size: whether a model of more than 50 million parameters is run as well.
     """
     if plan.components.objective.couples_samples:
@@ -66,7 +66,7 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
         if isinstance(samples, str):
             return Coupling(not_probed=samples)
         return probe(build_model(plan.cfg), build(plan.cfg.objective), samples)
-    except Exception as error:  # noqa: BLE001 - a user's model may fail in any way here, and says so again in training
+    except Exception as error:  # noqa: BLE001 - a user's model may fail in any way; training reports it
         reason = str(error).partition("\n")[0]
         return Coupling(not_probed=f"a pass on the CPU failed ({type(error).__name__}: {reason[:200]})")
 
@@ -88,19 +88,19 @@ def _samples_of_one_shape(dataset: Any) -> list[Any] | str:
 
 
 def _some(dataset: Any) -> Iterator[Any]:
-    """Samples from all over the dataset, since neighbours may be alike; of a stream the first."""
+    """Yield samples spread over the dataset, since neighbours may be alike; the first samples of a stream."""
     if isinstance(dataset, Stream):
         yield from itertools.islice(dataset.items(0), _LOOKED_AT)
         return
     size = size_of(dataset)
     count = min(size, _LOOKED_AT)
-    # In bit-reversed order: the first 8 are far from each other too.
+    # In bit-reversed order: even the first 8 are far from each other.
     order = sorted(range(count), key=lambda place: f"{place:05b}"[::-1])
     yield from (dataset[place * size // count] for place in order)
 
 
 def _shape(value: Any) -> Any:
-    """What two samples have in common that can stand in one batch."""
+    """Return what samples of one batch must have in common: types, shapes and dtypes."""
     if isinstance(value, Tensor | np.ndarray):
         return type(value), tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):

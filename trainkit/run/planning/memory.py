@@ -1,4 +1,4 @@
-"""Memory of a run on each of its devices, before any of it is allocated."""
+"""Compute the memory of a run on each of its devices, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ __all__ = ["Memory", "checkpoint_bytes", "memory_of", "meta_model"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """Bytes on each device that the model itself decides; activations come on top."""
+    """Bytes on each device that depend on the model alone; activations are added to them."""
 
     num_params: int
     """Parameters, trainable or not."""
     parameter_bytes: int
-    """Parameters, and their masters where those are apart."""
+    """Parameters, and master copies if they are separate."""
     buffer_bytes: int
     """Buffers of the model."""
     gradient_bytes: int
-    """Gradients as backward leaves them."""
+    """Gradients after backward."""
     exchange_bytes: int
     """Copies of the gradients that the exchange or the order of summation needs at its peak."""
     optimizer_bytes: int | None
-    """State of the optimizer; None where it cannot be found out without allocating it."""
+    """State of the optimizer; None if it cannot be found without allocating it."""
     gathered_bytes: int = 0
-    """Parameters and gradients that are here for a while, at the peak, because ranks hold parts of the model."""
+    """Parameters and gradients that are gathered temporarily, at the peak, because the model is sharded."""
 
     @property
     def total_bytes(self) -> int:
-        """All that is known."""
+        """The sum of all known parts."""
         known = (self.parameter_bytes, self.buffer_bytes, self.gradient_bytes, self.exchange_bytes, self.gathered_bytes)
         return sum(known) + (self.optimizer_bytes or 0)
 
 
 def meta_model(plan: RunPlan) -> nn.Module:
-    """The model without its numbers (on torch's `meta` device); with them where it cannot be built so.
+    """Return the model without data (on torch's `meta` device); with data if it cannot be built so.
 
     Raises:
-        ConfigError: it has a parameter whose bytes no 64 bits count.
+        ConfigError: the size of a parameter in bytes overflows 64 bits.
     """
     try:
         with torch.device("meta"):
             return build_model(plan.cfg)
     except TrainkitError:
         raise
-    except Exception as error:  # noqa: BLE001 - a constructor that looks at its numbers may fail in any way
+    except Exception as error:  # noqa: BLE001 - a constructor that reads data may fail in any way
         if "Storage size calculation overflowed" in str(error):
             rule = f"has a parameter that no memory holds: {str(error).splitlines()[0]}. Use smaller sizes."
             raise ConfigError([Problem(key="model", rule=rule)]) from None
@@ -61,7 +61,7 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 
 def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
-    """Count what a device of this run will hold.
+    """Compute what a device of this run will hold.
 
     Args:
         plan: the run.
@@ -86,7 +86,7 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
 
 
 def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
-    """Return the bytes of a checkpoint of this run; without the optimizer's state where nobody knows it beforehand.
+    """Return the bytes of a checkpoint of this run; without the optimizer's state if its size is unknown beforehand.
 
     Args:
         plan: the run.
@@ -99,7 +99,7 @@ def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
 
 
 def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], width: int) -> int | None:
-    """Let the optimizer take one step on parameters without numbers, and count what it keeps."""
+    """Count the optimizer state after one step on `meta` parameters; None if the optimizer cannot run on them."""
     params = {
         name: nn.Parameter(_abstract(param, held[name]))
         for name, param in model.named_parameters()
@@ -113,12 +113,12 @@ def _optimizer_bytes(plan: RunPlan, model: nn.Module, held: Mapping[str, int], w
         optimizer.step()
     except TrainkitError:
         raise
-    except Exception:  # noqa: BLE001 - any optimizer may want real numbers, in its own way
+    except Exception:  # noqa: BLE001 - any optimizer may need real data, in its own way
         return None
     kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return sum(value.numel() * (width if value.is_floating_point() else value.element_size()) for value in kept)
 
 
 def _abstract(param: Tensor, size: int) -> Tensor:
-    """What a device holds of a parameter, without numbers: of one that is cut, so many elements in a row."""
+    """Return the `meta` tensor of a parameter on one device; flat if the parameter is sharded."""
     return torch.empty_like(param, device="meta") if size == param.numel() else torch.empty(size, device="meta")

@@ -1,4 +1,4 @@
-"""What a model's modules say about a plan, before it is trained."""
+"""Notes and problems of a model under a plan, before it is trained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["model_notes"]
 
 
 def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return what the user should know about this strategy, and about this model under it.
+    """Return notes for the user about this strategy, and about this model under it.
 
     Raises:
-        ConfigError: the strategy cannot place this model as it is asked to, or batch statistics would be taken of a
+        ConfigError: the strategy cannot place this model as configured, or batch statistics would be computed over a
             single sample.
     """
     strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
@@ -28,7 +28,7 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
     problems += shaping_problems(model, shaping, compiles=strategy.compiles, strategy=named)
     if problems:
         raise ConfigError(problems)
-    # torch refuses these by their class
+    # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
     return [*strategy.notes(), *strategy.notes_with(model), *shaping_notes(model, shaping)]

@@ -1,4 +1,4 @@
-"""Memory that ran out: which one, what the run needs there, and what to try instead."""
+"""Explain an out-of-memory error: which memory, how much the run needs there, and what to try instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["explain_oom"]
 
 _STRATEGIES: Final = "trainkit.strategies"
 _FEWEST: Final = 3
-"""Ways out to name, where there are so many."""
+"""Number of remedies to name, if there are so many."""
 _ON_CHIP: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
     "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {told}"
@@ -32,12 +32,12 @@ _ON_CHIP: Final = (
 
 @contextmanager
 def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
-    """Make an allocation that fails inside an error that says what the run needs, and ways to need less.
+    """Convert a failed allocation inside the block into an error that names what the run needs, and ways to need less.
 
     Args:
         plan: the run.
-        task: this process.
-        step: the step that is being computed; None while the model is being placed.
+        task: the task of this process.
+        step: returns the step that is being computed; None while the model is being placed.
 
     Raises:
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
@@ -92,7 +92,7 @@ def _with_remedies(plan: RunPlan, head: str, *, placing: bool) -> str:
     try:
         memory = memory_of(plan, meta_model(plan))
         ways = _remedies(plan, placing=placing)
-    except (MemoryError, RuntimeError):  # there is none left to find out more
+    except (MemoryError, RuntimeError):  # no memory is left to compute the details
         return head
     needs = f"The run needs {num_bytes(memory.total_bytes)} a device, and activations: {_parts(memory)}."
     if not ways:
@@ -114,22 +114,22 @@ def _parts(memory: Memory) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Remedy:
     overrides: str
-    """What to add to the command line."""
+    """The overrides to add to the command line."""
     effect: str
-    """What it does to the memory of a device."""
+    """The effect on the memory of a device."""
 
 
 def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
-    """What helps this run and is not done yet; while it is placed, what makes the model itself smaller comes first."""
+    """Return remedies that are not applied yet; while the model is placed, those that make it smaller come first."""
     lasting = [*_spread(plan), *_reduced_precision(plan)]
     passing = [*_recomputed(plan), *_smaller_shards(plan)]
-    # one that cuts the model comes first in any case
+    # sharding the model comes first in any case
     first, second = (lasting, passing) if placing else ([*lasting[:1], *passing], lasting[1:])
     return [*first, *second][:_FEWEST]
 
 
 def _spread(plan: RunPlan) -> Iterator[_Remedy]:
-    """Cut the model over several devices, one way or another."""
+    """Yield the ways to shard the model over several devices."""
     count = plan.facts.num_gpus or 4
     if count < 2 or plan.components.strategy.holds_pieces:
         return
@@ -159,7 +159,7 @@ def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:
 
 
 def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
-    """Whether this model could be trained so, on this host."""
+    """Return whether this model could be trained with a config on this host."""
     try:
         other = make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.components.datasets)
     except ConfigError:

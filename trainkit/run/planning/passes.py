@@ -1,4 +1,6 @@
-"""Run a shard once, forward alone, and note what the model is given and gives, and who moves a generator."""
+"""Run the forward pass of a shard once, and record the model's inputs and outputs, and which object draws random
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,28 +23,28 @@ MODEL, OBJECTIVE = "the model", "the objective"
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One run of a shard."""
+    """The record of one run of a shard."""
 
     inputs: tuple[Tensor, ...]
     """Inputs of the model that have an element for each sample, with that dim first."""
     outputs: tuple[Tensor, ...]
-    """The same of its outputs."""
+    """Outputs of the model that have an element for each sample, with that dim first."""
     grads: tuple[Tensor | None, ...]
     """The gradient of the loss with respect to each of these outputs."""
     total: Tensor
-    """() the loss that backward would begin from, detached."""
+    """() the loss that backward would start from, detached."""
     buffers: Mapping[str, Tensor]
     """The floating-point buffers of the model after the pass."""
     drew: frozenset[str]
-    """Who moved a generator: MODEL, OBJECTIVE."""
+    """Which objects drew random numbers: MODEL, OBJECTIVE."""
 
 
 class Shard:
-    """A model, an objective, and two samples for each place of a shard.
+    """A model, an objective, and two samples for each position of a shard.
 
     Args:
         model: on the CPU, in training mode.
-        objective: scores the shard.
+        objective: computes the loss of the shard.
         samples: the samples of the shard, and as many that replace them; all of equal shapes.
     """
 
@@ -56,8 +58,8 @@ class Shard:
         """Run the shard, always from the same buffers and generator states.
 
         Args:
-            replaced: places that hold their other sample.
-            places: the places to run; None: all.
+            replaced: positions that use their replacement sample.
+            places: the positions to run; None: all.
         """
         places = range(self.size) if places is None else places
         batch = collate([(self._other if i in replaced else self._first)[i] for i in places], places)
@@ -65,22 +67,22 @@ class Shard:
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(self._buffers[name])
         seed_host(0)
-        watch = _Watch(len(places))
-        with watch.watching(self._model):
+        recorder = _CallRecorder(len(places))
+        with recorder.recording(self._model):
             loss = self._objective.loss(self._model, batch)
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         return Pass(
-            inputs=tuple(watch.inputs),
-            outputs=tuple(watch.outputs),
-            grads=watch.grads(total),
+            inputs=tuple(recorder.inputs),
+            outputs=tuple(recorder.outputs),
+            grads=recorder.grads(total),
             total=total.detach(),
             buffers={name: t.clone() for name, t in self._model.named_buffers() if t.is_floating_point()},
-            drew=frozenset(watch.drew),
+            drew=frozenset(recorder.drew),
         )
 
 
-class _Watch:
-    """Sees the calls of a model while an objective runs it."""
+class _CallRecorder:
+    """Records the calls of a model while an objective runs it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -91,8 +93,8 @@ class _Watch:
         self._state = _comparable_state()
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Watch every call of the model until the block ends."""
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Record every call of the model until the block ends."""
         hooks = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -124,7 +126,7 @@ class _Watch:
         self.outputs += [tensor.detach().movedim(dim, 0).clone() for tensor, dim in found]
 
     def _by_sample(self, value: Any) -> Iterator[tuple[Tensor, int]]:
-        """The tensors that have an element for each sample, with that dim: the first, or the only one of that size."""
+        """Yield tensors with one element per sample, and that dim: the first, or the only one of that size."""
         for tensor in _tensors_in(value):
             dims = [dim for dim, size in enumerate(tensor.shape) if size == self._size]
             if dims and (dims[0] == 0 or len(dims) == 1):

@@ -1,4 +1,4 @@
-"""The plan of a run: everything that is decided before a device is touched."""
+"""The plan of a run: everything that is resolved before a device is used."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ __all__ = ["RunPlan", "make_plan"]
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """A run, decided."""
+    """A run with all values resolved."""
 
     cfg: RunConfig
-    """The config with everything that was auto resolved: what `resolved.yaml` holds."""
+    """The config with every auto value resolved: the content of `resolved.yaml`."""
     components: Components
-    """What it is made of."""
+    """The objects that the training consists of."""
     tasks: tuple[Task, ...]
-    """The processes it needs."""
+    """The processes of the run."""
     num_replicas: int
-    """Replicas that get their own shards."""
+    """Replicas that compute their own shards."""
     batch: BatchPlan
-    """How steps are cut."""
+    """How steps are cut into shards."""
     num_steps: int
     """Steps of the whole training."""
     rate: LearningRate
     """The learning rate of every step."""
     facts: PlanContext = field(default_factory=PlanContext)
-    """What the strategy was judged by."""
+    """The context that the strategy was validated with."""
     engine: ProcessBackend | None = None
-    """What starts the processes, where this machine does not."""
+    """The backend that starts the processes, if this machine does not."""
     micro_size_depends_on_replicas: bool = False
-    """Whether the cut of a step follows the number of replicas, because the config leaves it open."""
+    """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
 
     @property
     def last_step(self) -> int:
@@ -58,7 +58,7 @@ class RunPlan:
 
     @property
     def auxiliary_ranks(self) -> tuple[int, ...]:
-        """Ranks that do not run the engine's loop."""
+        """Ranks that do not run the training loop."""
         trains = self.components.strategy.trains
         return tuple(task.rank for task in self.tasks if task.is_evaluator or not trains(task))
 
@@ -69,26 +69,26 @@ class RunPlan:
 
     @property
     def replaceable(self) -> tuple[int, ...]:
-        """Ranks that are started again alone when they die."""
+        """Ranks that are restarted alone when they die."""
         replaces = self.components.strategy.replaces
         return tuple(task.rank for task in self.tasks if task.is_evaluator or replaces(task))
 
     @property
     def eval_batch_size(self) -> int:
-        """Samples of a forward pass of evaluation."""
+        """Samples per forward pass in evaluation."""
         return self.cfg.eval.batch_size or max(self.batch.micro_size, 256)
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
-        """The plan with what its strategy leaves to be decided by the model.
+        """Return the plan with the choices that its strategy makes by the model.
 
         Args:
-            build: gives the model, perhaps without its numbers; asked for where something is left open.
+            build: returns the model, possibly without data; called if something is left open.
         """
         strategy = self.components.strategy.decided(build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 
     def summary(self, num_params: int) -> dict[str, str]:
-        """Effective values for a person, label -> text."""
+        """Return the effective values for the user, label -> text."""
         full, batch, cfg = self.batch.num_shards(0), self.batch, self.cfg
         factors = f"{full} shards of at most {batch.micro_size}" if full > 1 else "1 shard"
         peak = f"{self.rate.peak:g}"
@@ -119,13 +119,13 @@ class RunPlan:
 
 
 def _roles_text(tasks: Sequence[Task]) -> str | None:
-    """How many of each role there are, where not all do the same."""
+    """Return the number of tasks of each role, if there is more than one role."""
     counts = Counter(task.role for task in tasks)
     return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
 
 
 def _skips_text(numerics: NumericsConfig) -> str | None:
-    """Return what becomes of a step that is not finite, where the run does not end with it."""
+    """Return what happens to a step that is not finite, if it does not end the run."""
     if numerics.on_nonfinite == "skip":
         share = f"{numerics.max_skipped_share * 100:g} %"
         return f"left out, at most {numerics.max_skips_in_a_row} steps in a row and {share} of all"
@@ -139,16 +139,16 @@ def make_plan(
     launch: LaunchEnvironment | None = None,
     splits: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Decide everything about a run; starts no process and needs no GPU.
+    """Resolve everything about a run; starts no process and needs no GPU.
 
     Args:
         cfg: a checked config.
         num_gpus: CUDA devices to plan for; None: those of this host.
-        launch: the processes that something else started for this run.
-        splits: the datasets, where they were built already.
+        launch: the external launch that this process belongs to.
+        splits: the datasets, if they were built already.
 
     Raises:
-        ConfigError: what is wrong with this combination, all at once.
+        ConfigError: all problems of this combination.
         DataError: a dataset is absent, damaged or empty.
     """
     cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
@@ -186,7 +186,7 @@ def make_plan(
         cfg, batch=replace(cfg.batch, global_size=sizes.global_size, micro_size=sizes.micro_size, accumulation=None)
     )
     if engine is not None:
-        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": gpus})  # a worker sees no more than its own
+        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": gpus})  # a worker sees only its own GPU
     return RunPlan(
         cfg=resolved,
         components=parts,
@@ -202,7 +202,7 @@ def make_plan(
 
 
 def _class_of(node: Mapping[str, Any]) -> type | None:
-    """What a node builds; None where that is a function's to say."""
+    """Return the class that a node builds; None if its target is a function."""
     target = resolve_target(node["_target_"])
     return target if isinstance(target, type) else None
 
@@ -216,7 +216,7 @@ def _elastic_problems(
 ) -> list[Problem]:
     fewest = cfg.elastic.min_replicas
     count = len(parts.strategy.tasks(facts))
-    if fewest is None or count == 1:  # that one process makes no use of it was told by the check
+    if fewest is None or count == 1:  # the config check has already reported that a single process ignores the key
         return []
     if facts.launch is not None:
         rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."

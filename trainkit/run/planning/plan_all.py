@@ -1,4 +1,4 @@
-"""Planning every point of a sweep before the first one runs: what only a plan can tell is told at once."""
+"""Plan every point of a sweep before the first one runs, so that problems that need a plan are reported at once."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["plan_all_points"]
 
 
 def plan_all_points(compositions: Iterable[Composition], *, num_gpus: int | None = None) -> list[int]:
-    """Plan them all, and start none.
+    """Plan all compositions, and start none.
 
-    A point that continues another run is left out: what it has left auto is that run's to say. A dataset is read once
-    for all points in a row that have it.
+    A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
+    consecutive points that use it.
 
     Args:
         compositions: checked ones.
-        num_gpus: GPUs that each will have on the machine where it runs; None: those of this one.
+        num_gpus: GPUs of the machine that each point runs on; None: those of this one.
 
     Returns:
-        The steps of each one's training; 0 of one that continues another run.
+        The number of steps of each training; 0 if it continues another run.
 
     Raises:
         ConfigError: every problem of every plan.

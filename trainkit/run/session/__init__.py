@@ -1,1 +1,1 @@
-"""What one rank does around the training loop: checkpoints, evaluation, triggers and restoring."""
+"""The work of one rank around the training loop: checkpoints, evaluation, triggers and restoring."""

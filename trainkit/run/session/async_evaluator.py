@@ -1,9 +1,9 @@
 """The evaluator: scores each new complete checkpoint of a run beside its training, which never waits for it.
 
-It reads the folder of checkpoints and nothing else of the training. What it finds stands in `evaluations.jsonl`, a line
-a checkpoint, and in an event file of its own beside the training's; which checkpoint is best is told through
-`checkpoints/evaluated.json` (`trainkit.trainer.checkpoint.evaluated_index`). It may die and be started again at any
-moment: a checkpoint has its line once it is done, and what has a line is not done again.
+It only reads the folder of checkpoints. It writes its results to `evaluations.jsonl`, one line per checkpoint, and to
+an event file beside the training's; it publishes the best checkpoint through `checkpoints/evaluated.json`
+(`trainkit.trainer.checkpoint.evaluated_index`). It may die and be restarted at any moment: a finished checkpoint has
+its line, and checkpoints with a line are not evaluated again.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from trainkit.trainer.state import State
 __all__ = ["CheckpointEvaluator", "evaluate_checkpoints", "evaluated_so_far", "training_has_ended"]
 
 _MAX_BYTES: Final = 64 << 20
-"""Of a manifest."""
+"""Size limit of a manifest."""
 _POLL_INTERVAL_S: Final = 0.5
-"""Seconds between two looks at the folder of checkpoints."""
+"""Seconds between two reads of the folder of checkpoints."""
 
 
 def evaluate_checkpoints(
@@ -56,24 +56,25 @@ def evaluate_checkpoints(
     on_phase: Callable[[str, int], None],
     has_ended: Callable[[], bool] | None = None,
 ) -> bool:
-    """Evaluate each checkpoint as it comes, until the training has ended and its last one is done; or asked to stop.
+    """Evaluate each new checkpoint, until the last one of an ended training is done, or this process is asked to stop.
 
     Args:
         plan: the run.
-        identity: who this process is.
+        identity: rank and task of this process.
         folder: the run folder.
-        requested: why this process was asked to stop, or None: what is left then is done when the run is resumed.
-        on_phase: is told (phase, step) of what it does.
-        has_ended: whether no checkpoint will follow; by default, whether the training has ended.
+        requested: returns why this process was asked to stop, or None; the remaining checkpoints are evaluated when the
+            run is resumed.
+        on_phase: receives each phase and step of this task.
+        has_ended: returns whether no checkpoint will follow; by default, whether the training has ended.
 
     Returns:
-        Whether everything is done; False: it was asked to stop before.
+        Whether everything is done; False: this process was asked to stop before.
     """
     ended = has_ended or (lambda: training_has_ended(folder))
     evaluator = CheckpointEvaluator(plan, folder, device=identity.task.device, on_phase=on_phase)
     try:
         while requested() is None:
-            is_last_look = ended()  # asked first: a checkpoint may come in between
+            is_last_look = ended()  # read first: a checkpoint may appear in between
             if evaluator.evaluate_next(requested):
                 continue
             if is_last_look:
@@ -86,7 +87,7 @@ def evaluate_checkpoints(
 
 
 def training_has_ended(folder: RunFolder) -> bool:
-    """Whether no checkpoint will follow: the training is marked as ended, or has a result that more will not follow."""
+    """Return whether no checkpoint will follow: the training is marked as ended, or has a final result."""
     if folder.trained.exists():
         return True
     result = folder.read_result()
@@ -94,7 +95,7 @@ def training_has_ended(folder: RunFolder) -> bool:
 
 
 def evaluated_so_far(folder: RunFolder) -> tuple[int, list[str]]:
-    """Return how many checkpoints were evaluated, and the names of those in the folder that were not."""
+    """Return the number of evaluated checkpoints, and the names of those in the folder that are not evaluated."""
     rows = _rows(folder.evaluations)
     done = {row["manifest"] for row in rows}
     left = [
@@ -109,8 +110,8 @@ class CheckpointEvaluator:
     Args:
         plan: the run.
         folder: its folder.
-        device: where to compute.
-        on_phase: is told (phase, step) of what it does.
+        device: the device of the model.
+        on_phase: receives each phase and step of this task.
     """
 
     def __init__(self, plan: RunPlan, folder: RunFolder, *, device: str, on_phase: Callable[[str, int], None]) -> None:
@@ -139,16 +140,16 @@ class CheckpointEvaluator:
         self._events: EventFile | None = None
         self._reported: set[str] = set()
         self.rows = _rows(folder.evaluations)
-        """What was found, a row a checkpoint, in the order in which it was."""
+        """The results, one row per checkpoint, in the order of evaluation."""
         self.step = self.rows[-1]["step"] if self.rows else 0
-        """The step of the latest checkpoint that was looked at."""
+        """The step of the latest evaluated checkpoint."""
         self._publish()
 
     def evaluate_next(self, requested: Callable[[], str | None] = lambda: None) -> dict[str, Any] | None:
-        """Score the oldest checkpoint that was not; returns its row, or None where there was nothing to do.
+        """Score the oldest checkpoint that is not evaluated; return its row, or None if there is none.
 
         Args:
-            requested: why to leave off in the middle, or None.
+            requested: returns why to abort the evaluation, or None.
         """
         checkpoint = self._try_lock()
         if checkpoint is None:
@@ -163,7 +164,7 @@ class CheckpointEvaluator:
             self._take(loaded)
         except (CheckpointError, OSError) as error:
             self._reported.add(mark)
-            print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - the log of this task
+            print(f"{checkpoint.folder.name} is left out: {error}", flush=True)  # noqa: T201 - written to the log of this task
             return self.evaluate_next(requested)
         parts = self._plan.components
         self._on_phase("evaluate", self.step)
@@ -185,14 +186,14 @@ class CheckpointEvaluator:
         return row
 
     def close(self) -> None:
-        """Give back what it holds."""
+        """Release the model and close the event file."""
         self._publish()
         if self._events is not None:
             self._events.close()
         self._strategy.leave(self._placed)
 
     def _try_lock(self) -> Checkpoint | None:
-        """The oldest complete checkpoint that has no row, kept from now on until another one is claimed."""
+        """Return the oldest complete checkpoint without a row; it is not removed until another one is claimed."""
         done = {row["manifest"] for row in self.rows} | self._reported
         root = self._folder.checkpoints
         if not root.is_dir():
@@ -215,7 +216,7 @@ class CheckpointEvaluator:
             yield batch
 
     def _note(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Keep a row: on the curves, in the file, and then in what best is judged by."""
+        """Write a row to the event file, to `evaluations.jsonl`, and to the index that selects the best checkpoint."""
         if self._events is None:
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
         self._events.scalars(figures, step=row["step"], wall_time=time.time())
@@ -242,11 +243,11 @@ class CheckpointEvaluator:
 
 
 class EvaluationAbortedError(Exception):
-    """Raised to leave an evaluation in the middle."""
+    """Raised to abort an evaluation."""
 
 
 def _content_id(folder: Path) -> str:
-    """What tells a checkpoint from another of the same step."""
+    """Return a hash that distinguishes checkpoints of the same step."""
     try:
         return hashlib.sha256(read_bytes(folder / MANIFEST, limit=_MAX_BYTES)).hexdigest()[:16]
     except UnreadableError:
@@ -254,7 +255,7 @@ def _content_id(folder: Path) -> str:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of an earlier life; one that it did not get to the end of is none."""
+    """Return the rows of earlier starts; an incomplete last line is ignored."""
     try:
         lines = list(read_lines(path))
     except AbsentFileError:

@@ -1,4 +1,4 @@
-"""What a task does that does not run the loop: it assists the rank that trains, as its strategy says."""
+"""Run a task that does not run the training loop: it serves the rank that trains, as its strategy defines."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ __all__ = ["run_auxiliary", "unprefetched_loader"]
 def run_auxiliary(
     plan: RunPlan,
     identity: Identity,
-    folder: RunFolder,  # noqa: ARG001 - what tasks share is not a folder
+    folder: RunFolder,  # noqa: ARG001 - auxiliary tasks do not use the folder
     *,
     requested: Callable[[], str | None],
     on_phase: Callable[[str, int], None],
 ) -> None:
-    """Do the part of one task of a run, to its end.
+    """Run an auxiliary task until it ends.
 
     Args:
         plan: the run.
-        identity: who this process is: a task that `Strategy.trains` says no to.
-        folder: the run folder, which is not this task's to write into.
-        requested: why this process was asked to stop, or None. The rank that trains was asked as well.
-        on_phase: is told (phase, step) whenever this task begins something else.
+        identity: rank and task of this process; its task does not run the loop.
+        folder: the run folder, which this task must not write to.
+        requested: returns why this process was asked to stop, or None. The rank that trains was asked as well.
+        on_phase: receives (phase, step) whenever this task begins another phase.
     """
     decided = plan.resolved(lambda: meta_model(plan))
     cfg, strategy, reached = decided.cfg, decided.components.strategy, [0]
@@ -68,11 +68,11 @@ def run_auxiliary(
 
 
 def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
-    """Training data by tickets that nobody knows beforehand: nothing is read ahead.
+    """Return a loader of training data for tickets that are not known beforehand: nothing is prefetched.
 
     Args:
         plan: the run.
-        device: where batches are wanted.
+        device: the device of the batches.
     """
     return Loader(
         plan.components.datasets["train"],

@@ -1,4 +1,4 @@
-"""What a run keeps: its checkpoints, written and taken up again."""
+"""Write and restore the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ __all__ = ["Checkpointer", "retention_of"]
 
 
 class Checkpointer:
-    """Writes the checkpoints of a run, one a step at most; every rank has one, and the owner's writes.
+    """Writes the checkpoints of a run, at most one per step; every rank has one, and rank 0's writes the files.
 
-    Where ranks hold what others lack, every rank writes its pieces: then `save`, `announce` and `close` are collective.
+    If the state is sharded, every rank writes its shards: then `save`, `notify_saved` and `close` are collective.
 
     Args:
-        plan: what was decided.
-        run: what callbacks see of the run.
-        placed: the replica of this rank.
-        callbacks: have something to keep, and are told what was kept.
+        plan: the plan of the run.
+        run: the view of the run that callbacks receive.
+        placed: the executor of this rank.
+        callbacks: their states are saved, and they are notified of each checkpoint.
         fingerprint: the hash of the maths keys.
-        confirm: raises where the folder is another group's by now.
-        enter: is told when callbacks are shown a checkpoint.
+        confirm: raises if another group owns the folder now.
+        enter: receives a phase before callbacks are notified of a checkpoint.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Checkpointer:
 
     @property
     def has_saved(self) -> bool:
-        """Whether there is a checkpoint of this very step."""
+        """Whether there is a checkpoint of the current step."""
         return self._saved_at == self._run.state.step
 
     @property
@@ -91,12 +91,14 @@ class Checkpointer:
         return self._together is not None or self._run.is_owner
 
     def mark_saved(self) -> None:
-        """Count the step as saved, by whoever writes it: every rank does."""
+        """Mark the step as saved on every rank, whichever rank writes it."""
         self._saved_at, self._saved_when = self._run.state.step, time.monotonic()
         self._run.state.left_out.saved(self._run.state.step)
 
     def collect(self) -> ShardedState:
-        """Return what this rank writes of the current step; what is not copied changes with the next step."""
+        """Return the state that this rank writes of the current step; tensors that are not copied change with the next
+        step.
+        """
         if self._together is not None:
             return self._strategy.pieces(self._placed)
         if not self._run.is_owner:
@@ -104,7 +106,7 @@ class Checkpointer:
         return {name: (TensorShard.whole(tensor),) for name, tensor in self._strategy.state(self._placed).items()}
 
     def refuse_nonfinite(self, kept: ShardedState) -> None:
-        """Raise where a trained parameter, or a buffer that was finite, is not finite by now; collective.
+        """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.
 
         Raises:
             NonFiniteError: on every rank alike; names the step and a tensor.
@@ -125,7 +127,7 @@ class Checkpointer:
         return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
 
     def callback_states(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the callbacks."""
+        """Return the states of the callbacks for a checkpoint."""
         return {name: found for name, one in _by_kind(self._callbacks).items() if (found := one.state())}
 
     def save_alone(
@@ -133,12 +135,12 @@ class Checkpointer:
     ) -> bool:
         """Write a checkpoint of this step after an error, without another rank; return whether there is a new one.
 
-        Nothing is written where it is not certain that the state is that of the end of the step, whole and finite. The
-        state of a stream is left out: reading may have stopped in the middle of it.
+        Nothing is written unless the state is certainly that of the end of the step, complete and finite. The state of
+        a stream is left out: reading may have stopped in the middle of it.
 
         Args:
-            metric: what best is judged by, where it was measured at this step.
-            callbacks: their states, where they are not to be asked any more.
+            metric: the monitored metric, if it was measured at this step.
+            callbacks: their states, if the callbacks must not be asked any more.
             evaluation_due: whether the evaluation that is due after this step was not made.
 
         Raises:
@@ -167,14 +169,14 @@ class Checkpointer:
         callbacks: Mapping[str, Any] | None = None,
         evaluation_due: bool = False,
     ) -> None:
-        """Write a checkpoint of this step; for every rank that takes part.
+        """Write a checkpoint of this step; for every rank that writes.
 
         Args:
             kept: from `collect`.
             data: the state of the loader.
-            metric: what best is judged by, where it was measured at this step.
-            callbacks: their states, where they are not to be asked.
-            evaluation_due: as `save_alone` has it.
+            metric: the monitored metric, if it was measured at this step.
+            callbacks: their states, if the callbacks must not be asked.
+            evaluation_due: as in `save_alone`.
         """
         state = self._run.state
         meta = {
@@ -195,7 +197,7 @@ class Checkpointer:
             self._saver.save(step=state.step, tensors=tensors, meta=meta, metric=metric)
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
-        """Take up a checkpoint as if nothing had happened; returns the state of the loader."""
+        """Continue exactly from a checkpoint; return the state of the loader."""
         self._strategy.load_state(self._placed, loaded.tensors)
         self._run.state.restore(loaded.meta["state"])
         self._placed.loss_scale = self._placed.loss_scale.restored(loaded.meta["loss_scale"])
@@ -207,22 +209,22 @@ class Checkpointer:
         except (ValueError, TypeError) as error:
             what = f"meta.json does not tell what the strategy remembered ({error})"
             raise damaged(loaded.checkpoint.folder, what) from None
-        # One that lacks its evaluation is written once more where that finds it best.
+        # A checkpoint without its evaluation is written again if the evaluation finds it best.
         self._saved_at = None if loaded.meta.get("evaluation_due") else loaded.checkpoint.step
         return loaded.meta.get("data")
 
     def start_from(self, loaded: Loaded) -> None:
-        """Take over weights alone: a new training that begins where another ended."""
+        """Load the weights alone: a new training starts from the end of another."""
         self._strategy.load_state(self._placed, model_weights(loaded.tensors))
 
     def wait(self) -> None:
-        """Wait for what is being written, and tell of it; collective."""
+        """Wait for the checkpoint that is being written, and notify the callbacks; collective."""
         self._writer.wait()
         self.notify_saved()
         self._placed.all_ranks.sum(torch.zeros(1))
 
     def notify_saved(self) -> None:
-        """Tell the callbacks of what was written since the last call."""
+        """Notify the callbacks of the checkpoints written since the last call."""
         if self._together is not None:
             self._together.proceed()
         for checkpoint in self._writer.finished():
@@ -231,26 +233,28 @@ class Checkpointer:
                 callback.checkpoint_saved(self._run, checkpoint.folder)
 
     def close(self) -> None:
-        """Wait for what is being written, and tell of it."""
+        """Wait for the checkpoint that is being written, and notify the callbacks."""
         self._writer.wait()
         self.notify_saved()
         self._writer.close()
 
     def weights_sha256(self) -> str | None:
-        """The hash of all weights, on the owner; None elsewhere. Collective where ranks hold what others lack."""
+        """Return the hash of all weights on rank 0; None elsewhere. Collective if the state is sharded."""
         if self._together is not None:
             return sha256_of_pieces(self._strategy.pieces(self._placed), self._placed.all_ranks)
         return weights_sha256(self._strategy.state(self._placed)) if self._run.is_owner else None
 
 
 def retention_of(cfg: RunConfig) -> Retention:
-    """Which checkpoints of a run stay."""
+    """Return the retention rule of a run's checkpoints."""
     settings = cfg.checkpoint
     return Retention(keep_last=settings.keep_last, keep_best=settings.keep_best, mode=MonitoredMetric.of(cfg.eval).mode)
 
 
 def _by_kind(callbacks: Sequence[Callback]) -> dict[str, Callback]:
-    """Callbacks by class, the second of a kind with a number: a resumed run may have others in other places."""
+    """Return callbacks by class, the second of a class with a number: a resumed run may have another order of
+    callbacks.
+    """
     found: dict[str, Callback] = {}
     for callback in callbacks:
         kind = f"{type(callback).__module__}.{type(callback).__qualname__}"

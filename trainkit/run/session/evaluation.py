@@ -1,4 +1,4 @@
-"""How good the model is: splits scored while a run goes, and what is best so far."""
+"""Evaluate splits during a run, and keep track of the best result."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["EvalRunner"]
 
 
 class EvalRunner:
-    """Scores splits and remembers the figures.
+    """Evaluates splits and stores their metrics.
 
     Args:
-        plan: what was decided.
-        run: what callbacks see of the run.
-        placed: the replica of this rank.
-        callbacks: are shown the figures.
-        enter: is told of each batch.
+        plan: the plan of the run.
+        run: the view of the run that callbacks receive.
+        placed: the executor of this rank.
+        callbacks: receive the metrics.
+        enter: receives a heartbeat for each batch.
     """
 
     def __init__(
@@ -41,25 +41,25 @@ class EvalRunner:
         self._watched = MonitoredMetric.of(plan.cfg.eval)
         self._validated_at: int | None = None
         self.figures: dict[str, float] = {}
-        """The newest value of each figure."""
+        """The newest value of each metric."""
 
     @property
     def is_up_to_date(self) -> bool:
-        """Whether the validation split was scored at this very step."""
+        """Whether the validation split was evaluated at the current step."""
         return self._validated_at == self._run.state.step
 
     @property
     def metric(self) -> float | None:
-        """What best is judged by, where it was measured at this step."""
+        """The monitored metric, if it was measured at this step."""
         return self.figures.get(self._watched.metric) if self.is_up_to_date else None
 
     def forget(self) -> None:
-        """Forget the figures: the training rolls back to a step before them, or measures them again."""
+        """Drop the metrics: the training rolls back to an earlier step, or measures them again."""
         self._validated_at = None
         self.figures.clear()
 
     def score(self, split: str) -> None:
-        """Score a split; collective."""
+        """Evaluate a split; collective."""
         batches = EvalBatches(
             self._plan.components.datasets[split],
             batch_size=self._plan.eval_batch_size,
@@ -84,13 +84,13 @@ class EvalRunner:
             self._validated_at = self._run.state.step
 
     def _with_heartbeats(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Beat once a batch: `supervisor.eval_timeout_s` is the limit of a batch."""
+        """Report a heartbeat per batch: `supervisor.eval_timeout_s` is the limit of a batch."""
         for batch in batches:
             yield batch
             self._enter("evaluate")
 
     def update_best(self) -> bool:
-        """Whether the model is the best so far, which is remembered."""
+        """Record the model as the best so far if it is; return whether it is."""
         value, state = self.metric, self._run.state
         if value is None or not better(value, state.best, self._watched.mode):
             return False

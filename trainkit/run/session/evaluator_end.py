@@ -1,4 +1,4 @@
-"""How the evaluator of an attempt has ended: `live/evaluated.json`, for which the result of the run waits."""
+"""How the evaluator of an attempt has ended: `live/evaluated.json`, which the result of the run waits for."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class EvaluatorEnd:
 
 
 def report_end(folder: RunFolder, end: EvaluatorEnd) -> None:
-    """Report that nothing more is evaluated; for the evaluator, or for the supervisor that gives it up."""
+    """Report that no more checkpoints are evaluated; for the evaluator, or for the supervisor that gives up on it."""
     write_json_atomically(folder.evaluated, {"status": end.status, "reason": end.reason})
 
 
 def reported_end(folder: RunFolder) -> EvaluatorEnd | None:
-    """Return what was reported; None: the evaluator is still at work, or gone."""
+    """Return the reported end; None: the evaluator still works, or is lost."""
     try:
         found = read_map(folder.evaluated, {"status": str, "reason": (str, type(None))})
     except UnreadableError:

@@ -1,11 +1,11 @@
-"""Evaluate the checkpoints of any run, started by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
+"""Evaluate the checkpoints of any run by hand: `python -m trainkit.run.evaluator RUN [DEVICE]`.
 
-It scores the checkpoints that are there and those that come, until the training has ended, or no process works in its
-folder any more; then it writes the best checkpoint into the result of the run, which did not wait for it. It may be
-stopped and started again: what is done is not done again. The run knows nothing of it, but that a checkpoint which is
-being evaluated is not removed, and which one is best.
+It scores existing and new checkpoints until the training has ended, or no process works in its folder; then it writes
+the best checkpoint into the result of the run, which did not wait for it. It may be stopped and restarted: finished
+evaluations are not repeated. The run does not depend on it, except that a checkpoint under evaluation is not removed,
+and that the best checkpoint is recorded.
 
-Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 where it was stopped.
+Exit codes: those of the exception (`trainkit.errors`); 129, 130 and 143 if it was stopped.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Evaluate a run; returns the exit code.
+    """Evaluate a run; return the exit code.
 
     Args:
-        arguments: the run folder, the device if that is not the CPU, and packages of the person's own that the run's
-            classes may come from, each after `--allow-package`.
+        arguments: the run folder, the device if that is not the CPU, and packages that the run's classes may come from,
+            each after `--allow-package`.
     """
     arguments, packages = _without_packages(arguments)
     if len(arguments) not in (1, 2):
         usage = "usage: python -m trainkit.run.evaluator RUN [DEVICE] [--allow-package PKG]"
-        print(usage, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
+        print(usage, file=sys.stderr)  # noqa: T201 - meant for the terminal
         return 2
     folder = RunFolder(Path(arguments[0]))
     task = Task(role="evaluator", index=0, rank=1, device=arguments[1] if len(arguments) > 1 else "cpu")
@@ -65,13 +65,13 @@ def main(arguments: list[str]) -> int:
                 if done:
                     _conclude(folder)
         except TrainkitError as error:
-            print(error, file=sys.stderr)  # noqa: T201 - the terminal is where it is read
+            print(error, file=sys.stderr)  # noqa: T201 - meant for the terminal
             return error.exit_code
     return EXIT_CODES[stop.requested or "finished"]
 
 
 def _conclude(folder: RunFolder) -> None:
-    """Bring the result of the run up to date, and say which checkpoint is best."""
+    """Update the result of the run, and print the best checkpoint."""
     current = bring_up_to_date(folder)
     best = best_and_last(folder)["best"]
     print(f"All checkpoints of {folder.path} are evaluated. Best: {best or 'none'}.", flush=True)  # noqa: T201
@@ -80,7 +80,7 @@ def _conclude(folder: RunFolder) -> None:
 
 
 def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """Take `--allow-package PKG` and `--allow-package=PKG` out of the arguments; returns the rest, and the packages."""
+    """Remove `--allow-package PKG` and `--allow-package=PKG` from the arguments; return the rest, and the packages."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--allow-package", action="append", default=[])
     found, rest = parser.parse_known_args(arguments)
@@ -88,11 +88,11 @@ def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _plan_of(folder: RunFolder, device: str) -> RunPlan:
-    """The plan of the run as that of one device: what it trained on need not be here."""
+    """Return the plan of the run for one device: the devices that it was trained on need not exist here."""
     key, told = str(folder.path), "command line"
     if not folder.resolved.is_file():
         raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=told)])
-    # It writes no log and runs no callback, so that it needs none of their secrets.
+    # No logger and no callback runs, so that their secrets are not needed.
     values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
     cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
     alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
@@ -103,13 +103,13 @@ def _plan_of(folder: RunFolder, device: str) -> RunPlan:
 
 
 def _is_at_work(folder: RunFolder) -> bool:
-    """Whether the process that signed the lock lives; one on another host is believed to. The lock is not tried."""
+    """Return whether the process that owns the lock lives, or is on another host. The lock itself is not tried."""
     try:
-        holder = read_map(folder.path / ".lock", {"host": str, "pid": int})
-        if holder["host"] != socket.gethostname():
+        owner = read_map(folder.path / ".lock", {"host": str, "pid": int})
+        if owner["host"] != socket.gethostname():
             return True
-        os.kill(holder["pid"], 0)
-    except PermissionError:  # somebody else's
+        os.kill(owner["pid"], 0)
+    except PermissionError:  # a process of another user
         return True
     except (OSError, UnreadableError, OverflowError):
         return False

@@ -1,4 +1,4 @@
-"""The last checkpoint of a training that ends with an error: of the end of its last step, or none."""
+"""The last checkpoint of a training that ends with an error: the state after its last step, or none."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["LastSave", "leaves_state_whole"]
 
 
 def leaves_state_whole(error: BaseException) -> bool:
-    """Return whether an error may leave the training as it was after its last step, so that it can be saved.
+    """Return whether the state after the last step may still be valid after an error, so that it can be saved.
 
-    Errors of trainkit say that something is wrong with the training (numbers, replicas, checkpoints), but for those of
-    data, memory and lost connections. After the second Ctrl-C nothing more is done.
+    Errors of trainkit mean that something is wrong with the training (numbers, replicas, checkpoints), except for those
+    of data, memory and lost connections. After a second Ctrl-C nothing is saved.
 
     Example:
         >>> leaves_state_whole(ValueError()), leaves_state_whole(KeyboardInterrupt()), leaves_state_whole(DataError())
@@ -34,57 +34,57 @@ def leaves_state_whole(error: BaseException) -> bool:
 
 
 class LastSave:
-    """Saves after an error, on the owner, if the state is certain and no other rank is needed.
+    """Saves after an error, on rank 0, if the state is certainly valid and no other rank is needed.
 
     Args:
-        run: what callbacks see of the run.
-        keeper: writes checkpoints.
-        scorer: knows what was evaluated.
+        run: the view of the run that callbacks receive.
+        checkpointer: writes checkpoints.
+        evaluation: holds the evaluation results.
     """
 
-    def __init__(self, run: Run, keeper: Checkpointer, scorer: EvalRunner) -> None:
-        self._run, self._keeper, self._scorer = run, keeper, scorer
+    def __init__(self, run: Run, checkpointer: Checkpointer, evaluation: EvalRunner) -> None:
+        self._run, self._checkpointer, self._evaluation = run, checkpointer, evaluation
         self._training: tuple[TriggerSchedule, MetricsAccumulator, Callable[[], None]] | None = None
         self._states: dict[str, Any] | None = None
 
     def begin(self, timeline: TriggerSchedule, journal: MetricsAccumulator, evaluate: Callable[[], None]) -> None:
-        """Note that steps begin.
+        """Record that the steps begin.
 
         Args:
-            timeline: what happens between steps.
-            journal: keeps the outcomes of steps.
-            evaluate: what the timeline does to evaluate.
+            timeline: the triggers between steps.
+            journal: accumulates the outcomes of steps.
+            evaluate: the action of the evaluation trigger.
         """
         self._training = timeline, journal, evaluate
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Keep the states of the callbacks: an evaluation that stops in the middle has been shown to some of them."""
-        self._states = self._keeper.callback_states()
+        """Store the states of the callbacks: an evaluation that fails midway may have changed some of them."""
+        self._states = self._checkpointer.callback_states()
         yield
         self._states = None
 
     def save(self, error: BaseException, enter: Callable[[str], None]) -> None:
-        """Save where the training stands after an error, and say so.
+        """Save the state of the training after an error, and print a line about it.
 
-        An error that comes of this is told and not raised: the one that ends the training counts.
+        An error of the save itself is printed and not raised: the error that ends the training is more important.
 
         Args:
-            error: what ends the training.
-            enter: is told the phase that begins.
+            error: the error that ends the training.
+            enter: receives the phase that begins.
         """
         if self._training is None or not self._run.is_owner or not leaves_state_whole(error):
             return
         (timeline, journal, evaluate), step = self._training, self._run.state.step
         try:
             enter("save")
-            due = timeline.is_due(evaluate, step) and not self._scorer.is_up_to_date
-            saved = journal.is_sound() and self._keeper.save_alone(
-                metric=self._scorer.metric, callbacks=self._states, evaluation_due=due
+            due = timeline.is_due(evaluate, step) and not self._evaluation.is_up_to_date
+            saved = journal.is_sound() and self._checkpointer.save_alone(
+                metric=self._evaluation.metric, callbacks=self._states, evaluation_due=due
             )
         except Exception as problem:  # noqa: BLE001 - a device that has failed, a full disk
-            said = next(iter(str(problem).splitlines()), type(problem).__name__)
-            print(f"step {step} could not be saved after the error: {said}", file=sys.stderr, flush=True)  # noqa: T201
+            reason = next(iter(str(problem).splitlines()), type(problem).__name__)
+            print(f"step {step} could not be saved after the error: {reason}", file=sys.stderr, flush=True)  # noqa: T201
             return
         if saved:
             print(f"an error came after step {step}, which is saved", file=sys.stderr, flush=True)  # noqa: T201

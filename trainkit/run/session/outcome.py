@@ -1,4 +1,4 @@
-"""How far a run has come and why it ended, as result.json holds it."""
+"""The progress of a run and the reason for its end, as recorded in result.json."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Report = Callable[[BaseException], ErrorReport]
 
 
 def progress_of(run: Run) -> dict[str, Any]:
-    """Return how far a run has come, and the steps that it has left out or trained again."""
+    """Return the progress of a run, and the steps that it has skipped or trained again."""
     state = run.state
     found = {"steps": state.step, "samples": state.samples, "seconds": state.seconds, **state.left_out.findings()}
     return found if run.cfg.numerics.on_nonfinite != "rollback" else {**found, "rollbacks": rollbacks_of(run.folder)}
 
 
 def status_of(run: Run) -> dict[str, str]:
-    """Return the status of a run that has ended as it should, and the reason."""
+    """Return the status of a run that ended regularly, and the reason."""
     reason = run.stop_reason
     if reason is not None:
         known = reason in REASONS
@@ -40,7 +40,7 @@ def status_of(run: Run) -> dict[str, str]:
 
 
 def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[str, Any]:
-    """Return what the result says of an error; of one that only follows from another rank's, no more than that."""
+    """Return the entries of the result for an error; for one caused by another rank's failure, only that fact."""
     reason = str(error) if isinstance(error, TrainkitError) else f"{type(error).__name__}: {error}"
     if lost:
         reason = "another rank has failed"
@@ -52,17 +52,17 @@ def failure_of(error: BaseException, folder: RunFolder, *, lost: bool) -> dict[s
 
 
 def reported(error: BaseException, report: Report | None) -> bool:
-    """Report an error; return whether it only says that another rank is gone."""
+    """Report an error; return whether it only reports that another rank was lost."""
     if report is None or isinstance(error, KeyboardInterrupt):
         return False
     return report(error).is_secondary
 
 
 def unless_exit(error: BaseException, report: Report | None, step: int | None) -> BaseException:
-    """Return the error that ends a rank: of `sys.exit` in the only process of a run, one that says where it was called.
+    """Return the error that ends a rank: for `sys.exit` in the only process of a run, one that names the call.
 
-    Python would end that process with the code given to `sys.exit`, and 0 would pass for success. Where there is a
-    parent, the parent names the rank.
+    Python would end that process with the code given to `sys.exit`, and 0 would count as success. If there is a parent,
+    the parent names the rank.
     """
     if report is not None or not isinstance(error, SystemExit):
         return error
@@ -75,7 +75,7 @@ def unless_exit(error: BaseException, report: Report | None, step: int | None) -
 
 
 def best_and_last(folder: RunFolder) -> dict[str, str | None]:
-    """Return where the best and the last checkpoint of a run lie."""
+    """Return the paths of the best and the last checkpoint of a run."""
     try:
         names = read_map(folder.checkpoints / "index.json", {name: (str, type(None)) for name in ("best", "last")})
     except AbsentFileError:

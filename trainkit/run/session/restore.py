@@ -1,4 +1,6 @@
-"""What a run begins with on each rank: what callbacks see, what a step needs, and the checkpoint it goes on from."""
+"""The initial state of a run on each rank: the view for callbacks, the step context, and the checkpoint to continue
+from.
+"""
 
 from __future__ import annotations
 
@@ -31,28 +33,28 @@ __all__ = ["loader_of", "make_run_view", "make_step_context", "restore_or_init",
 
 
 class RestoreTarget(Protocol):
-    """The part of a session that takes up a checkpoint."""
+    """The part of a session that restores a checkpoint."""
 
     cfg: RunConfig
     run: Run
     placed: Placed
 
     def enter(self, phase: str) -> None:
-        """Tell that something else begins."""
+        """Report that another phase begins."""
 
     def warn(self, message: str) -> None:
-        """Tell the user."""
+        """Add a note to the startup summary."""
 
     def restore(self, loaded: Loaded) -> None:
-        """Continue."""
+        """Continue from a checkpoint."""
 
     def start_from(self, loaded: Loaded) -> None:
-        """Take over weights."""
+        """Load the weights of a checkpoint."""
 
 
 def make_run_view(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) -> Run:
-    """What callbacks see of a run that begins."""
-    # of a replica that spans ranks this one may hold but a part
+    """Return the view of a starting run that callbacks receive."""
+    # if the model is sharded, this rank may hold only a part of it
     model = meta_model(plan) if plan.components.strategy.holds_pieces else placed.model
     num_params = sum(param.numel() for param in model.parameters())
     return Run(
@@ -75,7 +77,7 @@ def make_run_view(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str,
 
 
 def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
-    """Return what gives the samples of a ticket: indices of the dataset, or positions in a stream."""
+    """Return a function that gives the samples of a ticket: indices of the dataset, or positions in a stream."""
     shuffle = plan.cfg.loader.shuffle and not isinstance(plan.components.datasets["train"], Stream)
     order = SampleOrder(num_samples=plan.batch.num_samples, seed=plan.cfg.seed, shuffle=shuffle)
     positions = Positions(plan.batch, order)
@@ -83,7 +85,7 @@ def samples_of(plan: RunPlan) -> Callable[[Ticket], Sequence[int]]:
 
 
 def make_step_context(plan: RunPlan) -> StepContext:
-    """What every step of a plan needs."""
+    """Return the settings that every step of a plan needs."""
     rate, max_norm = plan.rate, plan.cfg.clip.max_norm
     return StepContext(
         plan=plan.batch,
@@ -94,7 +96,7 @@ def make_step_context(plan: RunPlan) -> StepContext:
 
 
 def loader_of(plan: RunPlan, placed: Placed) -> Loader:
-    """Return what reads the batches of a rank, from any step on."""
+    """Return the loader of a rank's batches, from any step on."""
     return Loader(
         plan.components.datasets["train"],
         plan=plan.batch,
@@ -107,13 +109,15 @@ def loader_of(plan: RunPlan, placed: Placed) -> Loader:
 
 
 def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
-    """Continue this folder's newest whole checkpoint, else start from the one that `resume` or `init_from` names.
+    """Continue from this folder's newest complete checkpoint, else start from the one that `resume` or `init_from`
+    names.
 
-    Also where a training rolls back: it then continues a checkpoint of its own, or the one that it was resumed from.
+    This also serves a rollback: it then continues from a checkpoint of this run, or from the one that it was resumed
+    from.
     """
     cfg = session.cfg
     session.enter("load")
-    own = newest_valid(checkpoints, report=session.warn, check=lambda found: _refuse_strange(found, session.run.folder))
+    own = newest_valid(checkpoints, report=session.warn, check=lambda found: _refuse_foreign(found, session.run.folder))
     if own is not None:
         session.restore(own)
     elif cfg.resume not in (None, "auto"):
@@ -127,8 +131,8 @@ def restore_or_init(session: RestoreTarget, checkpoints: Path) -> None:
         state.left_out.train_again(suspect_checkpoint_of(session.run.folder, checkpoint=state.step))
 
 
-def _refuse_strange(loaded: Loaded, folder: Path) -> None:
-    """Refuse a checkpoint in the folder of a run that the run did not write, or that does not fit."""
+def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
+    """Refuse a checkpoint in the folder of a run that the run did not write, or whose metadata is malformed."""
     owner = OwnershipToken.found(folder)
     if owner is not None and not owner.wrote(loaded.checkpoint.owner):
         raise CheckpointError(f"checkpoint {loaded.checkpoint.folder} was not written by this run.")
@@ -136,7 +140,7 @@ def _refuse_strange(loaded: Loaded, folder: Path) -> None:
 
 
 def _refuse_other_steps(session: RestoreTarget) -> None:
-    """A rank that sees other checkpoints than the others would train something else, or wait for ever; collective."""
+    """Raise if ranks see different checkpoints: they would train something else, or wait for ever; collective."""
     if session.placed.all_ranks.num_ranks > 1:
         found = session.placed.all_ranks.gather(torch.tensor([session.run.state.step]))
         steps = [int(step.item()) for step in found]
@@ -146,7 +150,7 @@ def _refuse_other_steps(session: RestoreTarget) -> None:
 
 
 def _load(path: Path, session: RestoreTarget, *, check: Callable[[Loaded], None] = lambda _: None) -> Loaded:
-    """A checkpoint folder, or the newest whole one of a run or `checkpoints` folder."""
+    """Load a checkpoint folder, or the newest complete one of a run or `checkpoints` folder."""
     if (path / "manifest.json").is_file():
         loaded = load(path)
         check(loaded)

@@ -1,4 +1,4 @@
-"""Check what a checkpoint's meta.json tells of a training, before anything of it is taken over."""
+"""Validate the meta.json of a checkpoint before the training state is restored from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["refuse_malformed"]
 
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
-"""Keys that an earlier version did not write."""
+"""Keys that earlier versions did not write."""
 _STATE: Final[Mapping[str, Kind]] = {"step": int, "seconds": float, "best": (float, type(None)), "retries": int}
 _LOSS_SCALE: Final[Mapping[str, Kind]] = {"scale": float, "good_steps": int, "overflows": int}
 _LEFT_OUT: Final[Mapping[str, Kind]] = {"count": int, "steps": list, "first": int, "last": int}
@@ -21,10 +21,10 @@ _STREAM: Final[Mapping[str, Kind]] = {"epoch": int, "position": int}
 
 
 def refuse_malformed(loaded: Loaded) -> None:
-    """Refuse a checkpoint whose meta.json is not what a run continues from; the earlier one is then used.
+    """Refuse a checkpoint with a malformed meta.json; the previous checkpoint is then used.
 
     Raises:
-        CheckpointError: a key is missing, of another kind, or contradicts the manifest.
+        CheckpointError: a key is missing, of another type, or contradicts the manifest.
     """
     try:
         _check(loaded.meta, loaded.checkpoint.step)

@@ -40,19 +40,19 @@ __all__ = ["TaskSession"]
 
 
 class TaskSession:
-    """Everything that lives between the first and the last step on one rank.
+    """The state of one rank between the first and the last step.
 
     Args:
-        plan: what was decided.
-        identity: who this process is.
+        plan: the plan of the run.
+        identity: rank and task of this process.
         folder: the run folder.
-        callbacks: look on, in order.
+        callbacks: in the order of their calls.
         fingerprint: the hash of the maths keys.
-        requested: why this process was asked to stop, or None.
-        notes: what the summary shall say besides the effective values.
-        confirm: raises where the folder is another group's by now; asked before anything is kept in it.
-        on_phase: is told (phase, step) whenever this rank begins something else.
-        within_steps: whether it is told of the parts of a step as well.
+        stop_requested: returns why this process was asked to stop, or None.
+        notes: additional lines of the startup summary.
+        check_fence: raises if another group owns the folder now; called before anything is written to it.
+        on_phase: receives (phase, step) whenever this rank begins another phase.
+        within_steps: whether the phases within a step are reported as well.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class TaskSession:
             numerics=self.parts.numerics,
             make_optimizer=make_optimizer(self.cfg, model),
         )
-        self._opened = self._cleanup.enter_context(ExitStack())  # closed when the strategy has left
+        self._opened = self._cleanup.enter_context(ExitStack())  # closed after the strategy has left the process group
         self._failed = False
         self._cleanup.callback(self._leave)
         self.placed.make_loader = self._open_data
@@ -113,10 +113,10 @@ class TaskSession:
         self._agreement = StopSaveConsensus(self.placed.all_ranks, stop_requested, lambda: self._keeper.is_due)
 
     def check_fence(self) -> None:
-        """Make sure that the run folder is there, and still this group's.
+        """Check that the run folder exists and still belongs to this group.
 
         Raises:
-            StorageError: it is gone.
+            StorageError: it was removed.
             TrainingError: another group has taken it over.
         """
         self._presence.check()
@@ -124,7 +124,7 @@ class TaskSession:
             self._check_fence()
 
     def _refuse_absent_folder(self) -> None:
-        """Raise on the owner where the run folder is gone: nothing that is trained from here on could be saved."""
+        """Raise on rank 0 if the run folder was removed: further training could not be saved."""
         if self.run.is_owner:
             self._presence.check()
 
@@ -134,25 +134,25 @@ class TaskSession:
         return loader
 
     def enter(self, phase: str) -> None:
-        """Tell that this rank begins something else."""
+        """Report that this rank begins another phase."""
         if self._on_phase is not None:
             self._on_phase(phase, self.run.state.step)
 
     def warn(self, message: str) -> None:
-        """Add a note to the summary that is still to be shown."""
+        """Add a note to the startup summary, before it is printed."""
         self.run.notes = (*self.run.notes, message)
 
     def restore(self, loaded: Loaded) -> None:
-        """Continue from a checkpoint as if nothing had happened."""
+        """Continue exactly from a checkpoint."""
         self._data_state = self._keeper.restore(loaded)
         self._evaluation_due = loaded.meta.get("evaluation_due") is True and "val" in self.parts.datasets
 
     def start_from(self, loaded: Loaded) -> None:
-        """Take over weights alone: a new training that begins where another ended."""
+        """Load the weights alone: a new training starts from the end of another."""
         self._keeper.start_from(loaded)
 
     def train(self) -> dict[str, Any]:
-        """Run to the end, or until asked to stop; returns what result.json holds."""
+        """Train to the last step, or until asked to stop; return the content of result.json."""
         self.enter("data")
         self._cleanup.callback(self._close_loader)
         self._open_loader()
@@ -161,23 +161,23 @@ class TaskSession:
         for callback in self.callbacks:
             callback.run_start(self.run)
         self._log_hooks = overriding(self.callbacks, "log")
-        # What lives by now lives to the end: the collector need not look through it again and again. With samples that
-        # are read one at a time, hundreds of new objects a step, that took 5 to 10 % of a small model's step.
+        # Objects that exist by now live to the end: freeze them, so that garbage collections skip them. With samples
+        # read one at a time, hundreds of new objects a step, collections took 5 to 10 % of a small model's step.
         gc.freeze()
         self._cleanup.callback(gc.unfreeze)
         if self.cfg.numerics.on_nonfinite == "rollback":
-            self.save()  # a step before the first checkpoint needs one to go back to
+            self.save()  # a rollback before the first regular checkpoint needs one to restore
         try:
             while (suspect := self._train_on()) is not None:
                 self._roll_back(suspect)
             return self._finish()
         except NonFiniteError:
             self.enter("save")
-            self._keeper.wait()  # all ranks raise it at the same step, and the last good checkpoint is to be complete
+            self._keeper.wait()  # all ranks raise the error at the same step; let the last good checkpoint be completed
             raise
 
     def _open_loader(self) -> None:
-        """Read from the step of the run on."""
+        """Start to read the data at the current step of the run."""
         self._loader = loader_of(self.plan, self.placed)
         self._journal = MetricsAccumulator(self.run, self.placed, lambda: self._loader.wait_s)
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
@@ -188,8 +188,8 @@ class TaskSession:
         self._loader.close()
 
     def _train_on(self) -> int | None:
-        """Train to the end, or to a step that the training is to be rolled back for, which is returned."""
-        if self._evaluation_due:  # an error kept the run that is continued from making it
+        """Train to the last step, or return the step that requires a rollback."""
+        if self._evaluation_due:  # an error prevented it in the run that is continued
             self._evaluation_due = False
             self.evaluate()
         timeline = TriggerSchedule(self._triggers(), self.run.state.step)
@@ -212,7 +212,7 @@ class TaskSession:
         return None
 
     def _roll_back(self, step: int) -> None:
-        """Restore the last checkpoint, to train up to a step that was not finite once more; collective."""
+        """Restore the last checkpoint, in order to repeat the steps up to one that was not finite; collective."""
         self.enter("save")
         self._keeper.wait()
         restore_or_init(self, self.run.folder / "checkpoints")
@@ -229,15 +229,15 @@ class TaskSession:
             callback.rolled_back(self.run, step)
 
     def rest(self) -> None:
-        """Say that this rank only waits from now on; it does not count as hanging."""
+        """Report that this rank only waits from now on, so that it does not count as hanging."""
         self.enter("idle")
 
     def save_last(self, error: BaseException) -> None:
-        """Save after an error, if that is certain to be right and needs no other rank."""
+        """Save after an error, if the state is certainly valid and no other rank is needed."""
         self._last.save(error, self.enter)
 
     def close(self, *, failed: bool = False) -> None:
-        """End workers, threads and the process group; of a rank that has failed without waiting for the others."""
+        """End workers, threads and the process group; if this rank has failed, without waiting for the others."""
         self._failed = failed
         self._cleanup.close()
 
@@ -263,7 +263,7 @@ class TaskSession:
         return [found[0], *(at_sync_points(one, self.parts.strategy) for one in found[1:])]
 
     def flush(self) -> None:
-        """Make a row of the steps since the last one and show it to the callbacks; collective."""
+        """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
         row = self._journal.flush()
         if row is not None and self._log_hooks:
             self.enter("callback")
@@ -272,7 +272,7 @@ class TaskSession:
         self._keeper.notify_saved()
 
     def evaluate(self) -> None:
-        """Score the validation split; a best model is saved. Collective."""
+        """Evaluate the validation split, and save a new best model. Collective."""
         if self._scorer.is_up_to_date:
             return
         self.flush()
@@ -289,7 +289,7 @@ class TaskSession:
         self._journal.proceed()
 
     def save(self) -> None:
-        """Write a checkpoint of this step, once; the owner writes it, or each rank its pieces."""
+        """Write a checkpoint of this step, once; rank 0 writes it, or each rank its shards."""
         if self._keeper.has_saved:
             return
         self.flush()
@@ -336,7 +336,7 @@ class TaskSession:
         self._keeper.close()
         self.enter("end")
         self._journal.pause()
-        # The owner writes to disk while the others have nothing left to do; all leave the group together.
+        # Rank 0 writes to disk while the others have finished; all leave the process group together.
         self.placed.all_ranks.sum(torch.zeros(1))
         result = {**status_of(self.run), **self.progress(), **self.parts.strategy.findings(self.placed)}
         result["weights_sha256"] = self._keeper.weights_sha256()
@@ -345,6 +345,6 @@ class TaskSession:
         return result
 
     def progress(self) -> dict[str, Any]:
-        """How far the run has come, as result.json says it."""
+        """Return the progress of the run, as recorded in result.json."""
         figures = {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)}
         return {**progress_of(self.run), "metrics": figures, "fingerprint": self.fingerprint}

@@ -1,4 +1,4 @@
-"""When something is done beside training: each so many steps or epochs."""
+"""Triggers of actions between training steps: every n steps or epochs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["at_sync_points", "every_n_steps", "every_steps_or_epochs"]
 
 
 def every_n_steps(steps: int) -> Callable[[int], int]:
-    """The next step after a given one, each so many.
+    """Return a function from a step to the next multiple of `steps`.
 
     Example:
         >>> every_n_steps(5)(0), every_n_steps(5)(5), every_n_steps(5)(7)
@@ -24,7 +24,7 @@ def every_n_steps(steps: int) -> Callable[[int], int]:
 def every_steps_or_epochs(
     every_steps: int | None, every_epochs: float | None, per_epoch: int
 ) -> list[Callable[[int], int]]:
-    """The next step after a given one, by steps, by epochs of so many steps, or by both.
+    """Return functions from a step to the next one to act at: by steps, by epochs of `per_epoch` steps, or by both.
 
     Example:
         >>> [next_after(5) for next_after in every_steps_or_epochs(4, 0.5, per_epoch=6)]
@@ -39,7 +39,7 @@ def every_steps_or_epochs(
     return found
 
 
-def at_sync_points(occasion: Trigger, strategy: Strategy) -> Trigger:
-    """The occasion, after the next step at which replicas are alike."""
-    plain = occasion.next_after
-    return Trigger(act=occasion.act, next_after=lambda step: strategy.settles_at(plain(step)))
+def at_sync_points(trigger: Trigger, strategy: Strategy) -> Trigger:
+    """Return the trigger delayed to the next step at which replicas hold identical parameters."""
+    next_after = trigger.next_after
+    return Trigger(act=trigger.act, next_after=lambda step: strategy.settles_at(next_after(step)))
