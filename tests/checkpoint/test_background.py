@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.present import present
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load
@@ -57,7 +58,7 @@ def test_an_error_of_the_disk_is_raised_by_the_next_call(
     monkeypatch.setattr(failpoints, "_armed", failpoints.parse("step=1,phase=save,action=full"))
     saver = BackgroundSaver(tmp_path)
     saver.save(step=1, tensors={}, meta={})
-    saver._thread.join()
+    present(saver._thread).join()
     with pytest.raises(CheckpointError, match=r"step 1 could not be written below .*: No space left on device"):
         saver.save(step=2, tensors={}, meta={}) if call == "save" else getattr(saver, call)()
     assert saver.close() == []  # said once

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.present import present
 from trainkit.errors import CheckpointError
 from trainkit.trainer.checkpoint import list_complete, load, newest_valid, read_manifest, save
 
@@ -53,8 +54,8 @@ DAMAGE = {
 def test_a_damaged_tensor_file_is_named_and_the_one_before_is_used(two: Path, kind: str) -> None:
     damage, what = DAMAGE[kind]
     damage(two / "step_00000002" / "rank_00000.safetensors")
-    said = []
-    loaded = newest_valid(two, said.append)
+    said: list[str] = []
+    loaded = present(newest_valid(two, said.append))
     assert loaded.checkpoint.step == 1
     assert loaded.tensors["param/w"].eq(1.0).all()
     folder = two / "step_00000002"
@@ -67,8 +68,8 @@ def test_a_damaged_json_file_is_named_and_the_one_before_is_used(
     two: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     damage(two / "step_00000002" / name)
-    said = []
-    assert newest_valid(two, said.append).checkpoint.step == 1
+    said: list[str] = []
+    assert present(newest_valid(two, said.append)).checkpoint.step == 1
     assert f"damaged: {name} " in said[0]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.present import present
 from trainkit.trainer.checkpoint import Retention, list_complete, newest_valid, save
 
 
@@ -66,7 +67,7 @@ def test_what_was_passed_over_for_damage_does_not_push_out_what_is_whole(tmp_pat
         save(tmp_path, step=step, tensors={"param/w": torch.ones(9)}, meta={}, retention=Retention(keep_last=3))
     flip_last_byte(tmp_path / "step_00000300" / "rank_00000.safetensors")  # its size is right: only loading notices
     (tmp_path / "step_00000200" / "manifest.json").unlink()
-    assert newest_valid(tmp_path, print).checkpoint.step == 100
+    assert present(newest_valid(tmp_path, print)).checkpoint.step == 100
     save(tmp_path, step=150, tensors={}, meta={}, retention=Retention(keep_last=1))
     assert [path.name for path in sorted(tmp_path.iterdir())] == [
         "index.json",

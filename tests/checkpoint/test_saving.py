@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.present import present
 from trainkit import storage
 from trainkit.errors import CheckpointError, StorageError
 from trainkit.trainer import failpoints
@@ -85,10 +86,10 @@ for step in itertools.count():
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], stdout=subprocess.PIPE) as process:
         for moment in range(4):  # the last checkpoint is looked at while the next ones are written, then after the kill
-            process.stdout.readline()
+            present(process.stdout).readline()
             time.sleep(0.003 * moment)
         process.kill()
-    loaded = newest_valid(tmp_path, pytest.fail)
+    loaded = present(newest_valid(tmp_path, pytest.fail))
     assert loaded.checkpoint.step >= 3
     assert all(tensor.eq(loaded.meta["position"]).all() for tensor in loaded.tensors.values())
 
@@ -97,7 +98,7 @@ def test_a_kill_just_before_the_manifest_leaves_the_one_before(tmp_path: Path) -
     environ = {**os.environ, "TRAINKIT_FAIL": "step=2,phase=save,action=kill"}
     process = subprocess.run([sys.executable, "-c", SAVE_FOR_EVER, tmp_path], env=environ, check=False)
     assert process.returncode == -signal.SIGKILL
-    assert newest_valid(tmp_path, pytest.fail).checkpoint.step == 1
+    assert present(newest_valid(tmp_path, pytest.fail)).checkpoint.step == 1
     assert (tmp_path / ".tmp_step_00000002").exists()
     save(tmp_path, step=9, tensors={}, meta={})
     assert not (tmp_path / ".tmp_step_00000002").exists()

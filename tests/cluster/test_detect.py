@@ -1,9 +1,11 @@
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
 from tests.cluster.refusals import refused
+from tests.support.present import present
 from trainkit.cluster.detect import LAUNCHERS, detect
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import Local
@@ -36,6 +38,10 @@ ALL = {
 }  # fmt: skip
 
 
+def found(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment:
+    return present(detect(environ, spec, launcher=launcher))
+
+
 def facts(launch: LaunchEnvironment) -> tuple[int, int, int, int, int]:
     return (launch.rank, launch.num_ranks, launch.local_rank, launch.num_local, launch.num_hosts)
 
@@ -48,7 +54,7 @@ def test_an_empty_environment_is_no_launch() -> None:
 
 
 def test_torchrun_says_everything() -> None:
-    launch = detect(TORCHRUN)
+    launch = found(TORCHRUN)
     assert (launch.kind, facts(launch)) == ("torchrun", (3, 4, 1, 2, 2))
     assert (launch.store, launch.hosts_store, launch.attempt, launch.name) == (("10.0.0.1", 29400), False, 1, "job7")
     assert launch.line() == (
@@ -58,13 +64,13 @@ def test_torchrun_says_everything() -> None:
 
 def test_rank_0_opens_the_store_where_the_agent_has_none() -> None:
     own = TORCHRUN | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    assert detect(own).hosts_store
-    assert not detect(own | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
-    assert not detect(own | {"RANK": "2"}).hosts_store
+    assert found(own).hosts_store
+    assert not found(own | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).hosts_store
+    assert not found(own | {"RANK": "2"}).hosts_store
 
 
 def test_the_run_id_that_all_torchruns_share_names_none() -> None:
-    assert detect(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name == ""
+    assert found(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).name == ""
 
 
 def test_torchrun_with_one_process_is_a_launch_only_while_it_may_restart() -> None:
@@ -75,7 +81,7 @@ def test_torchrun_with_one_process_is_a_launch_only_while_it_may_restart() -> No
         "LOCAL_WORLD_SIZE": "1",
         "GROUP_WORLD_SIZE": "1",
     }
-    assert facts(detect(alone)) == (0, 1, 0, 1, 1)
+    assert facts(found(alone)) == (0, 1, 0, 1, 1)
     assert detect(alone | {"TORCHELASTIC_MAX_RESTARTS": "0"}) is None
 
 
@@ -94,14 +100,14 @@ def test_half_of_torchruns_variables_are_refused_by_name() -> None:
 
 
 def test_four_variables_set_by_hand_are_a_launch() -> None:
-    launch = detect(HAND)
+    launch = found(HAND)
     assert (launch.kind, facts(launch), launch.store) == ("RANK and WORLD_SIZE", (1, 2, 0, 1, 2), ("10.0.0.1", 2222))
-    assert detect(HAND | {"RANK": "0"}).hosts_store
+    assert found(HAND | {"RANK": "0"}).hosts_store
 
 
 def test_ranks_that_meet_at_a_loopback_address_share_a_host() -> None:
-    assert facts(detect(HAND | {"MASTER_ADDR": "localhost"})) == (1, 2, 1, 2, 1)
-    assert facts(detect(HAND | {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})) == (1, 4, 1, 2, 2)
+    assert facts(found(HAND | {"MASTER_ADDR": "localhost"})) == (1, 2, 1, 2, 1)
+    assert facts(found(HAND | {"WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})) == (1, 4, 1, 2, 2)
 
 
 def test_half_of_the_four_is_refused_by_name() -> None:
@@ -125,7 +131,7 @@ def test_a_world_of_one_is_no_launch() -> None:
 
 
 def test_a_step_of_slurm_meets_at_its_first_node() -> None:
-    launch = detect(SLURM)
+    launch = found(SLURM)
     assert (launch.kind, facts(launch)) == ("SLURM", (2, 5, 0, 2, 3))
     assert launch.store == ("n01", 24569)
     assert (launch.name, launch.attempt, launch.addresses) == ("slurm-4711.0", 0, ("n01", "n01", "n02", "n02", "n03"))
@@ -133,29 +139,29 @@ def test_a_step_of_slurm_meets_at_its_first_node() -> None:
 
 def test_every_rank_of_a_step_derives_the_same_port_and_another_step_another() -> None:
     last = SLURM | {"SLURM_PROCID": "4", "SLURM_NODEID": "2"}
-    assert detect(last).store == detect(SLURM).store != detect(SLURM | {"SLURM_STEP_ID": "1"}).store
-    assert facts(detect(last)) == (4, 5, 0, 1, 3)
+    assert found(last).store == found(SLURM).store != found(SLURM | {"SLURM_STEP_ID": "1"}).store
+    assert facts(found(last)) == (4, 5, 0, 1, 3)
 
 
 def test_a_step_on_one_node_stays_on_loopback() -> None:
     one = SLURM | {"SLURM_STEP_NODELIST": "n01", "SLURM_STEP_TASKS_PER_NODE": "5", "SLURM_NODEID": "0"}
-    assert facts(detect(one)) == (2, 5, 0, 5, 1)
-    assert detect(one).store[0] == "127.0.0.1"
+    assert facts(found(one)) == (2, 5, 0, 5, 1)
+    assert found(one).store[0] == "127.0.0.1"
 
 
 def test_master_addr_and_port_move_the_meeting_of_a_step() -> None:
     moved = SLURM | {"MASTER_ADDR": "n02.ib", "MASTER_PORT": "12345"}
-    assert detect(moved).store == ("n02.ib", 12345)
-    assert detect(SLURM | {"MASTER_PORT": "12345"}).store == ("n01", 12345)
+    assert found(moved).store == ("n02.ib", 12345)
+    assert found(SLURM | {"MASTER_PORT": "12345"}).store == ("n01", 12345)
 
 
 def test_a_requeued_job_counts_its_restarts_under_one_name() -> None:
-    again = detect(SLURM | {"SLURM_RESTART_COUNT": "2"})
-    assert (again.attempt, again.name) == (2, detect(SLURM).name)
+    again = found(SLURM | {"SLURM_RESTART_COUNT": "2"})
+    assert (again.attempt, again.name) == (2, found(SLURM).name)
 
 
 def test_where_ranks_are_dealt_in_turn_nobody_is_placed() -> None:
-    assert detect(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}).addresses == ()
+    assert found(SLURM | {"SLURM_DISTRIBUTION": "cyclic"}).addresses == ()
 
 
 @pytest.mark.parametrize(
@@ -177,7 +183,7 @@ def test_what_is_no_step_of_several_is_no_launch(outside: dict[str, str]) -> Non
     "inside", [{"SLURM_STEP_ID": "1", "SLURM_JOB_NAME": "bash"}, {"SLURM_JOB_NAME": "train.sbatch"}]
 )
 def test_a_step_started_from_the_shell_of_a_step_is_one(inside: dict[str, str]) -> None:
-    assert facts(detect(SLURM | {"SLURM_PTY_PORT": "40000"} | inside)) == (2, 5, 0, 2, 3)
+    assert facts(found(SLURM | {"SLURM_PTY_PORT": "40000"} | inside)) == (2, 5, 0, 2, 3)
 
 
 def test_bad_variables_of_a_step_are_named() -> None:
@@ -202,9 +208,9 @@ def test_bad_variables_of_a_step_are_named() -> None:
 
 
 def test_open_mpi_on_one_host_meets_on_loopback() -> None:
-    launch = detect(OPEN_MPI | {"PMIX_NAMESPACE": "123"})
+    launch = found(OPEN_MPI | {"PMIX_NAMESPACE": "123"})
     assert (launch.kind, facts(launch), launch.store[0]) == ("Open MPI", (1, 2, 1, 2, 1), "127.0.0.1")
-    assert launch.store != detect(OPEN_MPI | {"PMIX_NAMESPACE": "124"}).store
+    assert launch.store != found(OPEN_MPI | {"PMIX_NAMESPACE": "124"}).store
 
 
 @pytest.mark.parametrize(
@@ -213,13 +219,13 @@ def test_open_mpi_on_one_host_meets_on_loopback() -> None:
 )
 def test_open_mpi_over_hosts_meets_where_mpirun_is(uri: str, host: str) -> None:
     over = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
-    launch = detect(over | {"OMPI_MCA_orte_hnp_uri": uri})
+    launch = found(over | {"OMPI_MCA_orte_hnp_uri": uri})
     assert (launch.store[0], launch.num_hosts) == (host, 2)
-    assert detect(over | {"OMPI_MCA_orte_hnp_uri": uri, "MASTER_ADDR": "n1"}).store[0] == "n1"
+    assert found(over | {"OMPI_MCA_orte_hnp_uri": uri, "MASTER_ADDR": "n1"}).store[0] == "n1"
 
 
 def test_mpich_on_one_host_meets_on_loopback() -> None:
-    launch = detect(MPICH | {"PBS_JOBID": "9.head"})
+    launch = found(MPICH | {"PBS_JOBID": "9.head"})
     assert (launch.kind, facts(launch), launch.store[0]) == ("MPICH", (1, 2, 1, 2, 1), "127.0.0.1")
 
 
@@ -249,10 +255,10 @@ def test_half_of_mpis_variables_are_refused_by_name() -> None:
 
 
 def test_a_container_with_pet_variables_and_no_torchrun_is_a_launch() -> None:
-    launch = detect(PET)
+    launch = found(PET)
     assert (launch.kind, facts(launch), launch.store) == ("PET_NNODES", (1, 2, 0, 1, 2), ("job-node-0-0.job", 29500))
-    assert (launch.takes_devices, detect(PET | {"PET_NPROC_PER_NODE": "auto"}).takes_devices) == (False, True)
-    assert detect(PET | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "3"}).store == ("job-node-0-0.job", 3)
+    assert (launch.takes_devices, found(PET | {"PET_NPROC_PER_NODE": "auto"}).takes_devices) == (False, True)
+    assert found(PET | {"PET_NNODES": "2:2", "PET_MASTER_PORT": "3"}).store == ("job-node-0-0.job", 3)
 
 
 def test_a_single_container_is_no_launch() -> None:
@@ -293,27 +299,27 @@ def test_half_of_the_pet_variables_are_refused_by_name() -> None:
     ],
 )
 def test_the_innermost_launcher_is_believed(environ: dict[str, str], kind: str) -> None:
-    assert detect(environ).kind == kind
+    assert found(environ).kind == kind
 
 
 def test_a_cluster_spelt_out_is_believed_before_the_environment() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
-    assert detect(TORCHRUN | SLURM, spec).kind == "cluster=spec"
+    assert found(TORCHRUN | SLURM, spec).kind == "cluster=spec"
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_a_launcher_can_be_named_or_ignored(name: str) -> None:
     everything = {key: value for environ in ALL.values() for key, value in environ.items()} | TORCHRUN
     asked = everything | {"TRAINKIT_LAUNCHER": name}
-    assert detect(asked).kind == detect(everything, launcher=name).kind == detect(ALL[name]).kind
+    assert found(asked).kind == found(everything, launcher=name).kind == found(ALL[name]).kind
     assert detect(everything | {"TRAINKIT_LAUNCHER": "none"}) is None
 
 
 def test_the_config_outranks_the_variable() -> None:
-    assert Local(launcher="slurm").launch(TORCHRUN | SLURM | {"TRAINKIT_LAUNCHER": "none"}).kind == "SLURM"
+    assert present(Local(launcher="slurm").launch(TORCHRUN | SLURM | {"TRAINKIT_LAUNCHER": "none"})).kind == "SLURM"
     assert Local().launch(TORCHRUN | {"TRAINKIT_LAUNCHER": "none"}) is None
     assert Local(launcher="none").launch(TORCHRUN) is None
-    assert Local().launch(TORCHRUN) == replace(detect(TORCHRUN))
+    assert Local().launch(TORCHRUN) == replace(found(TORCHRUN))
 
 
 def test_a_launcher_that_is_unknown_or_absent_is_refused() -> None:

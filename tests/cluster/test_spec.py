@@ -4,6 +4,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.refusals import refused
+from tests.support.present import present
 from trainkit.cluster.spec import Spec
 
 FOUR = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
@@ -14,30 +15,30 @@ def tf_config(cluster: object, task: object) -> dict[str, str]:
 
 
 def test_ranks_follow_the_roles_and_the_chief_is_first() -> None:
-    launch = Spec(**FOUR, task="worker:1").launch({})
+    launch = present(Spec(**FOUR, task="worker:1").launch({}))
     assert [str(task) for task in launch.tasks] == ["chief:0", "worker:0", "worker:1", "evaluator:0"]
     assert (launch.rank, launch.store, launch.hosts_store) == (2, ("a", 1), False)
     assert launch.place_of(1) == "worker:0 (b:1)"
 
 
 def test_tasks_of_one_host_share_it() -> None:
-    launch = Spec(**FOUR, task="worker:1").launch({})
+    launch = present(Spec(**FOUR, task="worker:1").launch({}))
     assert (launch.local_rank, launch.num_local, launch.num_hosts, launch.takes_devices) == (1, 2, 3, True)
 
 
 def test_without_a_chief_worker_0_has_rank_0_and_opens_the_store() -> None:
-    launch = Spec(worker=("a:1", "b:1"), task="worker:0").launch({})
+    launch = present(Spec(worker=("a:1", "b:1"), task="worker:0").launch({}))
     assert (launch.rank, launch.hosts_store, str(launch.task)) == (0, True, "worker:0")
 
 
 def test_an_ipv6_cluster_keeps_its_brackets_in_what_a_person_reads() -> None:
-    launch = Spec(worker=("[fd00::1]:2222", "[fd00::2]:2222"), task="worker:1").launch({})
+    launch = present(Spec(worker=("[fd00::1]:2222", "[fd00::2]:2222"), task="worker:1").launch({}))
     assert launch.store == ("fd00::1", 2222)
     assert launch.line() == "launch by cluster=spec: rank 1 of 2 on 2 hosts, meeting at [fd00::1]:2222"
 
 
 def test_the_line_names_the_task_where_its_index_is_not_its_rank() -> None:
-    line = Spec(**FOUR, task="worker:1").launch({}).line()
+    line = present(Spec(**FOUR, task="worker:1").launch({})).line()
     assert line == "launch by cluster=spec: rank 2 (worker:1) of 4 on 3 hosts, meeting at a:1"
 
 
@@ -47,7 +48,7 @@ def test_a_cluster_of_one_task_is_no_launch() -> None:
 
 def test_the_task_may_come_from_tf_config() -> None:
     environ = tf_config({"worker": ["a:1", "b:1"]}, {"type": "worker", "index": 1})
-    assert Spec(worker=("a:1", "b:1")).launch(environ).rank == 1
+    assert present(Spec(worker=("a:1", "b:1")).launch(environ)).rank == 1
 
 
 def test_tf_config_that_says_otherwise_is_a_problem_each() -> None:
@@ -71,7 +72,7 @@ def test_tf_config_that_says_otherwise_is_a_problem_each() -> None:
 
 def test_tf_config_is_not_read_where_launchers_are_ignored() -> None:
     environ = tf_config({"worker": ["a:1", "c:1"]}, {"type": "worker", "index": 1}) | {"TRAINKIT_LAUNCHER": "none"}
-    assert Spec(worker=("a:1", "b:1"), task="worker:0").launch(environ).rank == 0
+    assert present(Spec(worker=("a:1", "b:1"), task="worker:0").launch(environ)).rank == 0
 
 
 def test_a_missing_task_lists_those_there_are() -> None:

@@ -3,6 +3,7 @@ import json
 import pytest
 
 from tests.cluster.refusals import refused
+from tests.support.present import present
 from trainkit.cluster.detect import detect
 from trainkit.cluster.tf_config import read_tf_config
 
@@ -18,7 +19,7 @@ def environ(content: object, variable: str = "TF_CONFIG") -> dict[str, str]:
 
 
 def test_tf_config_is_a_launch() -> None:
-    launch = detect(environ({"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "task": SECOND}))
+    launch = present(detect(environ({"cluster": {"chief": ["a:1"], "worker": ["b:1", "c:1"]}, "task": SECOND})))
     assert launch.line() == (
         "launch by TF_CONFIG: rank 2 (worker:1) of 3 on 3 hosts, meeting at a:1 (TRAINKIT_LAUNCHER=none ignores it)"
     )
@@ -26,13 +27,15 @@ def test_tf_config_is_a_launch() -> None:
 
 def test_what_else_a_cloud_writes_into_it_is_left_alone() -> None:
     task = {"type": "worker", "index": "1", "trial": "", "cloud": "x"}
-    said = read_tf_config(environ({"cluster": TWO, "task": task, "environment": "cloud", "job": "{}"}))
+    said = present(read_tf_config(environ({"cluster": TWO, "task": task, "environment": "cloud", "job": "{}"})))
     assert said.task == ("worker", 1)
 
 
 def test_a_chief_may_be_one_text_and_empty_roles_are_none() -> None:
-    said = read_tf_config(
-        environ({"cluster": {"chief": "a:1", "worker": ["b:1"], "ps": []}, "task": SECOND | {"index": 0}})
+    said = present(
+        read_tf_config(
+            environ({"cluster": {"chief": "a:1", "worker": ["b:1"], "ps": []}, "task": SECOND | {"index": 0}})
+        )
     )
     assert said.members == {"chief": ("a:1",), "worker": ("b:1",)}
 
@@ -42,10 +45,10 @@ def test_vertex_says_worker_pools_where_it_sets_no_tf_config() -> None:
         "cluster": {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]},
         "task": {"type": "workerpool1", "index": 1},
     }
-    launch = detect(environ(content, "CLUSTER_SPEC"))
+    launch = present(detect(environ(content, "CLUSTER_SPEC")))
     assert (launch.kind, launch.rank, str(launch.task)) == ("CLUSTER_SPEC", 2, "worker:1")
     both = environ(content, "CLUSTER_SPEC") | environ({"cluster": TWO, "task": SECOND})
-    assert detect(both).kind == "TF_CONFIG"
+    assert present(detect(both)).kind == "TF_CONFIG"
 
 
 def test_a_cluster_of_one_and_an_empty_variable_are_no_launch() -> None:

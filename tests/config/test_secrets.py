@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.vault import Vault
+from tests.support.present import present
 from trainkit.config.compose import compose
 from trainkit.config.identity import fingerprint, other_training
 from trainkit.config.schema import RunConfig, load_resolved
@@ -250,7 +251,7 @@ def test_a_repository_tells_commit_and_changes(cwd: Path) -> None:
     (cwd / "file").write_text("one")
     git("add", "file")
     git("commit", "-m", "one")
-    state = git_state()
+    state = present(git_state())
     assert (len(state["commit"]), state["branch"], state["dirty"]) == (40, "main", False)
     (cwd / "file").write_text("two")
-    assert git_state()["dirty"]
+    assert present(git_state())["dirty"]

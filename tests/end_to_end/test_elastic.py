@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import quick
+from tests.support.present import present
 
 OVERRIDES = [
     "recipe=digits",
@@ -53,11 +54,11 @@ def test_two_of_four_are_lost_and_return_and_no_bit_differs(cwd: Path, monkeypat
     with subprocess.Popen(
         command(*mirrored, "hydra.run.dir=elastic"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        for line in process.stderr:
+        for line in present(process.stderr):
             said.append(line)
             if "goes on with 2 of 4 replicas" in line:
                 (cwd / "gone").unlink()
-        out = process.stdout.read()
+        out = present(process.stdout).read()
     assert process.returncode == 0
     assert said[-1].endswith("again: 4 of 4 replicas.\n")
     assert "note: goes on with 2 of 4 replicas: they share the shards of each step" in out

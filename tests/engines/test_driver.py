@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Self
 import pytest
 
 from tests.run.faking import assert_no_process_is_left, wait_for
+from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.cluster.tasks import Task
 from trainkit.config.schema import RunConfig
@@ -25,7 +26,7 @@ from trainkit.run.backends.driver import run_on
 from trainkit.run.folder.run_folder import RunFolder
 
 
-def started_rank(job: BackendJob, number: int, attempt: list[str]) -> subprocess.Popen:
+def started_rank(job: BackendJob, number: int, attempt: list[str] | None) -> subprocess.Popen:
     place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
     command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.payload, place, attempt))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -103,7 +104,7 @@ def test_an_exception_that_comes_again_is_not_started_a_third_time(
         train(folder, max_restarts=5)
     told = "gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 "
     assert plain(str(caught.value)).startswith(told)
-    assert len(folder.read_result()["restarts"]) == 1
+    assert len(present(folder.read_result())["restarts"]) == 1
 
 
 def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callable[..., None]) -> None:
@@ -112,7 +113,7 @@ def test_an_engine_that_gives_up_says_who_failed(folder: RunFolder, fake: Callab
         train(folder)
     told = "gave up after 1 restarts: rank 1 exited with code 7 in step 3 (forward) without an error report."
     assert plain(caught.value).splitlines()[0] == told
-    assert folder.read_result()["status"] == "failed"
+    assert present(folder.read_result())["status"] == "failed"
     assert_no_process_is_left(folder)
 
 

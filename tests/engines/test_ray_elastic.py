@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.test_engines import needs, sha256
+from tests.support.present import present
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -36,16 +37,16 @@ def ray_cluster() -> Iterator[tuple[subprocess.Popen[str], str]]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
         try:
-            yield process, process.stdout.readline().strip()
+            yield process, present(process.stdout).readline().strip()
         finally:
-            process.stdin.close()
+            present(process.stdin).close()
             process.wait()
-            process.stdout.close()
+            present(process.stdout).close()
 
 
 def tell(cluster: subprocess.Popen[str], word: str) -> None:
     print(word, file=cluster.stdin, flush=True)
-    assert cluster.stdout.readline() == "done\n"
+    assert present(cluster.stdout).readline() == "done\n"
 
 
 def newest() -> int:

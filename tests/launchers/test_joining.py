@@ -9,6 +9,7 @@ import pytest
 
 from tests.launchers.joining import free_port
 from tests.support.pool import Pool
+from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.errors import ConfigError
 from trainkit.run.folder.run_folder import RunFolder
@@ -107,7 +108,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., lis
     kind, code, text = told[0][1]
     assert (kind, code, plain(text).splitlines()[0]) == ("TrainingError", 1, headline)
     assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
-    assert plain(RunFolder(tmp_path / "run").read_result()["reason"]).startswith(headline)
+    assert plain(present(RunFolder(tmp_path / "run").read_result())["reason"]).startswith(headline)
     assert told[1][2].startswith("Traceback (most recent call last):")  # into its log
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support import quick
+from tests.support.present import present
 from trainkit.errors import DataError
 from trainkit.report.tables import closing_lines
 from trainkit.run.folder.run_folder import RunFolder
@@ -95,7 +96,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> 
     folder.checkpoints.mkdir()
     (folder.checkpoints / "index.json").write_text('{"best": "step_00000004", "last": null}')
     assert bring_up_to_date(folder)
-    result = folder.read_result()
+    result = present(folder.read_result())
     assert (result["best"], result["steps"]) == (f"{folder.checkpoints}/step_00000004", 9)
     assert result["evaluator"]["status"] == "finished"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.faking import run_fakes
+from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.errors import CrashLoopError
 from trainkit.run.folder.run_folder import RunFolder
@@ -31,7 +32,7 @@ def broken(index: int, marker: Path | None = None) -> str:
 
 def test_a_run_goes_on_with_those_left(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail=broken(1))
-    said = []
+    said: list[str] = []
     result = run_fakes(folder, 3, min_replicas=2, log=said.append)
     assert result == {"status": "finished", "attempt": 2}
     assert len(said) == 2
@@ -92,12 +93,12 @@ def test_a_stop_while_the_run_changes_its_size_ends_it(folder: RunFolder) -> Non
     folder.write_result({"status": "resized", "steps": 7})
     ended = {"status": "stopped", "reason": "Ctrl-C", "steps": 7, "restarts": []}
     assert _result(folder, "stopped") == ended
-    assert folder.read_result()["status"] == "stopped"
+    assert present(folder.read_result())["status"] == "stopped"
 
 
 def test_one_that_fails_as_it_returns_is_no_crash_loop(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 save=2 pause=0.01", fail=broken(1))
-    said = []
+    said: list[str] = []
     result = run_fakes(folder, 2, min_replicas=1, max_restarts=1, retry_s=0.1, log=said.append)
     assert result["status"] == "finished"
     assert [line.partition("again in ")[2][:3] for line in said if "is lost" in line][:2] == ["0.1", "0.2"]

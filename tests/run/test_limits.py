@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.support.present import present
 from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.pauses import Pauses
 from trainkit.run.process.heartbeat import HeartbeatReading
@@ -31,7 +32,7 @@ class Steps:
     @property
     def limit_s(self) -> float:
         self.beat("data")
-        return TimeLimits().limit_of(self.pulse("data")).seconds
+        return present(TimeLimits().limit_of(self.pulse("data"))).seconds
 
     def pulse(self, phase: str) -> HeartbeatReading:
         pauses = self.pauses
@@ -103,7 +104,7 @@ def test_compiling_in_the_middle_has_its_own_limit_and_teaches_nothing() -> None
     steps = Steps().do(*[0.1] * 700)
     steps.beat("forward")
     steps.beat("compile", 500)
-    assert TimeLimits().limit_of(steps.pulse("compile")).key == "supervisor.first_step_timeout_s"
+    assert present(TimeLimits().limit_of(steps.pulse("compile"))).key == "supervisor.first_step_timeout_s"
     steps.beat("forward")
     assert steps.limit_s == 30
 
@@ -136,20 +137,20 @@ KEYS = {
 
 @pytest.mark.parametrize(("phase", "key"), KEYS.items())
 def test_each_phase_names_its_key_and_the_remedy(phase: str | None, key: str) -> None:
-    limit = TimeLimits().limit_of(None if phase is None else HeartbeatReading(moment=1.0, step=3, phase=phase))
+    limit = present(TimeLimits().limit_of(None if phase is None else HeartbeatReading(moment=1.0, step=3, phase=phase)))
     assert limit.remedy(limit.seconds + 1) == f"The limit is supervisor.{key}: raise it if the rank was healthy."
 
 
 def test_a_number_is_taken_as_given() -> None:
     pulse = HeartbeatReading(moment=1.0, step=3, phase="forward", longest_s=500.0)
-    assert TimeLimits(hang_timeout_s=2).limit_of(pulse).remedy(3) == (
+    assert present(TimeLimits(hang_timeout_s=2).limit_of(pulse)).remedy(3) == (
         "The limit is supervisor.hang_timeout_s=2: raise it if the rank was healthy."
     )
 
 
 def test_what_was_learnt_is_said_with_what_it_was_learnt_from() -> None:
     pulse = HeartbeatReading(moment=1.0, step=3, phase="forward", longest_s=6.25)
-    assert TimeLimits().limit_of(pulse).remedy(63) == (
+    assert present(TimeLimits().limit_of(pulse)).remedy(63) == (
         "The limit is 62 s by supervisor.hang_timeout_s=auto, where recent steps paused for 6.2 s at most: "
         "set supervisor.hang_timeout_s to more than 63 if the rank was healthy."
     )

@@ -26,7 +26,7 @@ def lives(folder: RunFolder, rank: int) -> list[tuple[int, int]]:
 
 def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=100 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=kill")
-    said = []
+    said: list[str] = []
     assert run_roles(folder, "worker worker ps", log=said.append) == {"status": "finished", "attempt": 0}
     expected = "rank 1 was ended by SIGKILL in step 3 (forward). Starting worker:0 again, alone: the others go on."
     assert [plain(line) for line in said] == [expected]
@@ -36,7 +36,7 @@ def test_a_worker_that_is_killed_is_started_again_alone(folder: RunFolder, fake:
 
 def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=40 save=2 pause=0.02", fail="rank=2,step=20,phase=idle,attempt=0,action=kill")
-    said = []
+    said: list[str] = []
     assert run_roles(folder, "worker ps", log=said.append) == {"status": "finished", "attempt": 1}
     assert plain(said[0]).startswith("rank 2 was ended by SIGKILL in step 20 (idle).")
     assert lives(folder, 1) == [(0, 0), (1, 0)]
@@ -44,7 +44,7 @@ def test_a_server_that_is_killed_takes_the_group_with_it(folder: RunFolder, fake
 
 def test_a_worker_that_hangs_is_ended_and_started_again_alone(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=200 pause=0.02", fail="rank=1,step=3,phase=forward,life=0,action=hang")
-    said = []
+    said: list[str] = []
     assert run_roles(folder, "worker ps", hang_timeout_s=1, log=said.append)["attempt"] == 0
     expected = (
         "rank 1 has made no progress for 1 s in step 3 (forward). The limit is supervisor.hang_timeout_s=1: "
@@ -67,7 +67,7 @@ def test_a_worker_that_keeps_dying_while_nothing_moves_ends_the_run(
 ) -> None:
     hang = "rank=0,step=0,phase=forward,action=hang"
     fake("steps=9", fail=f"{hang};rank=1,step=2,phase=forward,action=kill")
-    said = []
+    said: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
         run_roles(folder, "worker", max_restarts=1, log=said.append)
     assert len(said) == 1
@@ -106,7 +106,7 @@ def test_an_error_of_a_workers_own_ends_the_run(folder: RunFolder, fake: Callabl
 
 def test_an_error_of_the_evaluators_own_does_not(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=150 pause=0.02", raising="1:DataError:/gone")
-    said = []
+    said: list[str] = []
     assert run_roles(folder, "evaluator", log=said.append)["status"] == "finished"
     assert [plain(line) for line in said] == [
         "rank 1 failed in step 2 (idle): DataError: /gone. Starting evaluator:0 again, alone: the others go on."

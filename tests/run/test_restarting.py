@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.run.faking import run_fakes, run_roles
+from tests.support.present import present
 from trainkit.cluster.tasks import Task
 from trainkit.errors import CrashLoopError, DataError
 from trainkit.run.folder.restart_record import FILE, Restart, record_restart, restarts_of
@@ -156,14 +157,14 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
     fake("steps=6 save=1 pause=0.02", raising="1:ValueError:bad sample")
-    said = []
+    said: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
         run_fakes(folder, 2, max_restarts=3, log=said.append)
     assert (len(said), caught.value.exit_code) == (1, 6)
     first, *_, last = str(caught.value).splitlines()
     assert first.startswith("gave up: rank 1 raised the same exception twice in the same place, in step 2: rank 1 ")
     assert last == "RuntimeError: bad sample"
-    result = folder.read_result()
+    result = present(folder.read_result())
     assert result["reason"] == str(caught.value)
     assert [(one["kind"], one["step"], one["rank"], one["checkpoint"]) for one in result["restarts"]] == [
         ("all", 2, 1, 2)
@@ -173,10 +174,10 @@ def test_an_exception_that_comes_again_ends_the_run_after_one_restart(
 def test_restarts_are_counted_through_resume(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=2 pause=0.02", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, log=print)
-    assert len(folder.read_result()["restarts"]) == 1
+    assert len(present(folder.read_result())["restarts"]) == 1
     fake("steps=9 save=2 pause=0.02", fail="rank=0,step=7,phase=forward,attempt=0,action=kill")
     run_fakes(folder, 2, log=print)
-    assert [(one["kind"], one["task"], one["step"]) for one in folder.read_result()["restarts"]] == [
+    assert [(one["kind"], one["task"], one["step"]) for one in present(folder.read_result())["restarts"]] == [
         ("all", "worker:1", 3),
         ("all", "worker:0", 7),
     ]
@@ -193,7 +194,7 @@ def test_a_worker_that_raises_the_same_again_is_not_started_a_third_time(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
     fake("steps=500 pause=0.02", fail="rank=1,step=3,phase=forward,action=raise")
-    said = []
+    said: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
         run_roles(folder, "worker ps", log=said.append)
     assert len(said) == 1

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.support.present import present
 from trainkit.cluster.tasks import Task
 from trainkit.run.supervisor.membership import ReplicaMembership
 
@@ -16,7 +17,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def roster_of(count: int, clock: Clock, min_replicas: int = 1, retry_s: float = 60.0) -> ReplicaMembership:
+def roster_of(count: int, clock: Clock, min_replicas: int | None = 1, retry_s: float = 60.0) -> ReplicaMembership:
     tasks = [Task(role="worker", index=rank, rank=rank, device=f"cuda:{rank}") for rank in range(count)]
     return ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s, clock=clock)
 
@@ -62,11 +63,11 @@ def test_a_lost_one_returns_when_it_is_due(clock: Clock) -> None:
 def test_the_wait_doubles_until_a_checkpoint_was_made_with_it(clock: Clock) -> None:
     roster, waits = roster_of(2, clock), []
     for _ in range(3):
-        waits.append(roster.record_failure(1, at_start=True).rpartition(" in ")[2])
+        waits.append(present(roster.record_failure(1, at_start=True)).rpartition(" in ")[2])
         clock.now += 1000.0
         roster.next_members()
     roster.clear_failures()
-    waits.append(roster.record_failure(1, at_start=True).rpartition(" in ")[2])
+    waits.append(present(roster.record_failure(1, at_start=True)).rpartition(" in ")[2])
     assert waits == ["60 s.", "120 s.", "240 s.", "60 s."]
 
 
@@ -76,7 +77,7 @@ def test_a_checkpoint_made_without_it_changes_nothing_for_a_lost_one(clock: Cloc
     roster.clear_failures()
     clock.now = 60.0
     roster.next_members()
-    assert roster.record_failure(1, at_start=True).endswith("again in 120 s.")
+    assert present(roster.record_failure(1, at_start=True)).endswith("again in 120 s.")
 
 
 @pytest.mark.parametrize("fewest", [None, 3])

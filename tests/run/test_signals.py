@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.run.faking import alive, assert_no_process_is_left, launch, pids_of
+from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.run.folder.run_folder import RunFolder
 
@@ -30,7 +31,7 @@ def running(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[subp
         for pid in (process.pid, *alive(pids_of(folder))):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        process.stdout.close()
+        present(process.stdout).close()
         process.wait()
 
 

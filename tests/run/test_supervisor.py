@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.run.faking import assert_no_process_is_left, run_fakes
+from tests.support.present import present
 from tests.support.verdicts import plain
 from trainkit.errors import ConfigError, CrashLoopError, DataError, HangError, Problem, TrainingError
 from trainkit.run.folder.run_folder import RunFolder
@@ -56,7 +57,7 @@ def test_a_killed_rank_is_named_and_all_continue_from_the_last_checkpoint(
     folder: RunFolder, fake: Callable[..., None]
 ) -> None:
     fake("steps=6 save=2 pause=0.05", fail="rank=1,step=3,phase=forward,attempt=0,action=kill")
-    said = []
+    said: list[str] = []
     assert run_fakes(folder, 2, log=said.append) == {"status": "finished", "attempt": 1}
     expected = (
         "rank 1 was ended by SIGKILL in step 3 (forward). "
@@ -91,7 +92,7 @@ def test_the_traceback_of_the_failing_rank_is_shown(folder: RunFolder, fake: Cal
 
 def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Callable[..., None]) -> None:
     fake("steps=6 save=1 pause=0.02", fail="rank=0,step=3,phase=forward,action=kill")
-    said = []
+    said: list[str] = []
     with pytest.raises(CrashLoopError) as caught:
         run_fakes(folder, 2, max_restarts=2, log=said.append)
     assert len(said) == 2
@@ -100,7 +101,7 @@ def test_restarts_that_get_no_further_are_given_up(folder: RunFolder, fake: Call
         "rank 0 was ended by SIGKILL in step 3 (forward)."
     )
     assert_no_process_is_left(folder)
-    result = folder.read_result()
+    result = present(folder.read_result())
     assert [(one["kind"], one["step"], one["checkpoint"]) for one in result.pop("restarts")] == [("all", 3, 3)] * 2
     assert result == {
         "status": "failed",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.strategies.test_parameter_store import Net, equal, gradients, optimizer_of
+from tests.support.present import present
 from tests.support.serving import Farm, serving, state_of
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
@@ -88,7 +89,9 @@ def test_bf16_halves_the_bytes_and_rounds_what_travels_once() -> None:
     params = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     pulled = dict(worked.named_parameters())
     for (name, param), grad in zip(params, grads, strict=True):
-        assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(grad.bfloat16().float(), alpha=-0.1))
+        assert torch.equal(
+            state[f"param/{name}"], param.detach().clone().add_(present(grad).bfloat16().float(), alpha=-0.1)
+        )
         assert torch.equal(pulled[name], state[f"param/{name}"].bfloat16().float())
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.support.present import present
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.sweeps.loop.job_sources import SweepJob
 from trainkit.sweeps.spaces.halving import Halving
@@ -60,13 +61,13 @@ def test_the_best_third_goes_on_until_one_trains_whole(tmp_path: Path) -> None:
 def test_a_job_that_goes_on_keeps_its_folder_and_shows_its_point_alone(tmp_path: Path) -> None:
     runs = Runs(tmp_path, by_number)
     source = runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2)
-    first = [source.next() for _ in range(3)]
+    first = [present(source.next()) for _ in range(3)]
     assert [job.command for job in first] == [(f"seed={number}", "stop_at_step=3") for number in range(3)]
     assert source.next() is None  # no rung begins before the last has ended
     for job in first:
         runs.train(job)
         source.ended(job, 0)
-    last = source.next()
+    last = present(source.next())
     assert (last.folder, last.overrides, last.command) == (first[2].folder, ("seed=2",), ("seed=2",))
 
 
@@ -77,7 +78,7 @@ def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path: Path) -> N
     for job in reversed(jobs):
         runs.train(job)
         source.ended(job, 0)
-    assert source.next().name == "0"
+    assert present(source.next()).name == "0"
 
 
 def test_a_job_that_fails_does_not_go_on(tmp_path: Path) -> None:
@@ -103,7 +104,7 @@ def test_a_killed_halving_goes_on_where_it_was_and_chooses_the_same(tmp_path: Pa
     runs = Runs(tmp_path, by_number)
     source = runs.halving(points)
     for _ in range(9 + 2):  # the first rung, and two of the three jobs of the second
-        job = source.next()
+        job = present(source.next())
         runs.train(job)
         source.ended(job, 0)
     known = {

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.present import present
+
 optuna = pytest.importorskip("optuna")
 
 from optuna.trial import TrialState  # noqa: E402
@@ -36,7 +38,7 @@ class Bench:
         self.root, self.settings = root, Settings(**{"trials": 8, **settings})
         self.study = open_study(root, settings=self.settings, goal=LOSS, num_steps=num_steps)
         space = composer.space(arguments)
-        trials = self.settings.trials
+        trials = present(self.settings.trials)
         self.source = Trials(study=self.study, space=space, trials=trials, goal=LOSS, job=self.job)
 
     def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
@@ -62,7 +64,7 @@ class Bench:
 def whole(bench: Bench, losses: Iterable[float]) -> None:
     """Play jobs that train to their end."""
     for place, loss in enumerate(losses):
-        job = bench.source.next()
+        job = present(bench.source.next())
         for step in (1, 2, 3):
             assert not bench.told(job, step, loss / step), f"job {place} pruned"
         bench.ended(job, loss / 3)
@@ -106,7 +108,7 @@ def test_a_search_proposes_points_of_its_space_until_it_has_tried_enough(tmp_pat
 def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer)
     whole(bench, [0.3, 0.2, 0.1])
-    job = bench.source.next()
+    job = present(bench.source.next())
     assert bench.told(job, 1, 0.9)
     assert bench.source.watch(job)  # asked again before it has ended: still
     bench.ended(job, 0.9, code=130)
@@ -116,7 +118,7 @@ def test_a_job_below_the_median_of_its_step_is_pruned(tmp_path: Path, composer: 
 def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, min_steps=2)
     whole(bench, [0.3, 0.2, 0.1])
-    job = bench.source.next()
+    job = present(bench.source.next())
     assert not bench.source.watch(job)
     assert not bench.told(job, 1, 0.9)
     assert bench.told(job, 2, 0.9)
@@ -126,14 +128,14 @@ def test_a_job_is_heard_once_a_row_and_not_before_its_first_steps(tmp_path: Path
 def test_nothing_is_pruned_where_nothing_is_to_be(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="none")
     whole(bench, [0.3, 0.2, 0.1])
-    assert not bench.told(bench.source.next(), 1, 99.0)
+    assert not bench.told(present(bench.source.next()), 1, 99.0)
 
 
 def test_hyperband_prunes_by_its_rungs(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, pruner="hyperband", trials=20, num_steps=9)
     pruned = 0
     for number in range(20):
-        job = bench.source.next()
+        job = present(bench.source.next())
         hopeless = any(bench.told(job, step, 1.0 + number % 7) for step in (1, 3, 9))
         bench.ended(job, 1.0 + number % 7, code=130 if hopeless else 0)
         pruned += hopeless
@@ -145,32 +147,32 @@ def test_a_job_that_fails_or_has_no_figure_is_no_result(
     tmp_path: Path, composer: Composer, code: int, loss: float | None
 ) -> None:
     bench = Bench(tmp_path, composer)
-    bench.ended(bench.source.next(), loss, code=code)
+    bench.ended(present(bench.source.next()), loss, code=code)
     assert bench.states == [TrialState.FAIL]
 
 
 def test_a_killed_search_goes_on_with_what_it_had_begun(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, trials=4)
     whole(bench, [0.3])
-    job = bench.source.next()
+    job = present(bench.source.next())
     bench.told(job, 1, 0.5)
     bench.ended(job, 0.5, code=130)  # Ctrl-C: nobody had given it up
     again = Bench(tmp_path, composer, trials=4)
-    taken = again.source.next()
+    taken = present(again.source.next())
     assert (taken.name, taken.overrides) == (job.name, job.overrides)
     assert not again.told(taken, 2, 0.4)  # step 1, which is in its file too, is not reported twice: Optuna would warn
     again.ended(taken, 0.4)
-    fresh = again.source.next()
+    fresh = present(again.source.next())
     assert fresh.overrides != job.overrides
     again.ended(fresh, 0.2)
-    again.ended(again.source.next(), 0.2)
+    again.ended(present(again.source.next()), 0.2)
     assert again.source.next() is None
     assert again.states == [TrialState.COMPLETE] * 4
 
 
 def test_another_space_in_the_same_folder_is_refused(tmp_path: Path, composer: Composer) -> None:
     bench = Bench(tmp_path, composer, ("seed=1,2",))
-    bench.ended(bench.source.next(), 0.5)
+    bench.ended(present(bench.source.next()), 0.5)
     other = Bench(tmp_path, composer, ("seed=1,2,3",))
     with pytest.raises(ConfigError) as caught:
         other.source.next()
