@@ -38,10 +38,10 @@ class ConvNet(nn.Module):
 
         Args:
             in_channels: 1 for grey images, 3 for colour.
-            image_size: pixels of a side.
+            image_size: pixels per side.
             widths: channels of each block.
-            num_classes: outputs a sample.
-            dropout: share of the last features zeroed in training, in [0, 1).
+            num_classes: number of outputs per sample.
+            dropout: fraction of the last features zeroed in training, in [0, 1).
         """
         super().__init__()
         if not widths or min(widths) < 1:
@@ -54,7 +54,7 @@ class ConvNet(nn.Module):
         self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(widths[-1] * last_size**2, num_classes))
 
     def forward(self, images: Tensor) -> Tensor:
-        """(samples, in_channels, height, width) -> (samples, num_classes)."""
+        """Map (samples, in_channels, height, width) to (samples, num_classes)."""
         features = images
         for block in self.blocks:
             features = block(features)
@@ -72,8 +72,8 @@ class _Block(nn.Module):
         self.norm = nn.BatchNorm2d(fan_out)
 
     def forward(self, features: Tensor) -> Tensor:
-        # channels_last makes a step on the CPU up to a fifth faster, and pooling before the norm another tenth:
-        # the norm then sees a quarter of the pixels
+        # channels_last makes a step on the CPU up to a fifth faster, and pooling before the norm another tenth: the
+        # norm then processes a quarter of the pixels.
         features = self.conv(features.contiguous(memory_format=torch.channels_last))
         pooled: Tensor = self.norm(self.pool(features)).relu()
         return pooled

@@ -14,16 +14,16 @@ __all__ = ["Ensemble"]
 
 
 class Ensemble(nn.Module):
-    """Predicts by what its members predict on average; a member may be on a device of its own.
+    """Predicts the average of its members; a member may be on a device of its own.
 
-    `probabilities`: members give scores, whose softmax over the last dim are probabilities; the ensemble gives the
-    logarithm of the mean of those. That is a score again: its softmax is the mixture, its cross entropy the mixture's.
-    A mean of scores would be a geometric mean of probabilities, in which one member that is sure of itself outvotes
-    the others. `outputs`: the mean of what members give, for numbers to be predicted.
+    `probabilities`: members return scores, whose softmax over the last dim gives probabilities; the ensemble returns
+    the logarithm of their mean. This is again a score: its softmax is the mixture, its cross entropy the mixture's. A
+    mean of scores would be a geometric mean of probabilities, in which one overconfident member outvotes the others.
+    `outputs`: the mean of the members' outputs, for regression.
 
     Args:
         members: the models.
-        combine: what is averaged.
+        combine: the quantity that is averaged.
 
     Example:
         >>> sure, unsure = nn.Identity(), nn.Linear(2, 2)
@@ -45,19 +45,19 @@ class Ensemble(nn.Module):
         self.combine = combine
 
     def spread(self, devices: Sequence[torch.device]) -> Self:
-        """Put each member on a device, one after the other, beginning again where there are fewer; returns itself."""
+        """Put each member on a device, in turn, repeating devices if there are fewer; return the ensemble itself."""
         for place, member in enumerate(self.members):
             member.to(devices[place % len(devices)])
         return self
 
     def forward(self, inputs: Any) -> Tensor:
-        """Combine the members' outputs, on the device of the first; GPUs compute side by side."""
+        """Combine the members' outputs, on the device of the first; GPUs compute in parallel."""
         homes = [_home(member) for member in self.members]
         outputs = [member(_moved(inputs, home)) for member, home in zip(self.members, homes, strict=True)]
         stacked = torch.stack([output.to(outputs[0].device) for output in outputs])
         if self.combine == "outputs":
             return stacked.mean(dim=0)
-        # a mean of sixteen bits would lose what the last members say
+        # a mean in 16 bits would lose the contribution of the last members
         scores = stacked if stacked.dtype in (torch.float32, torch.float64) else stacked.float()
         return scores.log_softmax(dim=-1).logsumexp(dim=0) - math.log(len(self.members))
 

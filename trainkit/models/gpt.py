@@ -1,4 +1,4 @@
-"""A decoder-only transformer for language models (Radford et al. 2019), as small or large as asked."""
+"""A decoder-only transformer for language models (Radford et al. 2019), of any size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Gpt"]
 class Gpt(nn.Module):
     """Pre-norm transformer with learned positions; the output layer shares the token embedding's weight.
 
-    It is `embed`, then `blocks.0` ..., then `head`: maps may cut between any two.
+    Its modules are `embed`, then `blocks.0` ..., then `head`: device maps may cut between any two.
 
     Example:
         >>> model = Gpt(vocab_size=65, context=64, num_layers=4, num_heads=4, width=128)
@@ -42,13 +42,13 @@ class Gpt(nn.Module):
         """Build and initialise the layers.
 
         Args:
-            vocab_size: tokens there are.
+            vocab_size: size of the vocabulary.
             context: most tokens of a sample.
-            num_layers: blocks.
-            num_heads: attention heads of a block; divides `width`.
-            width: numbers a token is represented by.
-            dropout: share zeroed after embedding, in attention and after each branch, in [0, 1).
-            bias: whether linear layers and norms have one.
+            num_layers: number of blocks.
+            num_heads: attention heads per block; divides `width`.
+            width: embedding size of a token.
+            dropout: fraction zeroed after embedding, in attention and after each branch, in [0, 1).
+            bias: whether linear layers and norms have a bias.
         """
         super().__init__()
         if width % num_heads:
@@ -62,7 +62,7 @@ class Gpt(nn.Module):
         self.head.output.weight = self.embed.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(samples, length) int64 -> (samples, length, vocab_size) scores of the next token."""
+        """Map (samples, length) int64 to (samples, length, vocab_size) scores of the next token."""
         hidden = self.embed(tokens)
         for block in self.blocks:
             hidden = block(hidden)
@@ -70,9 +70,9 @@ class Gpt(nn.Module):
         return scores
 
     def tensor_plan(self, degree: int) -> dict[str, str]:
-        """How its layers are cut over ranks: attention by heads, the rest by rows and columns.
+        """Return how its layers are cut over ranks: attention by heads, the rest by rows and columns.
 
-        The vocabulary is cut where `degree` divides it; else embedding and output layer stay whole.
+        The vocabulary is cut if `degree` divides it; otherwise embedding and output layer stay whole.
 
         Example:
             >>> Gpt(vocab_size=65, context=8, num_layers=1, num_heads=2, width=4).tensor_plan(2)["expand"]
@@ -93,14 +93,14 @@ class Gpt(nn.Module):
         top_k: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continue texts, token by token; dropout is off meanwhile.
+        """Continue texts, token by token, without dropout.
 
         Args:
             tokens: (samples, length) int64, at least one token each.
-            num_tokens: how many to add.
-            temperature: divides the scores; below 1 is more sure of itself.
-            top_k: draw from the k most likely only; None from all.
-            generator: where randomness comes from, on the device of `tokens`.
+            num_tokens: number of tokens to add.
+            temperature: divides the scores; below 1 favours likely tokens.
+            top_k: draw only from the k most likely tokens; None draws from all.
+            generator: the random generator, on the device of `tokens`.
 
         Returns:
             (samples, length + num_tokens) int64.
@@ -120,7 +120,7 @@ class Gpt(nn.Module):
     def _initialise(self, num_layers: int) -> None:
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
-                # what a branch adds to the residual stream shrinks with the number of branches
+                # scale a branch's contribution to the residual stream down with the number of branches
                 std = 0.02 / math.sqrt(2 * num_layers) if name.endswith(".project") else 0.02
                 nn.init.normal_(module.weight, std=std)
                 if module.bias is not None:
@@ -171,7 +171,7 @@ class _Attention(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         joined = self.queries_keys_values(hidden)
-        # rows lie head by head, so that a part of them is whole heads: there may be fewer here than there are
+        # rows are ordered by head, so that a rank's part consists of whole heads, possibly fewer than all
         queries, keys, values = joined.unflatten(-1, (-1, 3, self.head_size)).permute(3, 0, 2, 1, 4)
         mixed = _attend(queries, keys, values, dropout=self.dropout if self.training else 0.0)
         projected: Tensor = self.project(mixed.transpose(1, 2).flatten(2))
@@ -205,7 +205,7 @@ class _Head(nn.Module):
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, *, dropout: float) -> Tensor:
-    """Causal attention over (samples, heads, length, size).
+    """Compute causal attention over (samples, heads, length, size).
 
     On the CPU inside autocast it stays in float32: the backward of flash attention in bf16 would take half the step
     there, and cost all that autocast gains (measured: 1.04 times the speed of float32, against 1.69).

@@ -1,4 +1,4 @@
-"""Fully connected layers."""
+"""A network of fully connected layers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Mlp(nn.Module):
     """
 
     draws_nothing: ClassVar[bool] = True
-    """Its own code draws no random number; a dropout in it does."""
+    """Its own code draws no random number; a dropout module in it does."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class Mlp(nn.Module):
         """Build the layers.
 
         Args:
-            in_features: numbers a sample, after flattening.
-            hidden: width of each hidden layer; empty is a linear model.
-            out_features: outputs a sample: classes, or regression values.
-            activation: after each hidden layer.
-            dropout: share of hidden activations zeroed in training, in [0, 1).
-            batch_norm: normalise each hidden layer before its activation.
+            in_features: inputs per sample, after flattening.
+            hidden: width of each hidden layer; empty for a linear model.
+            out_features: outputs per sample: classes, or regression values.
+            activation: the activation after each hidden layer.
+            dropout: fraction of hidden activations zeroed in training, in [0, 1).
+            batch_norm: whether to normalize each hidden layer before its activation.
         """
         super().__init__()
         widths = [in_features, *hidden]
@@ -62,7 +62,8 @@ class Mlp(nn.Module):
         self.layers = nn.Sequential(*layers)
 
     def tensor_plan(self, degree: int) -> dict[str, str]:  # noqa: ARG002 - whether it divides is asked of every plan
-        """How its layers are cut over ranks: in pairs, by rows and by columns; a batch norm wants whole activations.
+        """Return how its layers are cut over ranks: in pairs, by rows and by columns; a batch norm needs whole
+        activations.
 
         Example:
             >>> Mlp(in_features=64, hidden=[128], out_features=10).tensor_plan(2)
@@ -75,6 +76,6 @@ class Mlp(nn.Module):
         return {name: style for pair in pairs.items() for name, style in zip(pair, ("colwise", "rowwise"), strict=True)}
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """(samples, ...) -> (samples, out_features)."""
+        """Map (samples, ...) to (samples, out_features)."""
         outputs: Tensor = self.layers(inputs.flatten(1) if inputs.dim() > 2 else inputs)
         return outputs

@@ -17,7 +17,7 @@ _WIDTHS: Final = (64, 128, 256, 512)
 
 
 class ResNet(nn.Module):
-    """ResNet with the stride of a bottleneck in its 3 x 3 convolution, as everybody trains it today.
+    """ResNet with the stride of a bottleneck in its 3 x 3 convolution (ResNet v1.5).
 
     Example:
         >>> sum(p.numel() for p in ResNet(depth=18).parameters())
@@ -37,9 +37,9 @@ class ResNet(nn.Module):
         """Build the stages.
 
         Args:
-            depth: layers with weights.
-            num_classes: outputs a sample.
-            in_channels: of the images.
+            depth: number of layers with weights.
+            num_classes: number of outputs per sample.
+            in_channels: channels of the images.
             zero_init_last_gamma: start each residual branch at zero (Goyal et al. 2017, section 5.1).
         """
         super().__init__()
@@ -63,7 +63,7 @@ class ResNet(nn.Module):
         self._initialise(zero_init_last_gamma=zero_init_last_gamma)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(samples, in_channels, height, width) -> (samples, num_classes)."""
+        """Map (samples, in_channels, height, width) to (samples, num_classes)."""
         images = images.contiguous(memory_format=torch.channels_last)
         scores: Tensor = self.head(self.blocks(self.stem(images)))
         return scores
@@ -81,7 +81,7 @@ class ResNet(nn.Module):
 
 
 class _Residual(nn.Module):
-    """Convolutions beside a shortcut: two of 3 x 3, or 1 x 1, 3 x 3, 1 x 1."""
+    """Convolutions with a shortcut: two of 3 x 3, or 1 x 1, 3 x 3, 1 x 1."""
 
     draws_nothing: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class _Residual(nn.Module):
 
     @property
     def last_norm(self) -> nn.BatchNorm2d:
-        """The norm that the branch ends with."""
+        """The last norm of the branch."""
         norm = self.branch[-1]
         assert isinstance(norm, nn.BatchNorm2d)
         return norm

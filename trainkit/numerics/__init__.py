@@ -1,5 +1,5 @@
-"""The numbers contract: what a training computes, wherever it runs.
+"""The numerics contract: what a training computes, independent of where it runs.
 
-Order of the samples, the cut of a batch into shards, keys of randomness, learning rates, precision and the order of
-summation. Nothing here knows a process, a device group or a strategy.
+It covers the order of samples, the cut of a batch into shards, random keys, learning rates, precision and the order of
+summation. Nothing here depends on a process, a process group or a strategy.
 """

@@ -1,4 +1,4 @@
-"""The batch plan: how the samples of an epoch become steps, and a step becomes shards."""
+"""The batch plan: how the samples of an epoch form steps, and how a step is cut into shards."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["BatchPlan", "BatchSizes", "Ticket", "lane_order", "lane_shards", "re
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a replica is asked to compute: a step, and some of its shards."""
+    """The work of a replica: a step, and some of its shards."""
 
     step: int
-    """The update this belongs to, from 0."""
+    """The update, from 0."""
     shards: tuple[int, ...]
-    """The shards to compute here, in order; empty where a short batch has fewer shards than there are replicas."""
+    """The shards to compute here, in order; empty if a short batch has fewer shards than there are replicas."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """The two sizes that are maths."""
+    """The two batch sizes that affect the result."""
 
     global_size: int
     """Samples per step."""
@@ -35,8 +35,8 @@ class BatchSizes:
 class BatchPlan:
     """How a dataset of `num_samples` is cut into steps and shards.
 
-    A step takes the next `global_size` positions of the epoch's order; the last step of an epoch takes what is
-    left. A batch of b samples is cut into ceil(b / micro_size) contiguous shards whose sizes differ by at most one.
+    A step consists of the next `global_size` positions of the epoch's order; the last step of an epoch consists of the
+    rest. A batch of b samples is cut into ceil(b / micro_size) contiguous shards whose sizes differ by at most one.
 
     Example:
         >>> plan = BatchPlan(num_samples=10, global_size=4, micro_size=3)
@@ -57,32 +57,32 @@ class BatchPlan:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """Steps that go once through the dataset."""
+        """Number of steps of one epoch."""
         if self.drop_last:
             return self.num_samples // self.global_size
         return -(-self.num_samples // self.global_size)
 
     def epoch(self, step: int) -> int:
-        """The epoch that a step belongs to, from 0."""
+        """Return the epoch of a step, from 0."""
         return step // self.steps_per_epoch
 
     def batch_range(self, step: int) -> tuple[int, int, int]:
-        """(epoch, start, stop): the positions of the epoch's order that a step takes."""
+        """Return (epoch, start, stop): the positions of the epoch's order that a step consists of."""
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.global_size
         return epoch, start, min(start + self.global_size, self.num_samples)
 
     def batch_size(self, step: int) -> int:
-        """Samples of a step."""
+        """Return the number of samples of a step."""
         _, start, stop = self.batch_range(step)
         return stop - start
 
     def num_shards(self, step: int) -> int:
-        """Shards of a step."""
+        """Return the number of shards of a step."""
         return -(-self.batch_size(step) // self.micro_size)
 
     def shard_range(self, step: int, shard: int) -> tuple[int, int, int]:
-        """(epoch, start, stop): the positions of the epoch's order that a shard takes."""
+        """Return (epoch, start, stop): the positions of the epoch's order that a shard consists of."""
         epoch, start, stop = self.batch_range(step)
         size = stop - start
         shards = -(-size // self.micro_size)
@@ -91,25 +91,25 @@ class BatchPlan:
         return epoch, first, first + small + (1 if shard < larger else 0)
 
     def shard_size(self, step: int, shard: int) -> int:
-        """Samples of a shard."""
+        """Return the number of samples of a shard."""
         _, start, stop = self.shard_range(step, shard)
         return stop - start
 
     def samples_before(self, step: int) -> int:
-        """Samples that the steps before this one have used."""
+        """Return the number of samples used by earlier steps."""
         epoch, start, _ = self.batch_range(step)
         per_epoch = self.steps_per_epoch * self.global_size if self.drop_last else self.num_samples
         return epoch * per_epoch + start
 
 
 def shards_of_rank(num_shards: int, *, rank: int, num_ranks: int, lanes: int | None) -> tuple[int, ...]:
-    """The shards of a step that one data rank computes, in the order in which it computes them.
+    """Return the shards of a step that one data rank computes, in the order of computation.
 
     Args:
-        num_shards: shards of the step.
+        num_shards: number of shards of the step.
         rank: the data rank, from 0.
-        num_ranks: data ranks.
-        lanes: lanes of the reproducible order of summation; None where the order is free.
+        num_ranks: number of data ranks.
+        lanes: number of reduction lanes of the reproducible order of summation; None if the order is free.
 
     Returns:
         Every `num_ranks`-th shard; with lanes, lane after lane, as `lane_order` visits them.
@@ -127,14 +127,14 @@ def shards_of_rank(num_shards: int, *, rank: int, num_ranks: int, lanes: int | N
 
 
 def lane_shards(num_shards: int, *, lane: int, lanes: int) -> range:
-    """The shards of one lane: every `lanes`-th, from the lane's own number."""
+    """Return the shards of one lane: every `lanes`-th, starting at the lane's number."""
     return range(lane, num_shards, lanes)
 
 
 def lane_order(lanes: int) -> Iterator[int]:
-    """The leaves of the pairwise tree from left to right: 0, 4, 2, 6, 1, 5, 3, 7 for 8 lanes.
+    """Return the leaves of the pairwise tree from left to right: 0, 4, 2, 6, 1, 5, 3, 7 for 8 lanes.
 
-    In this order a single replica needs to keep no more partial sums than the tree is deep.
+    In this order a single replica holds at most as many partial sums as the tree is deep.
     """
     bits = (lanes - 1).bit_length()
     return (int(format(leaf, f"0{bits}b")[::-1], 2) if bits else 0 for leaf in range(lanes))
@@ -149,19 +149,19 @@ def resolve_batch(
     lanes: int | None,
     shards_a_replica: int = 1,
 ) -> BatchSizes | list[Problem]:
-    """Work out global and micro size from the two of three that the config gives.
+    """Compute global and micro batch size from any two of the three values in the config.
 
     Args:
         global_size: samples per step.
         micro_size: samples per shard, at most.
         accumulation: shards that each replica computes in a full step.
         num_replicas: replicas that get their own shards.
-        lanes: lanes of the reproducible order of summation; None where the order is free.
-        shards_a_replica: shards of a step that keep a replica busy: one where it is a device, more where it is a
-            pipeline; taken where the config leaves the cut open and the batch is large enough.
+        lanes: number of reduction lanes of the reproducible order of summation; None if the order is free.
+        shards_a_replica: number of shards of a step that keep a replica busy: one for a device, more for a
+            pipeline; used if the config does not set the cut and the batch is large enough.
 
     Returns:
-        The sizes, or what is wrong with them.
+        The sizes, or the problems.
 
     Example:
         >>> resolve_batch(global_size=64, micro_size=None, accumulation=4, num_replicas=2, lanes=None)
@@ -173,8 +173,8 @@ def resolve_batch(
             return [Problem(key="batch", rule=rule)]
         return BatchSizes(global_size=micro_size * accumulation * num_replicas, micro_size=micro_size)
     if micro_size is None:
-        # Without either, as few shards as keep a replica busy are the fastest; a reproducible run has one a lane, so
-        # that the shards, and with them the bits, are the same on every number of replicas.
+        # Without either, the fewest shards that keep a replica busy are the fastest. A reproducible run has one shard
+        # per lane, so that the shards, and with them the bits, are the same on any number of replicas.
         wanted = lanes or num_replicas * shards_a_replica
         shards = num_replicas * accumulation if accumulation else max(num_replicas, min(wanted, global_size))
         if shards > global_size:
@@ -206,6 +206,6 @@ def _too_few(global_size: int, shards: int, num_replicas: int) -> Problem:
 
 
 def _largest_micro(global_size: int, num_replicas: int) -> int:
-    """The largest micro size that cuts a batch into at least `num_replicas` shards; 0 where there is none."""
+    """Return the largest micro size that gives at least `num_replicas` shards; 0 if there is none."""
     fits = (size for size in range(global_size, 0, -1) if -(-global_size // size) >= num_replicas)
     return next(fits, 0)

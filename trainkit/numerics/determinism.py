@@ -1,4 +1,4 @@
-"""The process-wide switches of a reproducible run."""
+"""The process-wide settings of a reproducible run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["reproducible_process"]
 
 @contextmanager
 def reproducible_process(*, enabled: bool) -> Iterator[None]:
-    """One thread, deterministic algorithms, no autotuning; all as it was afterwards.
+    """Use one thread, deterministic algorithms and no autotuning; restore all settings afterwards.
 
-    The number of threads changes how torch splits its own sums, which changes bits: 3 of 3 models differed between
-    one and two threads.
+    The number of threads changes how torch splits its own sums, which changes bits: 3 of 3 models differed between one
+    and two threads.
 
     Args:
-        enabled: False does nothing, so that the caller needs no branch.
+        enabled: with False, do nothing, so that the caller needs no branch.
     """
     if not enabled:
         yield
@@ -28,7 +28,7 @@ def reproducible_process(*, enabled: bool) -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what cuBLAS asks for; read at its first use
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, which reads it at its first use
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

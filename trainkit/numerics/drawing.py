@@ -1,4 +1,4 @@
-"""What of a model or an objective may draw random numbers, by the classes of its parts."""
+"""Which parts of a model or an objective may draw random numbers, by the classes of its modules."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Draws(IntEnum):
     nothing = 0
     torch = 1
     anything = 2
-    """Torch's, `random` and NumPy: a user's own code."""
+    """Torch's generator, `random` and NumPy: a user's own code."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What of a model may draw random numbers; found before a strategy changes the classes of its modules."""
+    """Which parts of a model may draw random numbers; computed before a strategy changes the classes of its modules."""
 
     keyed: frozenset[str]
     """Blocks that are keyed on entry."""
     returned: frozenset[str]
-    """Blocks after which the code that called them is keyed anew."""
+    """Blocks after which the calling code is keyed again."""
     most: Draws
-    """What the model's code may draw from at most."""
+    """The generators that the model's code may draw from at most."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Look at the classes of a model's modules.
+        """Inspect the classes of a model's modules.
 
         Example:
             >>> found = Drawing.of(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)))
@@ -79,7 +79,7 @@ class Drawing:
 
 
 def blocks_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model itself as '', then its blocks by canonical name, each module once."""
+    """Yield the model itself as '', then its blocks by canonical name, each module once."""
     seen = {id(model)}
     yield "", model
     for name, module in _inner_blocks(model, "", top=True):
@@ -98,22 +98,22 @@ def _inner_blocks(module: nn.Module, prefix: str, *, top: bool) -> Iterator[tupl
 
 
 def draws_nothing(block: nn.Module) -> bool:
-    """Whether a block's training forward certainly draws no random number: all its modules are torch's, none random.
+    """Return whether a block surely draws no random number in training: all its modules are torch's, none random.
 
-    A class of the user's own may call anything in its forward, so it counts as drawing, unless it says otherwise: a
-    class attribute `draws_nothing = True` speaks for its own code, not for the modules below it. Ask before a strategy
-    changes the model: FSDP changes the classes of modules.
+    A class of the user may call anything in its forward, so it counts as drawing unless it declares otherwise: a class
+    attribute `draws_nothing = True` covers its own code, not the modules below it. Call this before a strategy changes
+    the model: FSDP changes the classes of modules.
     """
     return all(_own_draws(module) is Draws.nothing for module in block.modules())
 
 
 def _own_draws(module: nn.Module) -> Draws:
-    """What the code of this very module may draw from."""
+    """Return what the code of this module itself may draw from."""
     return Draws.torch if draws_at_random(module) else draws_of(type(module))
 
 
 def draws_of(kind: type) -> Draws:
-    """What the code of a class may draw from; `draws_nothing` of a parent class says nothing of what is overridden."""
+    """Return what the code of a class may draw from; a parent's `draws_nothing` does not cover overridden code."""
     found = _FOUND.get(kind)
     if found is None:
         found = _FOUND[kind] = _draws_of(kind)
@@ -127,11 +127,11 @@ def _draws_of(kind: type) -> Draws:
 
 
 _FOUND: Final[dict[type, Draws]] = {}
-"""What is known of classes: it is asked in every step."""
+"""Cache by class, because every step needs it."""
 
 
 def draws_at_random(module: nn.Module) -> bool:
-    """Whether this very module of torch's draws random numbers in training: a dropout with a rate above 0, say."""
+    """Return whether this module of torch draws random numbers in training: a dropout with rate > 0, for example."""
     if not isinstance(module, _RANDOM):
         return False
     rate = getattr(module, "p", None)

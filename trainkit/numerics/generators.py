@@ -1,7 +1,7 @@
-"""The default generators of a process: torch's, that of `random` and that of NumPy.
+"""The default generators of a process: those of torch, `random` and NumPy.
 
-Code of a user's draws from these, whichever thread runs it. Who sets them and needs what follows to be drawn by nobody
-else holds `GENERATORS_LOCK` meanwhile.
+User code draws from these, in any thread. A thread that sets them and must be the only one to draw from them holds
+`GENERATORS_LOCK`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def seed_host(key: int) -> None:
     """Seed the generators that code on the host may draw from: torch's of the CPU, `random` and NumPy.
 
     Args:
-        key: of any size; NumPy takes the low 32 bits.
+        key: the seed, of any size; NumPy uses the low 32 bits.
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)
@@ -54,17 +54,17 @@ class HostStates:
 
     @classmethod
     def now(cls) -> HostStates:
-        """Copy the states of the moment."""
+        """Copy the current states."""
         return cls(random.getstate(), np.random.get_state())  # noqa: NPY002
 
     def moved(self) -> bool:
-        """Return whether something has been drawn since."""
+        """Return whether any number was drawn since."""
         now = HostStates.now()
         return bool(now.python != self.python or now.numpy[2] != self.numpy[2] or (now.numpy[1] != self.numpy[1]).any())
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Return to these states for a `with` block."""
+        """Set these states inside of a `with` block."""
         now = HostStates.now()
         self.restore()
         try:
@@ -79,13 +79,13 @@ class HostStates:
 
 
 class Untouched:
-    """Seed the default generators for a `with` block, and restore at its end what they were.
+    """Seed the default generators for a `with` block, and restore their states at its end.
 
-    Other threads that hold the lock while they draw wait meanwhile. Costs about 20 microseconds.
+    Other threads that hold the lock while they draw wait meanwhile. The block costs about 20 microseconds.
 
     Args:
-        seed: what the host's generators are seeded with inside.
-        devices: the generators of these are restored as well; the CPU's always is.
+        seed: seed of the host's generators inside of the block.
+        devices: devices whose generators are restored as well; the CPU's always is.
 
     Example:
         >>> before = torch.default_generator.get_state()
@@ -99,11 +99,11 @@ class Untouched:
         self._seed, self._devices = seed, devices
 
     def __enter__(self) -> None:
-        """Take the lock, remember the states and seed."""
+        """Take the lock, save the states and seed."""
         GENERATORS_LOCK.acquire()
         self._torch = [(one, one.get_state()) for one in generators_of(self._devices)]
         self._python = random.getstate()
-        # Another generator behind np.random takes 0.2 microseconds; copying the state of the one there would take 60.
+        # Replacing the generator of np.random takes 0.2 microseconds; copying its state would take 60.
         self._numpy = mtrand.get_bit_generator()
         mtrand.set_bit_generator(_SPARE.pop() if _SPARE else np.random.MT19937())
         seed_host(self._seed)

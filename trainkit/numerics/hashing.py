@@ -1,7 +1,7 @@
 """Integer hashing: the one source of order and randomness.
 
-The splitmix64 finaliser (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), chained over
-integers. It is written out in docs/numbers.md, so that anyone can derive a run's sample order by hand.
+It is the splitmix64 finalizer (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), chained
+over integers. docs/numbers.md describes it in full, so that anyone can derive a run's sample order by hand.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def mix64(value: int) -> int:
 
 
 def mix64_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """`mix64` of every element; uint64 arithmetic wraps as the scalar form masks."""
+    """Apply `mix64` to every element; uint64 arithmetic wraps where the scalar form masks."""
     values = values + np.uint64(_GAMMA)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
@@ -60,5 +60,5 @@ def key32(*parts: int) -> int:
 
 
 def name_id(name: str) -> int:
-    """A name as 64 bits: the first 8 bytes of its BLAKE2b digest, little-endian."""
+    """Return a name as 64 bits: the first 8 bytes of its BLAKE2b digest, little-endian."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

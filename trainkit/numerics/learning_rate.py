@@ -22,8 +22,8 @@ def scale_lr(base_lr: float, *, global_size: int, reference_size: int | None, ru
     Args:
         base_lr: peak learning rate tuned at `reference_size`.
         global_size: samples per optimizer step, over all replicas.
-        reference_size: samples per optimizer step of the tuning run; None: nothing is scaled.
-        rule: how the rate follows the batch.
+        reference_size: samples per optimizer step of the tuning run; None: no scaling.
+        rule: how the rate scales with the batch.
 
     Returns:
         The peak learning rate of this run.
@@ -65,11 +65,11 @@ class LearningRate:
     """
 
     base: float
-    """The rate the user wrote."""
+    """The rate in the config."""
     peak: float
     """The rate after scaling, reached at the end of warmup."""
     start: float
-    """The rate that warmup climbs from."""
+    """The rate at the start of warmup."""
     warmup_steps: int
     """Updates of warmup."""
     num_steps: int
@@ -78,7 +78,7 @@ class LearningRate:
     """The factor on the peak over the steps after warmup."""
 
     def __call__(self, step: int) -> float:
-        """The learning rate of update `step`, from 0."""
+        """Return the learning rate of update `step`, from 0."""
         if step < self.warmup_steps:
             share = (step + 1) / self.warmup_steps
             # Not start + (peak - start) * share: that misses the peak by a rounding at share = 1.
@@ -86,5 +86,5 @@ class LearningRate:
         return self.peak * self.schedule(step - self.warmup_steps, self.num_steps - self.warmup_steps)
 
     def factor(self, step: int) -> float:
-        """The rate of update `step` over the base rate: what every parameter group's own rate is multiplied by."""
+        """Return the rate of update `step` over the base rate: the factor on every parameter group's own rate."""
         return self(step) / self.base if self.base else 0.0

@@ -17,11 +17,11 @@ _ROUNDS: Final = 6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleOrder:
-    """Which sample stands at which position of an epoch.
+    """The permutation of an epoch: which sample is at which position.
 
-    A Feistel network over the smallest power of two that holds the dataset, walked until it lands inside (Black and
-    Rogaway 2002, "Ciphers with arbitrary finite domains"). Any stretch of the order is computed alone:
-    resuming in the middle of an epoch of 1e9 samples costs what its next batch costs.
+    A Feistel network over the smallest power of two that holds the dataset, applied until the value is in range (cycle
+    walking, Black and Rogaway 2002, "Ciphers with arbitrary finite domains"). Any range of the order is computed alone:
+    resuming in the middle of an epoch of 1e9 samples costs as much as its next batch.
 
     Example:
         >>> order = SampleOrder(num_samples=5, seed=0)
@@ -34,10 +34,10 @@ class SampleOrder:
     seed: int
     """The run's seed."""
     shuffle: bool = True
-    """False: every epoch goes through the dataset in its own order."""
+    """False: every epoch uses the dataset's own order."""
 
     def indices(self, epoch: int, start: int, stop: int) -> NDArray[np.int64]:
-        """The samples at positions [start, stop) of an epoch.
+        """Return the samples at positions [start, stop) of an epoch.
 
         Args:
             epoch: from 0.
@@ -63,7 +63,7 @@ class SampleOrder:
 
 
 class _Round:
-    """A round's function of the part it reads. The two parts swap widths every round."""
+    """The round function of the half that it reads. The two halves swap widths every round."""
 
     def __init__(self, key: int, bits: int, number: int) -> None:
         high, low = bits // 2, bits - bits // 2
@@ -77,13 +77,13 @@ class _Round:
         return (mix64_array(self._key ^ part.astype(np.uint64)) & self._mask).astype(np.int64)
 
     def tabulated(self) -> _Round:
-        """The same, looked up: a third of the time where more positions are asked for than the part has values."""
+        """Use a table, which takes a third of the time if more positions are needed than the half has values."""
         self._table = self(np.arange(1 << self._read, dtype=np.int64))
         return self
 
 
 def _encrypt(values: NDArray[np.int64], rounds: list[_Round], bits: int) -> NDArray[np.int64]:
-    """Permute [0, 2**bits). After an even number of rounds the parts have their own widths again."""
+    """Permute [0, 2**bits). After an even number of rounds the halves have their own widths again."""
     low = bits - bits // 2
     left, right = values >> low, values & ((1 << low) - 1)
     for each in rounds:

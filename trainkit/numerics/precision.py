@@ -1,4 +1,4 @@
-"""Precision as a value: what parameters, compute and gradients are held in, and how fp16 is kept from overflowing."""
+"""Precision as a value: the dtypes of parameters, compute and gradients, and the loss scaling of fp16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """Which numbers a training is made of.
+    """The number formats of a training.
 
     | value | parameters and optimizer | compute |
     |---|---|---|
@@ -38,7 +38,7 @@ class Precision:
     """
 
     value: Value = "fp32"
-    """The precision by its name."""
+    """The name of the precision."""
     initial_scale: float = 65536.0
     """fp16_mixed: the first loss scale."""
     growth_interval: int = 2000
@@ -46,16 +46,16 @@ class Precision:
     min_scale: float = 1.0
     """fp16_mixed: the scale never falls below this."""
     max_overflows: int = 20
-    """fp16_mixed: straight overflows after which the run stops."""
+    """fp16_mixed: overflows in a row after which the run stops."""
 
     @cached_property
     def model_dtype(self) -> torch.dtype:
-        """The dtype of the parameters that the forward pass uses."""
+        """The dtype of the parameters in the forward pass."""
         return {"fp64": torch.float64, "bf16": torch.bfloat16}.get(self.value, torch.float32)
 
     @cached_property
     def master_dtype(self) -> torch.dtype:
-        """The dtype of the parameters that the optimizer updates and a checkpoint keeps."""
+        """The dtype of the parameters that the optimizer updates and a checkpoint stores."""
         return torch.float64 if self.value == "fp64" else torch.float32
 
     @cached_property
@@ -65,7 +65,7 @@ class Precision:
         return mixed.get(self.value, self.model_dtype)
 
     def autocast(self, device_types: Sequence[str]) -> AbstractContextManager[Any]:
-        """The context of a forward pass and its loss, on devices of these types."""
+        """Return the context of a forward pass and its loss, on devices of these types."""
         if self.compute_dtype is self.model_dtype:
             return _NOTHING
         if len(device_types) == 1:
@@ -76,13 +76,13 @@ class Precision:
         return contexts
 
     def adapt(self, model: nn.Module) -> nn.Module:
-        """The model in its dtype, taking floating inputs of any dtype: data does not know the precision of a run."""
+        """Convert the model to its dtype and accept floating inputs of any dtype: data knows no precision."""
         model = model.to(dtype=self.model_dtype)
         self.accept_floats(model)
         return model
 
     def accept_floats(self, model: nn.Module) -> None:
-        """Let a model of this dtype take floating inputs of any."""
+        """Let a model of this dtype accept floating inputs of any dtype."""
         if self.model_dtype is not torch.float32:
             dtype = self.model_dtype
 
@@ -98,7 +98,7 @@ class Precision:
             torch.backends.cudnn.allow_tf32 = self.value == "tf32"
 
     def loss_scale(self) -> LossScale:
-        """The loss scale a fresh run begins with; constant 1 where nothing can overflow."""
+        """Return the loss scale of a new run; constant 1 if nothing can overflow."""
         if self.value != "fp16_mixed":
             return LossScale(scale=1.0)
         scaling = Scaling(
@@ -113,7 +113,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scaling:
-    """How a loss scale moves."""
+    """Parameters of a dynamic loss scale."""
 
     growth_interval: int
     min_scale: float
@@ -122,9 +122,9 @@ class Scaling:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LossScale:
-    """The factor on the loss before backward, and what it remembers.
+    """The factor on the loss before backward, with its history.
 
-    A value: `after(overflow)` gives the next one. An overflowed step is tried again at half the scale.
+    It is a value: `after(overflow)` returns the next one. A step that overflowed is retried at half the scale.
 
     Example:
         >>> scaling = Scaling(growth_interval=2, min_scale=1.0, max_overflows=9)
@@ -134,32 +134,32 @@ class LossScale:
     """
 
     scale: float
-    """What the loss is multiplied by."""
+    """The factor on the loss."""
     scaling: Scaling | None = None
-    """How it moves; None: it stays."""
+    """The parameters of its changes; None: constant."""
     good_steps: int = 0
     """Steps since the last change."""
     overflows: int = 0
     """Overflows in a row."""
     before: LossScale | None = field(default=None, repr=False, compare=False)
-    """The loss scale before these overflows; None where there are none."""
+    """The loss scale before these overflows; None if there are none."""
 
     @property
     def moves(self) -> bool:
-        """Whether gradients must be looked at for overflow."""
+        """Whether gradients must be checked for overflow."""
         return self.scaling is not None
 
     @property
     def may_retry(self) -> bool:
-        """Whether another overflow in a row may be tried again."""
+        """Whether another overflow in a row may be retried."""
         return self.scaling is not None and self.overflows + 1 < self.scaling.max_overflows
 
     def after_skip(self) -> LossScale:
-        """Return the loss scale after a step that was left out: that of before its overflows."""
+        """Return the loss scale after a skipped step: the one before its overflows."""
         return self.before or self
 
     def after(self, *, overflow: bool) -> LossScale:
-        """The scale after a try.
+        """Return the scale after a try.
 
         Raises:
             LossScaleError: `max_overflows` tries in a row overflowed.
@@ -181,11 +181,11 @@ class LossScale:
         return replace(self, good_steps=good_steps, overflows=0, before=None)
 
     def state(self) -> dict[str, float]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self.overflows}
 
     def restored(self, state: dict[str, float]) -> LossScale:
-        """The scale with the memory of a checkpoint; a scale that stays ignores it."""
+        """Return the scale with the state of a checkpoint; a constant scale ignores it."""
         if self.scaling is None:
             return self
         return replace(

@@ -1,12 +1,12 @@
-"""Keyed randomness: what is drawn inside a step depends on (seed, step, shard, block) alone.
+"""Keyed randomness: random numbers inside a step depend on (seed, step, shard, block) alone.
 
-Torch's generators are streams: what a dropout draws depends on everything drawn before it, on this process. Here each
-block gets a fresh key on entry, so that its masks are the same on whatever device, process, pipeline stage or
-recomputation it runs. A block is an element of a ModuleList or Sequential, or else a top-level child of the model;
-its key is its canonical name. The model's own code is the block '', and the objective's the block `objective`. Code
-that goes on after a block has returned gets a new key, so that it does not depend on what that block has drawn.
+Torch's generators are streams: the numbers of a dropout depend on everything drawn before it in this process. Here each
+block gets a fresh key on entry, so that its masks are the same on any device, process, pipeline stage or recomputation.
+A block is an element of a ModuleList or Sequential, or else a top-level child of the model; its key is its canonical
+name. The model's own code is the block '', and the objective's the block `objective`. Code that continues after a block
+has returned gets a new key, so that it does not depend on what that block has drawn.
 
-Python's `random` and NumPy are keyed once a shard, for models and objectives whose classes are not torch's or
+Python's `random` and NumPy are keyed once per shard, for models and objectives whose classes are not torch's or
 trainkit's.
 """
 
@@ -27,7 +27,7 @@ from trainkit.numerics.hashing import hash64, key32, mix64, name_id
 
 __all__ = ["BlockKeys", "Moment", "forget_keys", "keys_of", "noting_keys", "sample_key", "sets_key"]
 
-# No module is called so: names have no parentheses.
+# No module has such a name: module names have no parentheses.
 _OBJECTIVE: Final = name_id("objective()")
 _HOST: Final = name_id("host()")
 _EVALUATION: Final = name_id("evaluation()")
@@ -35,24 +35,24 @@ _EVALUATION: Final = name_id("evaluation()")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where in a step a computation is."""
+    """A position within the computation of a step."""
 
     state: int
     """Hash of seed, step and shard."""
     counts: dict[int, int]
-    """How often each part has been keyed in this shard."""
+    """How often each part was keyed in this shard."""
 
 
 class BlockKeys:
     """Hooks that key torch's default generators on entry to each block that may draw random numbers.
 
-    A block that is called again for the same shard gets another key, and so does code that goes on after a block.
+    A block that is called again for the same shard gets another key, and so does code that continues after a block.
 
     Args:
         model: the model; hooks are attached to it for its lifetime.
         seed: the run's seed.
-        devices: those whose generators the model draws from (the CPU's is keyed as well).
-        drawing: what of the model may draw; None: its classes are what they were when it was built.
+        devices: devices whose generators the model draws from (the CPU's is keyed as well).
+        drawing: which parts of the model may draw; None: determine it from the current classes.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
@@ -69,7 +69,7 @@ class BlockKeys:
     ) -> None:
         self._model, self._seed = ref(model), seed
         self.drawing = Drawing.of(model) if drawing is None else drawing
-        """What of the model may draw."""
+        """Which parts of the model may draw."""
         self._state = 0
         self._counts: dict[int, int] = {}
         self._objective = Draws.nothing
@@ -86,22 +86,22 @@ class BlockKeys:
             _KEYS[module] = self
 
     def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0) -> None:
-        """Key what comes for a shard of a step.
+        """Key the following computation of a shard of a step.
 
         Args:
             step: the step.
             shard: its shard.
-            objective: what runs the model; None: what runs now is the model alone.
-            calls: how often the model has been called for this shard already.
+            objective: the objective that runs the model; None: the model runs alone.
+            calls: how often the model was called for this shard already.
         """
         self._enter((self._seed, step, shard), objective, calls)
 
     def enter_evaluation(self, *, batch: int, objective: object) -> None:
-        """Key what comes for a batch of an evaluation.
+        """Key the following computation of a batch of an evaluation.
 
         Args:
-            batch: its number, in the order of the split, over all ranks.
-            objective: what runs the model.
+            batch: the number of the batch, in the order of the split, over all ranks.
+            objective: the objective that runs the model.
         """
         self._enter((self._seed, _EVALUATION, batch), objective, 0)
 
@@ -112,17 +112,17 @@ class BlockKeys:
 
     @property
     def moment(self) -> Moment:
-        """The shard that forward passes belong to now and how far it is, for `at`."""
+        """The current shard and the position in it, for `at`."""
         return Moment(self._state, dict(self._counts))
 
     @property
     def beginning(self) -> Moment:
-        """The beginning of the shard that forward passes belong to now, for `at`."""
+        """The beginning of the current shard, for `at`."""
         return Moment(self._state, {})
 
     @contextmanager
     def at(self, moment: Moment) -> Iterator[None]:
-        """Let the forward passes inside continue from an earlier moment: a recomputation's."""
+        """Let the forward passes inside continue from an earlier moment, as a recomputation does."""
         now = self._state, self._counts
         self._state, self._counts = moment.state, dict(moment.counts)
         try:
@@ -144,7 +144,7 @@ class BlockKeys:
             self._watch_model()
 
     def _watch_model(self) -> None:
-        """Key the objective anew whenever the model has returned to it."""
+        """Key the objective again whenever the model has returned to it."""
         if self._watches_model:
             return
         self._watches_model = True
@@ -185,7 +185,7 @@ _NOTING: Final[list[Callable[[Callable[[], None]], None]]] = []
 
 @contextmanager
 def noting_keys(note: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Give each function that would set a key to `note`, and set no key: a model is run to see what it does."""
+    """Pass each function that would set a key to `note`, and set no key: the model is only run for inspection."""
     _NOTING.append(note)
     try:
         yield
@@ -194,7 +194,7 @@ def noting_keys(note: Callable[[Callable[[], None]], None]) -> Iterator[None]:
 
 
 def forget_keys(model: nn.Module) -> None:
-    """Remove the hooks of keys from a copy of a model, which gets its own."""
+    """Remove the key hooks from a copy of a model, which gets its own."""
     for module in model.modules():
         for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
             for number in [number for number, hook in hooks.items() if sets_key(hook)]:
@@ -205,15 +205,15 @@ _KEYS: WeakKeyDictionary[nn.Module, BlockKeys] = WeakKeyDictionary()
 
 
 def keys_of(module: nn.Module) -> BlockKeys | None:
-    """The keys of the model that a module is part of; None before it has some."""
+    """Return the keys of the model that contains a module; None before it has any."""
     return _KEYS.get(module)
 
 
 def sets_key(hook: object) -> bool:
-    """Whether a forward hook is one of those that key a block's randomness."""
+    """Return whether a forward hook keys a block's randomness."""
     return getattr(hook, "sets_key", False)
 
 
 def sample_key(seed: int, epoch: int, sample: int) -> int:
-    """The key of a sample's augmentation: the same on whichever worker, rank or attempt it is read."""
+    """Return the key of a sample's augmentation: the same on any worker, rank or attempt."""
     return key32(seed, epoch, sample, 0x617567)

@@ -1,8 +1,8 @@
-"""Learning-rate schedules: pure functions of how far the steps after warmup have got.
+"""Learning-rate schedules: pure functions of the progress after warmup.
 
 Every schedule is called with `(step, num_steps)`, step from 0 and num_steps the steps that remain after warmup, and
 returns the factor on the peak learning rate: 1 at the peak. `num_steps` fixes its length, so that stopping early or
-resuming never bends the curve.
+resuming does not change the curve.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Schedule(Protocol):
     """A factor on the peak learning rate."""
 
     def __call__(self, step: int, num_steps: int) -> float:
-        """The factor of update `step` (from 0) of the `num_steps` after warmup."""
+        """Return the factor of update `step` (from 0) of the `num_steps` after warmup."""
         ...
 
 
@@ -49,7 +49,7 @@ class Linear:
     """Factor where the line would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:
-        """The factor of this step."""
+        """Return the factor of this step."""
         return 1.0 - (1.0 - self.end) * step / max(num_steps, 1)
 
 
@@ -68,7 +68,7 @@ class Cosine:
     """Factor where the curve would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:
-        """The factor of this step."""
+        """Return the factor of this step."""
         return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * step / max(num_steps, 1)))
 
 
@@ -87,13 +87,13 @@ class Step:
     """Factor at each milestone."""
 
     def __call__(self, step: int, num_steps: int) -> float:
-        """The factor of this step."""
+        """Return the factor of this step."""
         return self.gamma ** sum(step >= share * num_steps for share in self.milestones)
 
 
 @dataclass(frozen=True, kw_only=True)
 class InverseSqrt:
-    """Fall as one over the square root: sqrt(timescale / (timescale + step)).
+    """Decay as one over the square root: sqrt(timescale / (timescale + step)).
 
     Example:
         >>> InverseSqrt(timescale=100)(300, 1000)
@@ -106,7 +106,7 @@ class InverseSqrt:
     """Steps after which the factor is 1 / sqrt(2)."""
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
-        """The factor of this step."""
+        """Return the factor of this step."""
         return math.sqrt(self.timescale / (self.timescale + step))
 
 
@@ -129,7 +129,7 @@ class WarmupStableDecay:
     """Factor where the decay would arrive after the last step."""
 
     def __call__(self, step: int, num_steps: int) -> float:
-        """The factor of this step."""
+        """Return the factor of this step."""
         length = self.decay * num_steps
         behind = step - (num_steps - length)
         if behind <= 0:

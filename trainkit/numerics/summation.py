@@ -1,8 +1,8 @@
-"""The reproducible order of summation: lanes, and the pairwise tree over them.
+"""The reproducible order of summation: reduction lanes, and the pairwise tree over them.
 
 Shard i belongs to lane i mod L, lane l to replica l mod R. A lane adds its shards in order; lanes combine pairwise at
-distance L/2, ..., 2, 1; a lane without shards is skipped. None of this mentions R, which is why any number of
-replicas up to L arrives at the same bits.
+distance L/2, ..., 2, 1; a lane without shards is skipped. The result does not depend on R, so any number of replicas up
+to L computes the same bits.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class LaneNode:
     first: int
     """The lowest lane."""
     stride: int
-    """Lanes between its lanes; the number of lanes for a leaf, 1 for the root."""
+    """Distance between its lanes; the number of lanes for a leaf, 1 for the root."""
 
     def lanes(self, num_lanes: int) -> range:
-        """The lanes below this node."""
+        """Return the lanes below this node."""
         return range(self.first, num_lanes, self.stride)
 
     def children(self) -> tuple[LaneNode, LaneNode]:
-        """The two nodes this one is the sum of, the lower lane first."""
+        """Return the two nodes of which this one is the sum, the lower lane first."""
         return LaneNode(self.first, self.stride * 2), LaneNode(self.first + self.stride, self.stride * 2)
 
 
 def owned_nodes(*, rank: int, num_ranks: int, num_lanes: int, num_shards: int) -> tuple[LaneNode, ...]:
-    """The largest nodes whose occupied lanes all belong to one rank, left to right.
+    """Return the largest nodes whose occupied lanes all belong to one rank, left to right.
 
-    What a rank can add up alone before anything is exchanged: one node on 1, 2 and 4 ranks of 8 lanes, its single
-    lanes on 3.
+    These are the sums that a rank computes before anything is exchanged: one node on 1, 2 and 4 ranks of 8 lanes, its
+    single lanes on 3.
 
     Args:
         rank: the data rank.
-        num_ranks: data ranks.
-        num_lanes: lanes, a power of two.
-        num_shards: shards of the step; lanes from this number on are empty.
+        num_ranks: number of data ranks.
+        num_lanes: number of lanes, a power of two.
+        num_shards: number of shards of the step; lanes from this number on are empty.
 
     Example:
         >>> owned_nodes(rank=1, num_ranks=2, num_lanes=8, num_shards=8)
@@ -70,10 +70,10 @@ def combine_pairwise(parts: Iterable[tuple[LaneNode, T]], add: Callable[[T, T], 
     """Add partial sums up the tree.
 
     Args:
-        parts: (node, its sum), left to right over the leaves of the tree; empty lanes are absent. Consumed one at a
-            time, so that at most one sum a level of the tree is held.
-        add: the sum of two, the left one first; may work in place on its first argument.
-        num_lanes: lanes, a power of two.
+        parts: (node, its sum), left to right over the leaves of the tree, without empty lanes. Consumed one at a
+            time, so that at most one sum per level of the tree is held.
+        add: returns the sum of two, the left one first; may work in place on its first argument.
+        num_lanes: number of lanes, a power of two.
 
     Returns:
         The sum over all lanes.

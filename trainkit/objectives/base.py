@@ -1,7 +1,7 @@
-"""What a task is scored by: the loss that is trained on, and the metrics that are watched.
+"""What a task computes on a batch: the loss to train on, and the metrics to monitor.
 
-A loss leaves an objective as a *sum* with its weight beside it, never as a mean: means of unequal shards cannot be
-combined, sums can. The engine divides by the weight of the whole global batch.
+An objective returns the loss as a *sum* together with its weight, never as a mean: means of unequal shards cannot be
+combined, sums can. The trainer divides by the weight of the whole global batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainkit.errors import DataError
 __all__ = ["Collective", "Loss", "Metric", "Model", "Objective", "RunningMean", "Supervised", "split_batch"]
 
 Model = Callable[..., Any]
-"""What an objective runs: an nn.Module, or whatever a strategy made of it."""
+"""The model that an objective runs: an nn.Module, or a strategy's wrapper of it."""
 
 
 @dataclass(slots=True)
@@ -34,88 +34,93 @@ class Loss:
     loss_sum: Tensor
     """() float32 (float64 in fp64 runs): the sum over this shard's targets, with its graph."""
     weight: Tensor | float
-    """What the sum is over: samples, tokens or class weights. A float costs no device work; a tensor is ()."""
+    """The number or weight of the summands: samples, tokens or class weights. A float needs no device work; a tensor is
+    ().
+    """
     extra: Tensor | None = None
-    """() auxiliary loss, already a mean over the shard; the engine scales it by the shard's share of the weight."""
+    """() auxiliary loss, already a mean over the shard; the trainer scales it by the shard's share of the weight."""
     outputs: Any = None
-    """What the model predicted, for metrics only: the graph is not theirs to use."""
+    """The model's predictions, for metrics only, which must not use the graph."""
     targets: Any = None
-    """What it should have predicted, aligned with `outputs`."""
+    """The targets of the predictions, aligned with `outputs`."""
 
 
 class Collective(Protocol):
-    """The few exchanges a metric needs, over the data ranks. Both calls are collective and keep the dtype."""
+    """The collectives that a metric needs, over the data ranks. Both calls are collective and keep the dtype."""
 
     @property
     def rank(self) -> int:
-        """The data rank that calls."""
+        """The data rank of the caller."""
 
     @property
     def num_ranks(self) -> int:
-        """How many data ranks there are."""
+        """Number of data ranks."""
 
     def sum(self, tensor: Tensor, /) -> Tensor:
-        """The elementwise sum over ranks; the shape is the same on each. A tensor of any device may be given."""
+        """Return the elementwise sum over ranks; the shape is the same on each. The tensor may be on any device."""
 
     def gather(self, tensor: Tensor, /) -> list[Tensor]:
-        """Every rank's tensor, in the order of ranks; the shape is the same on each."""
+        """Return every rank's tensor, in the order of ranks; the shape is the same on each."""
 
 
 class Metric(ABC):
-    """One figure of an evaluation, counted batch by batch, combined over ranks once at its end."""
+    """One metric of an evaluation, counted batch by batch, combined over ranks once at its end."""
 
     @abstractmethod
     def update(self, loss: Loss, batch: Any) -> None:
-        """Count one batch. No collective, and no synchronisation with the device."""
+        """Count one batch. It calls no collective and does not synchronize with the device."""
 
     @abstractmethod
     def compute(self, collective: Collective) -> float:
-        """The figure over all ranks, the same on each. Collective; synchronises with the device."""
+        """Return the value over all ranks, the same on each. Collective; synchronizes with the device."""
 
 
 class Objective(ABC):
-    """The task: how a batch is scored, and which metrics tell a person how it goes."""
+    """The task: how a batch is scored, and which metrics are reported."""
 
     couples_samples: ClassVar[bool] = False
     """Whether the loss of a sample depends on the others of its shard (contrastive losses)."""
     log_scores: ClassVar[bool] = False
-    """Whether outputs are scores whose softmax over the last dim are probabilities: an ensemble averages those."""
+    """Whether outputs are scores whose softmax over the last dim gives probabilities, which an ensemble averages."""
 
     draws_nothing: ClassVar[bool] = False
-    """Whether the code of this very class draws no random number, so that nothing needs to be keyed for it; a class
-    derived from it says so for itself."""
+    """Whether the code of this class itself draws no random number, so that it needs no key; a derived class must
+    declare it again.
+    """
 
     @abstractmethod
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on one collated shard and sum its loss.
 
-        What is drawn here is keyed by (seed, step, shard, `objective`), and anew whenever the model returns.
+        Random numbers drawn here are keyed by (seed, step, shard, `objective`), and again whenever the model returns.
         """
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """The weight of a sample where it is known without looking at its targets, the same for all.
+        """Return the weight of a sample if it is the same for all and does not depend on its targets.
 
         Args:
             sample: any one sample of the dataset, not collated.
 
         Returns:
-            The weight; None where it must be counted batch by batch, and a planned power of two divides the loss.
+            The weight; None if it must be counted batch by batch; the loss is then divided by a planned power of two.
         """
         del sample
         return 1.0
 
     def planned_weight_per_sample(self, sample: Any) -> float:
-        """About how much a sample weighs; the divisor of the loss is planned from it where the weight is counted."""
+        """Return the approximate weight of a sample; where weights are counted, the divisor of the loss is planned from
+        it.
+        """
         known = self.weight_per_sample(sample)
         return 1.0 if known is None else known
 
     def metrics(self) -> dict[str, Metric]:
-        """Fresh metrics of one evaluation, by name. The loss itself is the engine's."""
+        """Return new metrics for one evaluation, by name. The trainer computes the loss itself."""
         return {}
 
 
 class Supervised(Objective):
-    """An objective that needs the model's outputs and the targets only, so that they may be on different devices."""
+    """An objective that needs only the model's outputs and the targets, which may be on different devices."""
 
     def loss(self, model: Model, batch: Any) -> Loss:
         """Run the model on the inputs and score its outputs."""
@@ -124,11 +129,11 @@ class Supervised(Objective):
 
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:
-        """Sum the loss of outputs that are already there (the last stage of a pipeline calls this)."""
+        """Sum the loss of given outputs (the last stage of a pipeline calls this)."""
 
 
 class RunningMean:
-    """A numerator and a count, kept on the device until they are needed.
+    """A sum and a count, kept on the device until they are needed.
 
     Example:
         >>> tally = RunningMean()
@@ -148,7 +153,7 @@ class RunningMean:
         self.count = self.count + (count.detach().double() if isinstance(count, Tensor) else count)
 
     def mean(self, collective: Collective) -> float:
-        """Total over count, over all ranks; NaN where nothing was counted. Collective."""
+        """Return total over count, over all ranks; NaN if nothing was counted. Collective."""
         device = self.total.device if isinstance(self.total, Tensor) else torch.device("cpu")
         pair = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in (self.total, self.count)])
         total, count = collective.sum(pair).tolist()
@@ -156,7 +161,7 @@ class RunningMean:
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets of a batch: a pair, or a dict with `input` and `target`.
+    """Return inputs and targets of a batch: a pair, or a dict with `input` and `target`.
 
     Raises:
         DataError: the batch is neither.

@@ -1,4 +1,4 @@
-"""One class a sample."""
+"""Classification with one class per sample."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["Classification"]
 class Classification(Supervised):
     """Cross entropy over classes, summed over samples; accuracy, and top-k beside it.
 
-    With class weights a sample weighs what its class does, and the loss is the weighted mean, as in torch.
+    With class weights, the weight of a sample is that of its class, and the loss is the weighted mean, as in torch.
 
     Example:
         >>> objective = Classification(top_k=[3])
@@ -63,7 +63,7 @@ class Classification(Supervised):
         return found
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """1 for every sample, unless classes weigh differently."""
+        """Return 1 for every sample, unless classes have weights."""
         del sample
         return 1.0 if self.class_weights is None else None
 
@@ -81,10 +81,10 @@ class Classification(Supervised):
         return Loss(loss_sum, weights[targets].sum(), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:
-        """Accuracy, the top-k asked for, and the metrics of the config."""
+        """Return accuracy, the requested top-k, and the metrics of the config."""
         ranked: Mapping[str, Metric] = {f"top{k}": TopK(k) for k in self.top_k}
         return {"accuracy": TopK(1), **ranked, **fresh_metrics(self.extra_metrics)}
 
 
 _EXACT = (torch.float32, torch.float64)
-"""Scores narrower than this are widened first: a sum of logarithms in bf16 keeps two digits."""
+"""Narrower scores are converted to float32 first: a sum of logarithms in bf16 keeps two digits."""

@@ -1,4 +1,4 @@
-"""The next token, at every place."""
+"""Language modelling: predict the next token at every position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LanguageModelling", "Perplexity"]
 
 @dataclass(frozen=True, kw_only=True)
 class LanguageModelling(Supervised):
-    """Cross entropy summed over tokens; places whose target is `ignore_index` are padding and count for nothing.
+    """Cross entropy summed over tokens; positions whose target is `ignore_index` are padding and do not count.
 
     Example:
         >>> scores, targets = torch.zeros(1, 3, 4), torch.tensor([[1, 2, -100]])
@@ -40,14 +40,14 @@ class LanguageModelling(Supervised):
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """The sample's length where no sample is padded; else tokens are counted batch by batch."""
+        """Return the sample's length if no sample is padded; otherwise None, and tokens are counted batch by batch."""
         targets = torch.as_tensor(split_batch(sample)[1])
         if self.padding or bool((targets == self.ignore_index).any()):
             return None
         return float(targets.numel())
 
     def planned_weight_per_sample(self, sample: Any) -> float:
-        """The length of a sample, padding included."""
+        """Return the length of a sample, including padding."""
         return float(torch.as_tensor(split_batch(sample)[1]).numel())
 
     def score(self, outputs: Any, targets: Tensor) -> Loss:
@@ -60,12 +60,12 @@ class LanguageModelling(Supervised):
         return Loss(loss_sum, (targets != self.ignore_index).sum(), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:
-        """Perplexity, and the metrics of the config."""
+        """Return perplexity, and the metrics of the config."""
         return {"perplexity": Perplexity(), **fresh_metrics(self.extra_metrics)}
 
 
 class Perplexity(Metric):
-    """e to the mean loss of a token: as many equally likely tokens would be as hard to tell apart."""
+    """e to the mean loss of a token: the number of equally likely tokens with the same loss."""
 
     def __init__(self) -> None:
         self._tally = RunningMean()
@@ -76,7 +76,7 @@ class Perplexity(Metric):
         self._tally.add(loss.loss_sum, loss.weight)
 
     def compute(self, collective: Collective) -> float:
-        """Of all ranks' tokens; infinity where the mean loss is too large for it."""
+        """Return the perplexity over all ranks' tokens; infinity if the mean loss is too large."""
         mean = self._tally.mean(collective)
         try:
             return math.exp(mean)

@@ -1,4 +1,4 @@
-"""Metrics that are ours, and the adapter through which any torchmetrics class works."""
+"""Trainkit's metrics, and the adapter for torchmetrics classes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_DIMS: Final = 8
 
 
 class TopK(Metric):
-    """The share of samples whose class is among the k highest scores; k = 1 is accuracy.
+    """The fraction of samples whose class is among the k highest scores; k = 1 is accuracy.
 
     Outputs are (samples, classes) scores, targets (samples,) class numbers.
     """
@@ -40,12 +40,12 @@ class TopK(Metric):
         self._tally.add(hits.sum(), labels.shape[0])
 
     def compute(self, collective: Collective) -> float:
-        """The share over all ranks."""
+        """Return the fraction over all ranks."""
         return self._tally.mean(collective)
 
 
 class MeanOf(Metric):
-    """The mean of something a batch has: a function of (outputs, targets) gives its sum and its count."""
+    """The mean of a quantity: a function of (outputs, targets) returns its sum and its count."""
 
     def __init__(self, sum_and_count: Any) -> None:
         self._sum_and_count = sum_and_count
@@ -57,14 +57,14 @@ class MeanOf(Metric):
         self._tally.add(*self._sum_and_count(loss.outputs.detach(), loss.targets))
 
     def compute(self, collective: Collective) -> float:
-        """The mean over all ranks."""
+        """Return the mean over all ranks."""
         return self._tally.mean(collective)
 
 
 class TorchMetric(Metric):
-    """Any torchmetrics metric, reduced over the ranks of trainkit instead of a process group of torch's.
+    """Any torchmetrics metric, reduced over trainkit's ranks instead of a process group of torch.
 
-    The metric is copied, so that the one that was configured stays empty; its floating states are float64.
+    The metric is copied, so that the configured one stays empty; its floating states are float64.
     """
 
     def __init__(self, prototype: Any) -> None:
@@ -73,7 +73,7 @@ class TorchMetric(Metric):
         self._metric.set_dtype(torch.float64)
 
     def update(self, loss: Loss, batch: Any) -> None:
-        """Give the metric the predictions and the targets of one batch."""
+        """Update the metric with the predictions and the targets of one batch."""
         del batch
         outputs = loss.outputs.detach()
         self._metric.to(outputs.device)
@@ -88,7 +88,7 @@ class TorchMetric(Metric):
         self._metric.distributed_available_fn = lambda: collective.num_ranks > 1
         self._metric.dist_sync_fn = lambda state, **_group: gather_ragged(state, collective)
         with warnings.catch_warnings():
-            # A rank without samples computes all the same: its states come from the others.
+            # A rank without samples computes too: its states come from the others.
             warnings.filterwarnings("ignore", message="The ``compute`` method of metric")
             value = self._metric.compute()
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -99,9 +99,9 @@ class TorchMetric(Metric):
 
 
 def gather_ragged(tensor: Tensor, collective: Collective) -> list[Tensor]:
-    """Every rank's tensor where sizes differ: headers first, then the tensors padded to the largest.
+    """Gather tensors of different sizes: first the shapes, then the tensors padded to the largest.
 
-    A rank without samples has an empty tensor of whatever shape and dtype; it takes those of the others.
+    A rank without samples has an empty tensor of any shape and dtype; it adopts those of the others.
     """
     header = torch.zeros(MAX_DIMS + 2, dtype=torch.int64, device=tensor.device)
     header[:2] = torch.tensor([tensor.dim(), _DTYPES.index(tensor.dtype)])
@@ -121,7 +121,7 @@ _DTYPES: Final = (*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, t
 
 
 def fresh_metrics(configured: Mapping[str, Any]) -> dict[str, Metric]:
-    """Empty copies of the metrics that a config names: ours as they are, others through `TorchMetric`."""
+    """Return empty copies of the metrics in a config: trainkit's as they are, others through `TorchMetric`."""
     return {
         name: copy.deepcopy(metric) if isinstance(metric, Metric) else TorchMetric(metric)
         for name, metric in configured.items()

@@ -1,4 +1,4 @@
-"""What of a model's outputs is scored."""
+"""Select the scores among the outputs of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["scores_of"]
 
 
 def scores_of(outputs: Any) -> Tensor:
-    """Return the scores among a model's outputs: a tensor itself, or the `logits` of an output of Hugging Face's kind.
+    """Return the scores among a model's outputs: a tensor itself, or the `logits` of an output like Hugging Face's.
 
     Raises:
         TrainingError: the outputs are neither.

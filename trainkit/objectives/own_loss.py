@@ -1,4 +1,4 @@
-"""Models that compute their own loss, as those of Hugging Face do."""
+"""Models that compute their own loss, such as those of Hugging Face."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ __all__ = ["ModelComputesLoss"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelComputesLoss(Objective):
-    """The model is given the whole batch and reports a mean loss; it counts as that mean times its number of targets.
+    """The model receives the whole batch and returns a mean loss, which counts as the mean times its number of targets.
 
-    A batch that is a dict is passed by name, a tuple in order. The loss is the output's `loss`, its first element,
-    or the output itself. Predictions for metrics are its `logits`, or its second element.
+    A dict batch is passed by keyword, a tuple by position. The loss is the output's `loss`, its first element, or the
+    output itself. Predictions for metrics are its `logits`, or its second element.
 
     Example:
         >>> model = lambda inputs, labels: {"loss": inputs.mean(), "logits": inputs}
@@ -44,17 +44,17 @@ class ModelComputesLoss(Objective):
     """Metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """Counted: labels may hold padding."""
+        """Return None: labels may contain padding, so they are counted."""
         del sample
         return None
 
     def planned_weight_per_sample(self, sample: Any) -> float:
-        """How many labels a sample has."""
+        """Return the number of labels of a sample."""
         labels = torch.as_tensor(self._labels(sample))
         return float(max(1, labels.numel() - (1 if self.shifted and labels.dim() else 0)))
 
     def loss(self, model: Model, batch: Any) -> Loss:
-        """Run the model on the batch and turn its mean into a sum."""
+        """Run the model on the batch and convert its mean loss into a sum."""
         output = model(**batch) if isinstance(batch, Mapping) else model(*batch)
         labels = self._labels(batch)
         counted = labels[:, 1:] if self.shifted else labels
@@ -67,7 +67,7 @@ class ModelComputesLoss(Objective):
         return Loss(mean.reshape(()) * weight, weight, None, _part(output, "logits", 1), labels)
 
     def metrics(self) -> dict[str, Metric]:
-        """The metrics of the config."""
+        """Return the metrics of the config."""
         return fresh_metrics(self.extra_metrics)
 
     def _labels(self, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Numbers to be predicted."""
+"""Regression: predict numbers."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Regression(Supervised):
             raise ConfigError([Problem(key="objective.delta", value=self.delta, rule=rule)])
 
     def weight_per_sample(self, sample: Any) -> float | None:
-        """How many numbers a sample's target has."""
+        """Return the number of values in a sample's target."""
         return float(torch.as_tensor(split_batch(sample)[1]).numel())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Loss:
-        """Sum the error of predictions of the targets' shape (one more dim of size 1 is taken off)."""
+        """Sum the error of predictions of the targets' shape (a further dim of size 1 is removed)."""
         if outputs.shape[:-1] == targets.shape and outputs.shape[-1] == 1:
             outputs = outputs.squeeze(-1)
         if outputs.shape != targets.shape:
@@ -66,7 +66,7 @@ class Regression(Supervised):
         return Loss(loss_sum, float(targets.numel()), None, outputs, targets)
 
     def metrics(self) -> dict[str, Metric]:
-        """Mean absolute error, and the metrics of the config."""
+        """Return the mean absolute error, and the metrics of the config."""
         return {"mae": MeanOf(_absolute_error), **fresh_metrics(self.extra_metrics)}
 
 

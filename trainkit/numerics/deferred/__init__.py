@@ -1,9 +1,9 @@
-"""Deferred initialisation: a model without numbers, and how each of its numbers is to be made.
+"""Deferred initialization: a model without values, and a recording of how each of its tensors is initialized.
 
-A model that is larger than the memory of a process cannot be built there, but it can be trained by several. It is
-built on torch's meta device while every operation of its constructor is written down; random ones are carried out on
-one temporary tensor at a time, so that the generator goes on as it would have. Any tensor of the model can then be
-made alone, with the bits that building the whole on the CPU would have given it.
+A model larger than the memory of one process cannot be built there, but several processes can train it. It is built on
+torch's meta device while every operation of its constructor is recorded. Random operations run on one temporary tensor
+at a time, so that the generator advances as in a normal build. Any tensor of the model can then be computed alone, with
+the bits that building the whole model on the CPU would give.
 """
 
 from trainkit.numerics.deferred.building import InitialValues, build_deferred, lazy_init_values

@@ -1,4 +1,4 @@
-"""A model built without its numbers, and the numbers of each of its tensors on demand."""
+"""Build a model without its values, and compute the initial values of each tensor on demand."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ __all__ = ["InitialValues", "build_deferred", "lazy_init_values"]
 
 
 class InitialValues(Mapping[str, Tensor]):
-    """The initial parameters and buffers of a deferred model, by canonical name; each is made when it is asked for.
+    """The initial parameters and buffers of a deferred model, by canonical name; each is computed on access.
 
-    What is asked for is new on every call, on the CPU and in the dtype that it was built in. Tied names give the same
-    numbers. Making one costs the time and memory of initialising that tensor, and no more: ask for one at a time.
+    Each access returns a new tensor on the CPU, in its original dtype. Tied names give equal values. The cost is the
+    time and memory of initializing that tensor, and no more: access one at a time.
     """
 
     def __init__(self, noted: Mapping[str, TensorVersion | Tensor]) -> None:
         self._noted = noted
 
     def __getitem__(self, name: str) -> Tensor:
-        """The numbers of a tensor."""
+        """Return the initial values of a tensor."""
         noted = self._noted[name]
         with torch.no_grad():
             return noted.value() if isinstance(noted, TensorVersion) else noted.clone()
 
     def __iter__(self) -> Iterator[str]:
-        """The names of parameters, then of buffers."""
+        """Iterate the names of parameters, then of buffers."""
         return iter(self._noted)
 
     def __len__(self) -> int:
-        """Tensors there are."""
+        """Return the number of tensors."""
         return len(self._noted)
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model on the meta device; `lazy_init_values` of it then gives its numbers.
+    """Build a model on the meta device; `lazy_init_values` then returns its initial values.
 
     Args:
-        build: builds it; what it draws comes from torch's default generator, which ends as if it had been built whole.
+        build: builds the model; it draws from torch's default generator, which ends in the state of a normal build.
 
     Returns:
-        The model, all its parameters and buffers on the meta device. What its modules keep as plain attributes has
-        numbers.
+        The model, with all its parameters and buffers on the meta device. Tensors in plain attributes of its modules
+            have values.
 
     Raises:
-        CannotDeferError: it does what cannot be written down. A constructor may also fail in its own way where it
-            reads a number in one that is not foreseen (`.numpy()`); then, too, it has to be built whole.
+        CannotDeferError: the constructor cannot be recorded. A constructor may also fail with another error if it
+            reads values in an unsupported way (`.numpy()`); then, too, the model must be built normally.
 
     Example:
         >>> with torch.random.fork_rng(devices=[]):
@@ -82,7 +82,7 @@ _VALUES: WeakKeyDictionary[nn.Module, InitialValues] = WeakKeyDictionary()
 
 
 def lazy_init_values(model: nn.Module) -> InitialValues | None:
-    """The numbers that a deferred model begins with; None for a model that has its numbers."""
+    """Return the initial values of a deferred model; None for a model that has its values."""
     return _VALUES.get(model)
 
 
@@ -92,8 +92,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _empty(model: nn.Module) -> None:
-    """Put what the constructor gave numbers to on the meta device as well."""
-    emptied: dict[nn.Parameter, nn.Parameter] = {}  # tied ones stay tied
+    """Move tensors to which the constructor gave values to the meta device as well."""
+    emptied: dict[nn.Parameter, nn.Parameter] = {}  # tied parameters stay tied
     for module in model.modules():
         for name, param in module._parameters.items():  # noqa: SLF001 - has no public name
             if param is not None and not param.is_meta:
@@ -105,7 +105,7 @@ def _empty(model: nn.Module) -> None:
 
 
 def _fill_attributes(module: nn.Module, recorder: Recorder) -> None:
-    """Give numbers to tensors that no strategy knows of: those that are neither parameters nor buffers."""
+    """Compute the tensors that strategies do not know: those that are neither parameters nor buffers."""
     for name, value in list(module.__dict__.items()):
         if name in ("_parameters", "_buffers", "_modules"):
             continue

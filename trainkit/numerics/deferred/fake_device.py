@@ -1,4 +1,4 @@
-"""Tensors without numbers, taken by a constructor for tensors of the CPU."""
+"""Tensors on the meta device that report the CPU as their device to a constructor."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is
 
 
 def without_numbers(tensor: Tensor) -> bool:
-    """Whether a tensor is on the meta device, whatever it says."""
+    """Return whether a tensor is really on the meta device, whatever it reports."""
     return bool(_DEVICE.__get__(tensor).type == "meta")
 
 
 @contextmanager
 def posing(poses: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Inside, tensors of the meta device for which `poses` holds say that they are on the CPU.
+    """Let tensors of the meta device for which `poses` holds report the CPU inside of the block.
 
-    `nn.init` leaves tensors alone that are on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may
-    do the same; then nothing would be written down, and the numbers be others. Torch's own modules go on being told
-    the device itself, which they allocate by.
+    `nn.init` skips tensors on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may do the same; then
+    no operation would be recorded, and the values would differ. Torch's own modules still see the real device, which
+    they use to allocate.
 
     Args:
-        poses: whether a tensor of the meta device poses.
+        poses: whether a tensor of the meta device reports the CPU.
     """
 
     def is_meta(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Writing down what a constructor does to tensors."""
+"""Record what a constructor does to tensors."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ __all__ = ["Recorder"]
 _OVERWRITING: Final = frozenset(
     {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "geometric_", "cauchy_", "bernoulli_"}
 )
-"""Random operations that look at nothing of what they write to."""
+"""Random operations that do not read the tensor they write to."""
 _REFUSED: Final = frozenset({"set_", "resize_", "resize_as_", "set_source_storage"})
-"""Operations that put other memory below a tensor."""
+"""Operations that replace the memory of a tensor."""
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is entered, new tensors have no numbers, and what is done to them is written down.
+    """While active, new tensors have no values, and operations on them are recorded.
 
-    Tensors that already have numbers keep them (`torch.tensor([1.0])`, arrays of NumPy, what a file held), and one
-    whose number is asked for (`.item()`, `.cpu()`) is made.
+    Tensors that already have values keep them (`torch.tensor([1.0])`, NumPy arrays, content of a file); a tensor whose
+    value is read (`.item()`, `.cpu()`) is computed.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._computing = False
         self._drawn_into = memory(0)
-        self._tapes: dict[int, tuple[Tape, torch.UntypedStorage]] = {}  # the storage is held so that its number is its
+        self._tapes: dict[
+            int, tuple[Tape, torch.UntypedStorage]
+        ] = {}  # keeps the storage alive, so that its id stays unique
 
     def tape_of(self, tensor: Tensor) -> Tape | None:
-        """What was done to a tensor's memory; None for one that has numbers."""
+        """Return the recorded operations on a tensor's memory; None for a tensor with values."""
         if not without_numbers(tensor):
             return None
         found = self._tapes.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - the storage's identity
@@ -46,16 +48,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Called by torch for every operation."""
+        """Record or run an operation; torch calls this for every one."""
         del types
-        self._computing = True  # what torch itself asks of a tensor on the way is answered as it is
+        self._computing = True  # meanwhile, torch itself sees the real device
         try:
             return self._dispatched(func, args, kwargs or {})
         finally:
             self._computing = False
 
     def poses(self, tensor: Tensor) -> bool:
-        """Whether a constructor is to take a tensor of the meta device for one of the CPU."""
+        """Return whether a constructor should see a tensor of the meta device as one of the CPU."""
         return not self._computing and self.tape_of(tensor) is not None
 
     def _dispatched(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -63,11 +65,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         deferred = [tensor for tensor in tensors if self.tape_of(tensor) is not None]
         name = func.overloadpacket.__name__
         if any(without_numbers(tensor) and self.tape_of(tensor) is None for tensor in tensors):
-            raise CannotDeferError(name)  # a tensor that the constructor itself has put on the meta device
+            raise CannotDeferError(name)  # the constructor itself put a tensor on the meta device
         if tensors and not deferred:
             return func(*args, **kwargs)
         if name == "set_" and func._overloadname == "source_Tensor" and len(deferred) == len(tensors):  # noqa: SLF001
-            return func(*args, **kwargs)  # it is a view of the other's memory from now on, and nothing was computed
+            return func(*args, **kwargs)  # it is now a view of the other's memory; nothing was computed
         if name in _REFUSED:
             raise CannotDeferError(name)
         written = _written(func, args, kwargs)
@@ -106,19 +108,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _begin(self, made: Tensor, entry: TapeEntry, *, dtype: torch.dtype) -> None:
         if "dtype" in entry.kwargs and entry.kwargs["dtype"] is None:
-            entry.kwargs["dtype"] = dtype  # the default of that moment
+            entry.kwargs["dtype"] = dtype  # the default at this time
         storage = made.untyped_storage()
         self._tapes[storage._cdata] = Tape(storage.nbytes(), [entry]), storage  # noqa: SLF001
 
     def _noted(self, value: Any) -> Any:
-        """An argument as an entry keeps it."""
+        """Return an argument in the form in which an entry stores it."""
         if not isinstance(value, Tensor):
             return value
         tape = self.tape_of(value)
         return value.clone() if tape is None else TensorVersion.of(value, tape)
 
     def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry a random operation out on temporary tensors, for what it does to the generator; results on meta."""
+        """Run a random operation on temporary tensors to advance the generator; return results on the meta device."""
 
         def temporary(value: Any) -> Any:
             if name in _OVERWRITING and isinstance(value, Tensor) and value is args[0]:
@@ -129,7 +131,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(_emptied, results)
 
     def _scratch(self, like: Tensor) -> Tensor:
-        """Memory to draw into, of the looks of a tensor; the same for all, as large as the largest."""
+        """Return memory to draw into with the shape of a tensor; shared by all, as large as the largest."""
         seen = TensorVersion(Tape(0), 0, tuple(like.shape), like.stride(), 0, like.dtype)
         length = sum((size - 1) * stride for size, stride in zip(seen.size, seen.stride, strict=True)) + 1
         needed = length * like.dtype.itemsize if like.numel() else 0
@@ -139,7 +141,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors among the arguments that an operation writes to."""
+    """Return the tensors among the arguments that an operation writes to."""
     found = []
     for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001 - has no public name
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -149,7 +151,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _at_home(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation on the CPU, whatever device the constructor was told its tensors are on."""
+    """Return the arguments of an operation with the CPU as device, whatever device the constructor saw."""
     if not any(argument.name == "device" for argument in func._schema.arguments):  # noqa: SLF001
         return kwargs
     device = torch.device(kwargs.get("device") or "cpu").type
@@ -175,7 +177,7 @@ def _emptied(value: Any) -> Any:
 
 
 def _given_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
-    """What an operation that writes to an argument returns: that argument itself."""
+    """Return the argument that an operation writes to as its result."""
     arguments = func._schema.arguments  # type: ignore[attr-defined]  # noqa: SLF001
     outputs = func._schema.returns  # type: ignore[attr-defined]  # noqa: SLF001
     if len(outputs) != 1 or outputs[0].alias_info is None:

@@ -1,4 +1,4 @@
-"""What was done to a piece of memory, and doing it again."""
+"""Record the operations on a storage, and replay them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _EMPTY: Final = frozenset({"empty", "empty_strided", "empty_like", "new_empty", 
 
 
 class CannotDeferError(Exception):
-    """A constructor does what cannot be written down; the model has to be built whole."""
+    """A constructor cannot be recorded; the model must be built normally."""
 
 
 @dataclass(eq=False, slots=True)
 class Tape:
-    """One storage of a deferred model: the operations that made what it holds, in order."""
+    """One storage of a deferred model: the operations that produced its content, in order."""
 
     num_bytes: int
     entries: list[TapeEntry] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class TensorVersion:
-    """A tensor as an operation saw it: a view of a tape, after so many of its entries."""
+    """A tensor as an operation saw it: a view of a tape, after a number of its entries."""
 
     tape: Tape
     version: int
@@ -42,17 +42,17 @@ class TensorVersion:
 
     @classmethod
     def of(cls, tensor: Tensor, tape: Tape) -> TensorVersion:
-        """How a tensor of the meta device looks at its tape, as that is now."""
+        """Return how a tensor of the meta device views its tape, in its current version."""
         geometry = (tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
         return cls(tape, len(tape.entries), *geometry, tensor.dtype)
 
     def on(self, storage: torch.UntypedStorage) -> Tensor:
-        """The same view of real memory."""
+        """Return the same view of real memory."""
         empty = torch.empty(0, dtype=self.dtype)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
     def value(self) -> Tensor:
-        """Its numbers, made now, in memory of their own."""
+        """Compute the values, in new memory."""
         return self.on(_Replay().storage(self.tape, self.version))
 
 
@@ -63,25 +63,25 @@ class TapeEntry:
     func: Any
     """An overload of an operator of torch."""
     args: tuple[Any, ...]
-    """Tensors stand as `Seen`, or as copies where they were real."""
+    """Arguments; tensors are stored as `TensorVersion`, or as copies if they had values."""
     kwargs: dict[str, Any]
     output: int | None
-    """Which of the results the tape is; None: the operation wrote to one of its arguments."""
+    """The index of the result that the tape is; None: the operation wrote to one of its arguments."""
     size: tuple[int, ...] = ()
-    """Of that result."""
+    """Size of this result."""
     stride: tuple[int, ...] = ()
     random: Tensor | None = None
-    """The state of the generator before; None where it drew nothing."""
+    """The state of the generator before the operation; None if it drew nothing."""
 
 
 class _Replay:
-    """Makes storages once each, however many operations read them."""
+    """Computes each storage once, however many operations read it."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[int, int], torch.UntypedStorage] = {}
 
     def storage(self, tape: Tape, version: int) -> torch.UntypedStorage:
-        """The memory of a tape after `version` entries."""
+        """Return the memory of a tape after `version` entries."""
         known = self._made.get((id(tape), version))
         if known is not None:
             return known
@@ -97,7 +97,7 @@ class _Replay:
 
         def real(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.clone()  # an operation may write to it
+                return value.clone()  # the operation may write to it
             if not isinstance(value, TensorVersion):
                 return value
             if value.tape is tape and value.version == place:
@@ -117,7 +117,7 @@ class _Replay:
 
 
 def replay_with_rng(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], state: Tensor | None) -> Any:
-    """Call an operation with the generator as it was before it was first called; the generator itself stays."""
+    """Call an operation with the generator state of its first call; leave the generator itself unchanged."""
     if state is None:
         return func(*args, **kwargs)
     given = kwargs.get("generator")
@@ -134,10 +134,10 @@ def replay_with_rng(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[
 
 
 def memory(num_bytes: int) -> torch.UntypedStorage:
-    """Memory that goes back to the system when it is let go.
+    """Allocate memory that returns to the system when it is freed.
 
-    From the heap, what is kept of each tensor would lie between the holes that the tensors left, and a process would
-    end with the whole model's size.
+    On the heap, the tensors that are kept would lie between the holes of freed ones, and a process would end with the
+    size of the whole model.
     """
     if num_bytes < _LARGE:
         return torch.UntypedStorage(num_bytes)  # type: ignore[no-untyped-call]
