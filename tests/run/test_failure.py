@@ -175,7 +175,7 @@ def test_a_stopped_process_is_named_before_one_that_is_further_behind(folder: Ru
     beat(folder, 1, 5)
     evidence = ProcessEvidence(folder, lambda: {0: ProcessId.of(os.getpid()), 1: stopped})
     limit = Limit(key="supervisor.hang_timeout_s", seconds=5)
-    overdue = OverdueRank(rank=0, pulse=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
+    overdue = OverdueRank(rank=0, heartbeat=read_heartbeat(folder.heartbeat_of(0)), silence_s=6.0, limit=limit)
     found = hanging(folder, overdue, [0, 1], evidence)
     assert found.rank == 1
     remedy = f"it is stopped by a signal (state T). To let it continue: kill -CONT {stopped.pid}. {limit.remedy(6.0)}"
@@ -192,7 +192,7 @@ def test_of_ranks_in_one_phase_the_one_that_has_not_called_a_collective_is_named
         beat(folder, rank, 0, "data")
     monkeypatch.setattr("trainkit.run.supervisor.failure.waited_for", lambda _ranks, _file_of: {1})
     limit = Limit(key="supervisor.first_step_timeout_s", seconds=20)
-    overdue = OverdueRank(rank=0, pulse=read_heartbeat(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
+    overdue = OverdueRank(rank=0, heartbeat=read_heartbeat(folder.heartbeat_of(0)), silence_s=21.0, limit=limit)
     assert hanging(folder, overdue, [0, 1]).rank == 1
     beat(folder, 1, 1, "data")  # further than rank 0, which is what all wait for
     assert hanging(folder, overdue, [0, 1]).rank == 0

@@ -1,15 +1,11 @@
 """Diagnosis: which rule of docs/numbers.md a training breaks whose numbers differ from a plain loop's.
 
-evidence.py      what each shard of a step gives, and what the rules make of it
-plain_loop.py    compute that, without any part of an executor
-probe.py         a short training under plain SGD, whose checkpoints give the gradient of every step
-differences.py   what is beyond rounding
-causes.py        the faults that can be named
-gradients.py     what each fault makes of gradients and buffers
-updates.py       what each fault makes of an update
-matching.py      which single fault gives all that differs
-examining.py     a candidate, step by step
-explaining.py    the answer in words
+evidence.py      the results of each shard of a step, and what the rules derive from them plain_loop.py    compute these
+results, without any part of an executor probe.py         a short training under plain SGD, whose checkpoints give the
+gradient of every step differences.py   differences beyond rounding causes.py        the faults that can be named
+gradients.py     the effect of each fault on gradients and buffers updates.py       the effect of each fault on an
+update matching.py      which single fault explains all differences examining.py     a candidate, step by step
+explaining.py    the answer as text
 """
 
 from __future__ import annotations

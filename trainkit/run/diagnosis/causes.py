@@ -35,13 +35,13 @@ _TITLES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A fault, in words."""
+    """A fault, described in words."""
 
     rule: int
     """The point of docs/numbers.md that it breaks."""
     words: str
     parts_replicas: bool = False
-    """Whether the replicas are no longer alike after the first step, so that later steps cannot be predicted."""
+    """Whether the replicas diverge after the first step, so that later steps cannot be predicted."""
 
     @property
     def title(self) -> str:
@@ -50,7 +50,7 @@ class Cause:
 
     @property
     def page(self) -> str:
-        """Where the rule is written."""
+        """The page and anchor that define the rule."""
         return f"docs/numbers.md#{_TITLES[self.rule][1]}"
 
 

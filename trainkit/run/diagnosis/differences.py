@@ -1,4 +1,4 @@
-"""Differences: what in one step of a candidate is not what the plain loop gives, beyond rounding."""
+"""Differences beyond rounding between one step of a candidate and the plain loop's."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainkit.run.diagnosis.evidence import Expected, Tensors
 __all__ = ["ULPS", "Difference", "differing_buffers", "differing_gradients", "differing_parameters", "distance", "norm"]
 
 ULPS: Final = 4096.0
-"""Units in the last place that a sum in another order may cost: 9e-13 in float64, 5e-4 in float32."""
+"""Tolerance, in units in the last place, of a sum in another order: 9e-13 in float64, 5e-4 in float32."""
 _COPIES: Final = 8.0
-"""Units in the last place of a parameter that its update may cost besides: it is rounded a few times."""
+"""Additional tolerance for an update, in units in the last place of the parameter: it is rounded a few times."""
 _NO_GRADIENT: Final = 1e-12
-"""A gradient below this share of the model's is zero but for rounding."""
+"""A gradient below this fraction of the model's norm is zero except for rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Difference:
     expected: Tensors
     """The same of the plain loop."""
     allowed: Mapping[str, float]
-    """The norm of a difference that is rounding, by name."""
+    """The norm of a difference that counts as rounding, by name."""
 
 
 def distance(one: Tensor, other: Tensor) -> float:
@@ -51,14 +51,14 @@ def _epsilon(tensor: Tensor) -> float:
 def differing_gradients(
     step: int, expected: Expected, found: Tensors, *, errors: dict[str, float], read_from: Tensors | None, rate: float
 ) -> Difference | None:
-    """Compare the gradients of a step; None where all are equal to rounding.
+    """Compare the gradients of a step; None if all are equal up to rounding.
 
     Args:
         step: the step.
-        expected: what the plain loop gives.
+        expected: the result of the plain loop.
         found: the gradients of the candidate.
         errors: receives the relative error of each.
-        read_from: the parameters that a gradient was computed from, as a difference of two; None: it was kept itself.
+        read_from: the parameters whose difference gave the gradient; None: the gradient itself was saved.
         rate: the learning rate that this difference was divided by.
     """
     whole = sum(scale**2 for scale in expected.scale.values()) ** 0.5
@@ -79,7 +79,7 @@ def differing_gradients(
 
 
 def differing_buffers(step: int, expected: Tensors, found: Tensors) -> Difference | None:
-    """Compare the buffers after a step; None where all are equal to rounding."""
+    """Compare the buffers after a step; None if all are equal up to rounding."""
     allowed = {
         name: ULPS * _epsilon(tensor) * norm(tensor) if tensor.is_floating_point() else 0.0
         for name, tensor in expected.items()
@@ -91,7 +91,7 @@ def differing_buffers(step: int, expected: Tensors, found: Tensors) -> Differenc
 def differing_parameters(
     step: int, expected: Tensors, *, before: Tensors, found: Tensors, skipped: Iterable[str]
 ) -> Difference | None:
-    """Compare the parameters after one update from the same checkpoint; None where all are equal to rounding.
+    """Compare the parameters after one update from the same checkpoint; None if all are equal up to rounding.
 
     Args:
         step: the step.

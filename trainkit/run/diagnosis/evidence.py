@@ -1,4 +1,4 @@
-"""Evidence of one step: the gradient of every shard, computed by a plain loop, and what the rules make of them."""
+"""Evidence of one step: the gradient of every shard, computed by a plain loop, and what the rules derive from them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """What forward and backward of one shard gave, begun from the parameters and buffers of its step."""
+    """The results of forward and backward of one shard, started from the parameters and buffers of its step."""
 
     gradient: Tensors
-    """The gradient of the summed loss, of parameters that got one."""
+    """The gradient of the summed loss, for parameters that received one."""
     weight: float
     """The targets that the loss counts."""
     size: int
@@ -32,7 +32,7 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """What points 3 and 4 of the numbers contract make of the shards of a step."""
+    """The results that points 3 and 4 of the numbers contract derive from the shards of a step."""
 
     gradient: Tensors
     """The sum over all shards, divided by the total weight."""
@@ -44,7 +44,7 @@ class Expected:
 
 @dataclass(frozen=True, kw_only=True)
 class StepEvidence:
-    """All that a hypothesis about one step may use."""
+    """All data that a hypothesis about one step may use."""
 
     step: int
     shards: Sequence[Shard]
@@ -54,9 +54,9 @@ class StepEvidence:
     strides: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """The strides of every parameter."""
     drawn_alike: Callable[[], Sequence[Shard]] | None = None
-    """Compute the shards with the random numbers of shard 0; None where nothing draws."""
+    """Compute the shards with the random numbers of shard 0; None if nothing draws."""
     in_sequence: Callable[[Sequence[int]], Tensors] | None = None
-    """Compute the buffers after the forward passes of some shards, each begun from the buffers of the last."""
+    """Compute the buffers after the forward passes of some shards, each started from the buffers of the last."""
 
     @property
     def weight(self) -> float:
@@ -95,7 +95,7 @@ def combine(shards: Sequence[Shard], factors: Sequence[float]) -> dict[str, Tens
 
 
 def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
-    """Return what a step must give; the shards are consumed one at a time.
+    """Return the expected result of a step; the shards are consumed one at a time.
 
     Args:
         shards: the shards of the step.
@@ -118,12 +118,12 @@ def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
     )
 
 
-def averaged_buffers(shards: Sequence[Shard], shares: Sequence[float], before: Tensors) -> dict[str, Tensor]:
-    """Return the average of the buffers that shards left; a counter advances by the average of its advances.
+def averaged_buffers(shards: Sequence[Shard], weights: Sequence[float], before: Tensors) -> dict[str, Tensor]:
+    """Return the average of the buffers of shards; a counter advances by the average of its advances.
 
     Args:
         shards: the shards.
-        shares: the share of each in the average.
+        weights: the weight of each in the average.
         before: the buffers before the step.
     """
     found: dict[str, Tensor] = {}
@@ -132,8 +132,8 @@ def averaged_buffers(shards: Sequence[Shard], shares: Sequence[float], before: T
         if all(torch.equal(one, start) for one in after):
             found[name] = start
         elif start.is_floating_point():
-            found[name] = sum((one * share for one, share in zip(after, shares, strict=True)), torch.zeros_like(start))
+            found[name] = sum((one * share for one, share in zip(after, weights, strict=True)), torch.zeros_like(start))
         else:
-            moved = sum(float((one - start).max()) * share for one, share in zip(after, shares, strict=True))
+            moved = sum(float((one - start).max()) * share for one, share in zip(after, weights, strict=True))
             found[name] = start + round(moved)
     return found

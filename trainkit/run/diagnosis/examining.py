@@ -1,4 +1,4 @@
-"""Examine the steps of a candidate, each beside a plain loop that begins it from the candidate's own checkpoint."""
+"""Examine the steps of a candidate, each compared with a plain loop that starts from the candidate's own checkpoint."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ from trainkit.run.runner import train
 __all__ = ["Examiner", "Probed"]
 
 _STEPS: Final = 3
-"""Differing steps on which hypotheses are tested."""
+"""Number of differing steps on which hypotheses are tested."""
 _NO_GRADIENT: Final = 1e-12
-"""A gradient below this share of the model's is zero but for rounding; AdamW turns such rounding into full steps."""
+"""A gradient below this fraction of the model's is zero except for rounding; AdamW turns such rounding into
+full steps.
+"""
 
 
 @dataclass
 class Probed:
-    """What a probe of a candidate showed."""
+    """The results of probing a candidate."""
 
     errors: dict[str, float] = field(default_factory=dict)
     """Parameter -> the largest error of its gradient, over the norms of the shards' gradients."""
@@ -49,11 +51,11 @@ class Probed:
 
     @property
     def differs(self) -> bool:
-        """Whether a gradient or a buffer of a step is not that of the plain loop."""
+        """Whether a gradient or a buffer of a step differs from the plain loop's."""
         return bool(self.gradients.differences or self.buffers.differences)
 
     def record(self, step: int, errors: Mapping[str, float], wrong: Difference | None) -> None:
-        """Keep the comparison of the gradients of one step."""
+        """Record the comparison of the gradients of one step."""
         for name, error in errors.items():
             self.errors[name] = max(self.errors.get(name, 0.0), error)
         for name in () if wrong is None else wrong.found:
@@ -61,7 +63,7 @@ class Probed:
 
 
 class Examiner:
-    """Holds candidates to a plain loop.
+    """Compares candidates with a plain loop.
 
     Args:
         reference: the config of the reference: one_device at the common cut, in the precision that is used.
@@ -78,7 +80,7 @@ class Examiner:
         self.without_gradient = frozenset(
             name for name in loop.params if norm(first.gradient.get(name)) < _NO_GRADIENT * whole
         )
-        """The parameters whose gradient in the first step is zero but for rounding."""
+        """The parameters whose gradient in the first step is zero except for rounding."""
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
         """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers.
@@ -105,7 +107,7 @@ class Examiner:
         return probed
 
     def replay(self, *, num_replicas: int, folder: Path) -> Matching:
-        """Take each step of a candidate's own training again from its checkpoint, and test why a step differs.
+        """Repeat each step of a candidate's own training from its checkpoint, and test why a step differs.
 
         Args:
             num_replicas: replicas that share the shards of a step.

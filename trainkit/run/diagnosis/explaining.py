@@ -1,4 +1,4 @@
-"""Say which rule is broken, in the words of docs/numbers.md; never more than the evidence singles out."""
+"""Explain which rule is broken, in the words of docs/numbers.md; never more than the evidence shows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["explain_order", "explain_probe", "explain_updates"]
 
 
 def explain_probe(probed: Probed) -> Iterator[str]:
-    """Yield a line for what differs in gradients, and a line for what differs in buffers."""
+    """Yield a line about differing gradients, and a line about differing buffers."""
     if probed.gradients.differences:
         yield from _lines(probed.gradients, "gradient")
     if probed.buffers.differences:
@@ -21,7 +21,7 @@ def explain_probe(probed: Probed) -> Iterator[str]:
 
 
 def explain_updates(updates: Matching) -> Iterator[str]:
-    """Yield a line for what differs in updates whose gradients are those of the plain loop."""
+    """Yield a line about differing updates whose gradients equal those of the plain loop."""
     if updates.differences:
         yield from _lines(updates, "param")
     else:
@@ -32,7 +32,7 @@ def explain_updates(updates: Matching) -> Iterator[str]:
 
 
 def explain_order() -> str:
-    """Return the line for numbers that are equal to rounding where equal bits are promised."""
+    """Return the line for numbers that are equal up to rounding although equal bits are promised."""
     return f"explained by: {_named(causes.ORDER)} ({causes.ORDER.page})"
 
 

@@ -1,4 +1,4 @@
-"""Hypotheses about gradients and buffers: what each wrong rule would make of the shards of a step."""
+"""Hypotheses about gradients and buffers: the effect of each fault on the shards of a step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["buffer_hypotheses", "gradient_hypotheses", "read_as_contiguous"]
 
 
 def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> Iterator[Hypothesis]:
-    """Yield (cause, its form, the gradients that it predicts); several forms of one cause are one answer.
+    """Yield (cause, its form, the predicted gradients); several forms of one cause count as one answer.
 
     Args:
         step: the evidence.
-        rate_is_apart: whether the gradients were kept by themselves; False where they were computed from an update,
-            which a wrong learning rate changes as well.
+        rate_is_apart: whether the gradients were saved themselves; False if they were computed from an update, which a
+            wrong learning rate changes as well.
     """
     yield from _means(step)
     yield from _unreduced(step)
@@ -38,7 +38,7 @@ def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> It
 
 
 def _copies(step: StepEvidence) -> dict[float, str]:
-    """The factors that a sum which is repeated, or averaged, is off by."""
+    """Return the factors by which a repeated or averaged sum is wrong."""
     found = {2.0: "", float(step.num_replicas): "", float(len(step.shards)): ""}
     return {factor: f"{factor:g} times" for factor in found if factor > 1}
 
@@ -49,11 +49,12 @@ def _misread(gradient: Tensors, step: StepEvidence) -> dict[str, Tensor]:
 
 
 def read_as_contiguous(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the gradient that a kernel applies which walks the memory of a parameter and of a contiguous gradient.
+    """Return the gradient that is applied by a kernel which walks the memory of a parameter and of a contiguous
+    gradient.
 
     Args:
         gradient: the gradient.
-        strides: the parameter's strides; where they do not cover a stretch of memory, the gradient is returned.
+        strides: the parameter's strides; if they do not cover one memory range, the gradient is returned unchanged.
 
     Example:
         >>> import torch
@@ -88,7 +89,7 @@ def _unreduced(step: StepEvidence) -> Iterator[Hypothesis]:
 
 
 def buffer_hypotheses(step: StepEvidence) -> Iterator[Hypothesis]:
-    """Yield (cause, its form, the buffers that it predicts)."""
+    """Yield (cause, its form, the predicted buffers)."""
     shards = step.shards
     yield causes.BUFFERS_UNWEIGHTED, "", averaged_buffers(shards, [1.0 / len(shards)] * len(shards), step.buffers)
     in_order = list(range(len(shards)))

@@ -1,4 +1,4 @@
-"""Matching: which single cause reproduces all that differs, to rounding."""
+"""Matching: which single cause reproduces all differences up to rounding."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trainkit.run.diagnosis.evidence import Tensors
 __all__ = ["Hypothesis", "Match", "Matching"]
 
 Hypothesis = tuple[Cause, str, Tensors]
-"""(cause, its form, the tensors that it predicts)."""
+"""(cause, its form, the predicted tensors)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A prediction that equals what was found to rounding."""
+    """A prediction that equals the candidate's tensors up to rounding."""
 
     cause: Cause
     form: str
@@ -81,7 +81,7 @@ def _worse(one: Match, other: Match | None) -> Match:
 
 
 def _match(difference: Difference, cause: Cause, form: str, predicted: Tensors) -> Match | None:
-    """Return the match where a prediction fits all that differs, and is not what was expected anyway."""
+    """Return the match if a prediction fits all differences, and differs from the expected tensors."""
     worst, where = 0.0, ""
     for name, found in difference.found.items():
         if name not in predicted:

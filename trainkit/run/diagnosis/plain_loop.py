@@ -1,8 +1,7 @@
 """The plain loop: forward and backward of each shard of a step, alone, in this process.
 
-It uses the model, the objective, the data and the keys of randomness, and no part of an executor: no accumulation, no
-packing, no reducer, no division of the loss, no clipping, no fused kernel. What it adds up are the definitions of
-docs/numbers.md.
+It uses the model, the objective, the data and the random keys, and no part of an executor: no accumulation, no packing,
+no reducer, no division of the loss, no clipping, no fused kernel. Its sums are the definitions of docs/numbers.md.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class PlainLoop:
         self._buffers = {name: buffer for name, buffer in self._placed.model.named_buffers() if name in saved}
         self._loader: Loader | None = None
         self.sparse = False
-        """Whether a shard that was computed gave a sparse gradient."""
+        """Whether a computed shard gave a sparse gradient."""
         self._begin()
 
     @property
@@ -58,13 +57,13 @@ class PlainLoop:
         return self._placed.model
 
     def _begin(self) -> None:
-        """Take over the weights that the training starts from."""
+        """Load the weights that the training starts from."""
         cfg = self.plan.cfg
         if cfg.init_from is not None:
             path = Path(cfg.init_from).expanduser()
             root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
             found = load(path) if (path / "manifest.json").is_file() else newest_valid(root, report=lambda _: None)
-            assert found is not None  # the run that this loop is compared with has read it
+            assert found is not None  # the compared run has loaded it as well
             self.load(found.tensors)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -78,7 +77,7 @@ class PlainLoop:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the parameters and buffers of a checkpoint."""
+        """Load the parameters and buffers of a checkpoint."""
         for name, param in self.params.items():
             param.copy_(tensors[f"param/{name}"])
         for name, buffer in self._buffers.items():
@@ -86,7 +85,7 @@ class PlainLoop:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Open the data for steps that are asked for in ascending order."""
+        """Open the data for steps that are requested in ascending order."""
         plan = self.plan
         self._loader = Loader(
             plan.components.datasets["train"],
@@ -106,7 +105,7 @@ class PlainLoop:
     def shards(
         self, step: int, *, num_replicas: int = 1, shard_of_keys: int | None = None, only: Sequence[int] | None = None
     ) -> Iterator[Shard]:
-        """Yield what each shard of a step gives, from the parameters and buffers that were loaded.
+        """Yield the results of each shard of a step, from the loaded parameters and buffers.
 
         Args:
             step: the step.
@@ -135,7 +134,7 @@ class PlainLoop:
         self._restore(before)
 
     def evidence(self, step: int, *, num_replicas: int) -> StepEvidence:
-        """Return the evidence of a step, at the parameters and buffers that were loaded."""
+        """Return the evidence of a step, at the loaded parameters and buffers."""
         shards = tuple(self.shards(step, num_replicas=num_replicas))
         return StepEvidence(
             step=step,

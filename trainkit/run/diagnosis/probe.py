@@ -1,8 +1,8 @@
 """The probe: a short training under plain SGD, whose checkpoints give the gradient of every step by name.
 
-SGD with momentum m keeps `b' = m b + g` for each parameter, and every strategy saves what its optimizer keeps under
-the canonical name of the parameter. So `g = b' - m b` is the gradient that the optimizer was handed, under every
-strategy, without any recording in a step. Where no momentum is kept, `g = (p - p') / lr`.
+SGD with momentum m keeps `b' = m b + g` for each parameter, and every strategy saves the optimizer state under the
+canonical name of the parameter. So `g = b' - m b` is the gradient that the optimizer received, under every strategy,
+without recording anything during a step. Without momentum, `g = (p - p') / lr`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from trainkit.trainer.checkpoint import list_complete, load
 __all__ = ["MOMENTUM", "gradient_between", "probe_config", "probe_rate", "transitions"]
 
 MOMENTUM: Final = 2.0**-10
-"""Small, so that what is subtracted is small; a power of two, so that the product is exact."""
+"""Small, so that the subtracted part is small; a power of two, so that the product is exact."""
 _MOVE: Final = 0.01
-"""The share of the parameters' norm that the first step of a probe moves them by."""
+"""The fraction of the parameters' norm by which the first step of a probe moves them."""
 
 
 def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
@@ -82,7 +82,7 @@ def transitions(
 def gradient_between(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str], *, rate: float
 ) -> Tensors:
-    """Return the gradient that the optimizer of a probe was handed between two checkpoints.
+    """Return the gradient that the optimizer of a probe received between two checkpoints.
 
     Args:
         before: the tensors before the step.

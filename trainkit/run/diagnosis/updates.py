@@ -1,4 +1,4 @@
-"""Hypotheses about updates: what each wrong rule would make of the true gradient of a step."""
+"""Hypotheses about updates: the effect of each fault on the true gradient of a step."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["Replay", "clipped", "update_hypotheses"]
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:
-    """One step of the user's optimizer, from a checkpoint, as often as a hypothesis asks for it.
+    """One step of the user's optimizer from a checkpoint, repeated for each hypothesis.
 
     The optimizer is torch's own loop over parameters: neither a fused kernel nor a sharded state.
     """
 
     cfg: RunConfig
     model: nn.Module
-    """Names the modules that own the parameters, for groups of the optimizer."""
+    """Used to find the modules that own the parameters, for the groups of the optimizer."""
     params: Mapping[str, nn.Parameter]
     """The parameters before the step; copies are updated."""
     state: Mapping[str, Tensor]
     """The tensors of the checkpoint, of which `optimizer/...` is used."""
     factor: float
-    """The learning rate of the step over the base rate."""
+    """The ratio of the step's learning rate to the base rate."""
     max_norm: float | None
 
     def step(
@@ -45,16 +45,16 @@ class Replay:
         """Return the parameters after a step.
 
         Args:
-            gradient: what the optimizer is handed.
+            gradient: the gradient for the optimizer.
             rate: multiplies the learning rate.
             decay: multiplies the weight decay.
             times: decoupled decays of the parameters besides the optimizer's own, plus one.
-            forgets: begin with an empty state.
+            forgets: start with an empty state.
         """
         params = {name: nn.Parameter(param.detach().clone()) for name, param in self.params.items()}
         optimizer = make_optimizer(self._unfused(), self.model)(params)
         if not forgets:
-            # the optimizer updates what it is given
+            # the optimizer updates its state in place
             restore_optimizer_state(optimizer, params, {key: slot.clone() for key, slot in self.state.items()})
         for group in optimizer.param_groups:
             group["lr"] = float(group["lr"]) * self.factor * rate
@@ -76,7 +76,7 @@ class Replay:
 
 
 def _like(gradient: Tensor, param: Tensor) -> Tensor:
-    """A gradient with the parameter's own strides."""
+    """Return the gradient with the strides of its parameter."""
     return torch.empty_like(param).copy_(gradient)
 
 

@@ -1,4 +1,4 @@
-"""What a proof answers."""
+"""The answers of a proof."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Numbers:
     micro_size: int
     """The common cut: both were trained with this `batch.micro_size`."""
     steps: tuple[int, ...]
-    """The updates after which both were compared: those after which the candidate's replicas are alike."""
+    """The updates after which both were compared: those after which the candidate's replicas are identical."""
     comparisons: tuple[Comparison, ...]
     gradients: tuple[Comparison, ...] = ()
-    """The gradients of a probe against a plain loop's; empty where the strategy is another training."""
+    """The gradients of a probe compared with a plain loop's; empty if the strategy is another training by design."""
     explanation: tuple[str, ...] = ()
-    """Lines that name the rule which the candidate breaks; empty where it breaks none."""
+    """Lines that name the rule which the candidate breaks; empty if it breaks none."""
 
     @property
     def verdict(self) -> Verdict:
@@ -46,14 +46,14 @@ class Proof:
     """The strategy as the user named it."""
     replicas: int
     sameness: Sameness | None
-    """The first answer; None where the second alone was asked for."""
+    """The first answer; None if only the second was requested."""
     numbers: Numbers
     """The second answer."""
     notes: tuple[str, ...] = ()
-    """What the user should know about this strategy and this model; `train` and `plan` print the same."""
+    """Notes for the user about this strategy and this model; `train` and `plan` print the same."""
 
     @property
     def holds(self) -> bool:
-        """Whether every answer that was asked for is yes."""
+        """Whether every requested answer is yes."""
         same = self.sameness is None or self.sameness.verdict == "yes"
         return same and self.numbers.verdict != "different"

@@ -14,7 +14,7 @@ __all__ = ["Comparison", "Verdict", "compare", "is_rounding", "worst"]
 Verdict = Literal["equal", "rounding", "different"]
 
 _ULPS: Final = 4096.0
-"""Units in the last place that ten steps of sums in another order may cost: 9e-13 in float64, 5e-4 in float32."""
+"""Tolerance, in units in the last place, for ten steps of sums in another order: 9e-13 in float64, 5e-4 in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +27,7 @@ class Comparison:
     error: float
     """The largest relative error of any step, |a - b| / |b| in the 2-norm."""
     first_step: int | None
-    """The first step after which it is not equal in every bit; for `different`, beyond rounding."""
+    """The first step after which some bit differs; for `different`, the first beyond rounding."""
     no_gradient: bool = False
     """Its true gradient is zero: held to 1e-8 of the sum of the learning rates instead."""
 
@@ -41,7 +41,7 @@ def worst(comparisons: Iterable[Comparison]) -> Verdict:
 
 
 def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int, Mapping[str, Tensor]]) -> bool:
-    """Return whether all that differs in two trainings is rounding.
+    """Return whether two trainings differ by rounding only.
 
     Args:
         expected: the reference: updates -> name -> tensor.
@@ -65,7 +65,7 @@ def compare(
         expected: the reference: updates -> name -> tensor.
         found: the same of the candidate.
         no_gradient: names whose true gradient is zero.
-        allowed: the absolute difference those, and the buffers of a model that has some, may have.
+        allowed: the absolute tolerance for those, and for buffers if the model has such parameters.
         exact: whether equal bits are promised, so that rounding is a difference.
 
     Example:
@@ -73,7 +73,7 @@ def compare(
         >>> [(item.verdict, item.first_step) for item in compare({1: one, 2: one}, {1: one, 2: other})]
         [('different', 2)]
     """
-    # Batch statistics behind a parameter without gradient follow its rounding.
+    # Batch statistics after a parameter without gradient inherit its rounding.
     loose = bool(no_gradient)
     for name in next(iter(expected.values())):
         error, unequal, beyond = 0.0, None, None

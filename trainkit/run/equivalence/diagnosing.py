@@ -18,7 +18,7 @@ __all__ = ["Case", "Diagnosis", "diagnose"]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A candidate that was trained beside the reference: all that an explanation of a difference may use."""
+    """A candidate that was trained beside the reference: the input of a diagnosis."""
 
     label: str
     reference: RunConfig
@@ -36,20 +36,20 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the gradients of a candidate are, and why its numbers differ where they do."""
+    """The gradients of a candidate, and why its numbers differ, if they do."""
 
     gradients: tuple[Comparison, ...] = ()
-    """Every gradient of a probe against a plain loop's; empty where the strategy is another training."""
+    """Every gradient of a probe compared with a plain loop's; empty if the strategy is another training by design."""
     lines: tuple[str, ...] = ()
-    """Lines that name the rule which is broken; empty where none is."""
+    """Lines that name the broken rule; empty if none is broken."""
 
 
 def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
-    """Probe the gradients of a candidate; where its numbers differ, name the rule that it breaks.
+    """Probe the gradients of a candidate; if its numbers differ, name the rule that it breaks.
 
     Args:
         case: the candidate and how it compares with the reference.
-        examiner: holds it to a plain loop.
+        examiner: compares it with a plain loop.
         folder: the run folder of the candidate's training; the probe gets one beside it.
 
     Raises:
@@ -59,7 +59,7 @@ def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
         return Diagnosis()
     own = replace(case.candidate, strategy=case.reference.strategy)
     apart = [one for one in difference(case.reference, own) if one.matters]
-    if apart:  # a candidate is held to the rules at its own settings
+    if apart:  # the rules are applied at the candidate's own settings
         examiner = Examiner(own)
     probed = examiner.probe(
         case.candidate, num_replicas=case.plan.num_replicas, folder=folder.with_name(f"{folder.name}_probe")

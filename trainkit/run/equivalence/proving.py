@@ -1,4 +1,4 @@
-"""The proof of every candidate: its training beside that of one device."""
+"""Prove every candidate: compare its training with that of one device."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class _Candidate:
 
     label: str
     plan: RunPlan
-    """As it would be started, but with nothing beside the training."""
+    """The plan as it would be started, but without evaluation, callbacks and loggers."""
     started: RunPlan
-    """As it would be started."""
+    """The plan as it would be started."""
     sameness: Sameness | None
     notes: tuple[str, ...]
 
@@ -54,44 +54,44 @@ def prove(
     steps: int,
     same_cut: bool = False,
     command: str = "",
-    say: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None] = lambda _: None,
     located: Callable[[int, ConfigError], ConfigError] = lambda _, error: error,
 ) -> list[Proof]:
     """Compare each candidate with one_device: as both would be started, and parameter by parameter at one cut.
 
-    The reference has the config of the first candidate. To compare numbers, every run has the smallest `micro_size`
-    of the candidates', and float64 where the model allows.
+    The reference has the config of the first candidate. To compare numbers, every run has the smallest `micro_size` of
+    all candidates, and float64 if the model allows it.
 
     Args:
         candidates: (label, checked config) of each.
         steps: optimizer steps.
-        same_cut: leave out the first answer.
-        command: what the user typed, without secrets; kept with the proof.
-        say: is told which run begins.
+        same_cut: skip the first answer.
+        command: the command of the user, without secrets; stored with the proof.
+        log: logs which run begins.
         located: (number of a candidate, error about its config) -> the error with the places that set the keys.
 
     Returns:
-        A proof for each candidate. Each is kept, too (`trainkit.run.folder.proof_records`).
+        A proof for each candidate. Each is also stored (`trainkit.run.folder.proof_records`).
 
     Raises:
-        ConfigError: a candidate cannot run here, or is no other training than the reference.
+        ConfigError: a candidate cannot run here, or is the reference itself.
         TrainkitError: a candidate failed.
     """
     judged = _judged(candidates, steps=steps, same_cut=same_cut, located=located)
     sizes = replace(min(judged, key=lambda one: one.plan.batch.micro_size).plan.cfg.batch, accumulation=None)
-    # A candidate whose replicas train apart ends later, where they are alike.
+    # A candidate whose replicas diverge between synchronisations ends later, at the next synchronisation.
     last = max(one.plan.last_step for one in judged)
     reference = replace(_on_one_device(judged[0].plan.cfg), batch=sizes, stop_at_step=last)
     proofs = []
     with _scratch() as folder:
-        precision, expected = reference_weights(reference, Path(folder), say)
+        precision, expected = reference_weights(reference, Path(folder), log)
         reference = with_precision(reference, precision)
         examiner = Examiner(reference)
         without = frozenset(f"param/{name}" for name in examiner.without_gradient)
-        for place, one in enumerate(judged):
-            say(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
+        for number, one in enumerate(judged):
+            log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
             cfg = with_precision(replace(one.plan.cfg, batch=sizes), precision)
-            found = weights_by_step(cfg, Path(folder) / str(place))
+            found = weights_by_step(cfg, Path(folder) / str(number))
             allowed = 1e-8 * sum(one.plan.rate(step) for step in range(one.plan.last_step))
             case = Case(
                 label=one.label,
@@ -110,10 +110,10 @@ def prove(
                     )
                 ),
             )
-            proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(place)))
+            proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)
             if (failure := keep_proof(one.started, {"command": command, **_kept(proof)})) is not None:
-                say(f"the proof could not be kept: {failure}")
+                log(f"the proof could not be kept: {failure}")
     return proofs
 
 
@@ -122,7 +122,7 @@ def _scratch() -> Iterator[str]:
     """Make a temporary folder for the weights of all trainings.
 
     Raises:
-        StorageError: it cannot be made or written.
+        StorageError: it cannot be created or written.
     """
     try:
         temporary = tempfile.TemporaryDirectory(prefix="trainkit-prove-")
@@ -145,13 +145,13 @@ def _judged(
 ) -> list[_Candidate]:
     """Plan every candidate, refuse those that prove nothing, and give the first answer; nothing is trained yet."""
     plans, problems = [], list[Problem]()
-    for place, (_, cfg) in enumerate(candidates):
+    for number, (_, cfg) in enumerate(candidates):
         try:
             plan = make_plan(bare(cfg, steps))
         except ConfigError as error:
-            raise located(place, error) from error
+            raise located(number, error) from error
         found = plan.components.strategy.proof_problems(plan.facts)
-        problems += located(place, ConfigError(found)).problems if found else []
+        problems += located(number, ConfigError(found)).problems if found else []
         plans.append(plan)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -171,7 +171,7 @@ def _judged(
 
 
 def _coupling(plan: RunPlan, model: nn.Module, known: dict[str, Coupling]) -> Coupling:
-    """Run the model of a plan, unless a candidate with the same model, objective and data was before it."""
+    """Probe the model of a plan, unless an earlier candidate had the same model, objective and data."""
     cfg = plan.cfg
     node = json.dumps([cfg.model, cfg.objective, cfg.data, cfg.seed], default=str)
     if node not in known:
@@ -203,7 +203,7 @@ def _proof(one: _Candidate, case: Case, diagnosis: Diagnosis) -> Proof:
 
 
 def _kept(proof: Proof) -> dict[str, Any]:
-    """What is kept of a proof."""
+    """Return the content of a proof's record."""
     numbers = proof.numbers
     return {
         "same_training": None if proof.sameness is None else proof.sameness.verdict,

@@ -45,20 +45,20 @@ def with_precision(cfg: RunConfig, value: str) -> RunConfig:
 
 
 def reference_weights(
-    cfg: RunConfig, folder: Path, say: Callable[[str], None]
+    cfg: RunConfig, folder: Path, log: Callable[[str], None]
 ) -> tuple[str, dict[int, dict[str, Tensor]]]:
-    """Train the reference in fp64, or in fp32 where the model does not run in fp64.
+    """Train the reference in fp64, or in fp32 if the model does not run in fp64.
 
     Returns:
         The precision that was used, and the weights after every step.
     """
     try:
-        say("reference: one_device in fp64")
+        log("reference: one_device in fp64")
         return "fp64", weights_by_step(with_precision(cfg, "fp64"), folder / "reference_fp64")
     except (ConfigError, DataError):
         raise
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        say(f"the model does not run in fp64 ({str(error).splitlines()[0]}); reference: one_device in fp32")
+        log(f"the model does not run in fp64 ({str(error).splitlines()[0]}); reference: one_device in fp32")
         return "fp32", weights_by_step(with_precision(cfg, "fp32"), folder / "reference_fp32")
 
 

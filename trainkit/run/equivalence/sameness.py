@@ -25,7 +25,7 @@ class Sameness:
     reasons: tuple[str, ...]
     """Why, a line each."""
     remedy: str | None = None
-    """What both need on the command line to be the same training, where only the cut differs: `batch.micro_size=32`."""
+    """The overrides with which both would be the same training, if only the cut differs: `batch.micro_size=32`."""
 
 
 def same_training(
@@ -33,14 +33,14 @@ def same_training(
 ) -> Sameness:
     """Compare two plans, as they would be started.
 
-    They are the same training where the maths keys other than the cut are equal, and either the cut is equal, or the
-    model and the objective neither draw random numbers nor couple the samples of a shard.
+    They are the same training if the maths keys other than the cut are equal, and either the cut is equal, or the model
+    and the objective neither draw random numbers nor couple the samples of a shard.
 
     Args:
         reference: the plan of one_device.
         candidate: the plan of the candidate.
-        coupling: finds what makes the result depend on the cut; asked where the cuts differ and nothing else does.
-        accumulates: whether the config cuts a step by `batch.accumulation`, which a micro size takes the place of.
+        coupling: finds why the result depends on the cut; called if only the cuts differ.
+        accumulates: whether the config cuts a step by `batch.accumulation`, which a micro size replaces.
     """
     other = tuple(_other_keys(reference, candidate))
     if other:
@@ -61,9 +61,9 @@ def same_training(
 
 
 def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
-    """Name what differs besides the cut."""
+    """Yield the differences other than the cut."""
     differing = [one for one in difference(reference.cfg, candidate.cfg) if one.matters and one.key not in _CUT]
-    if any(one.key == "strategy._target_" for one in differing):  # its other keys are part of that
+    if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
         differing = [one for one in differing if not one.key.startswith("strategy.")]
         yield _ANOTHER
     elif candidate.components.strategy.is_another_training and not differing:

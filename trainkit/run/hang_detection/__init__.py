@@ -1,1 +1,1 @@
-"""Find a rank that makes no progress, by its heartbeats and what the kernel says of its process."""
+"""Find a rank that makes no progress, from its heartbeats and the kernel's records of its process."""

@@ -1,4 +1,4 @@
-"""Tell when torch.compile works: a step may then take much longer than its neighbours and be healthy."""
+"""Report when torch.compile works: such a step may take much longer than its neighbours and still be healthy."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["report_compiling"]
 
 @contextlib.contextmanager
 def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
-    """Enter the phase `compile` whenever torch.compile works, as long as the block runs.
+    """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
 
-    Does nothing where torch.compile was not imported: creating any optimizer of torch's imports it.
+    Does nothing if torch.compile was not imported: creating any optimizer of torch imports it.
 
     Args:
-        beats: of this rank; None: this rank has no pulse.
+        beats: reports the phases of this rank; None: this rank has no heartbeat.
     """
     handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if beats is None or handler is None:

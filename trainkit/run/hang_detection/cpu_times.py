@@ -1,6 +1,6 @@
-"""Read what Linux says of the threads of a process: how long each ran, and how long it waited for a processor.
+"""Read from Linux how long each thread of a process ran, and how long it waited for a processor.
 
-Nothing is found on a system without `/proc`, and of a process that is gone.
+Nothing is found on a system without `/proc`, or for a process that has ended.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Final
 __all__ = ["ThreadTimes", "children_of", "thread_times", "waited_s"]
 
 _STATE: Final = 0
-"""Place of the state among the fields behind the name in /proc/PID/stat (field 3)."""
+"""Index of the state among the fields after the name in /proc/PID/stat (field 3)."""
 
 
 def children_of(pid: int | None) -> tuple[int, ...]:
-    """Return the processes that a process has started and that it has not waited for; none where it is not known."""
+    """Return the child processes that a process has not waited for; none if they are unknown."""
     found: list[int] = []
     for task in () if pid is None else _tasks(pid):
         try:
@@ -30,7 +30,7 @@ def children_of(pid: int | None) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ThreadTimes:
-    """What the scheduler says of a thread."""
+    """The scheduler's statistics of a thread."""
 
     ran_s: float
     """Seconds that it has run on a processor."""
@@ -41,7 +41,7 @@ class ThreadTimes:
 
 
 def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
-    """Return the times of every thread of some processes, by the thread's number."""
+    """Return the times of every thread of some processes, by thread id."""
     found: dict[int, ThreadTimes] = {}
     for pid in pids:
         for task in _tasks(pid):
@@ -56,9 +56,9 @@ def thread_times(pids: Iterable[int]) -> dict[int, ThreadTimes]:
 
 
 def waited_s(before: Mapping[int, ThreadTimes], after: Mapping[int, ThreadTimes], seconds: float) -> float:
-    """Return how long the thread that was held up most waited for a processor between two readings.
+    """Return the longest time that a thread waited for a processor between two readings.
 
-    The scheduler books a wait when it ends. A thread that is ready in both readings and has not run waits still.
+    The scheduler records a wait when it ends. A thread that is ready in both readings and has not run is still waiting.
 
     Args:
         before: the first reading.
@@ -85,14 +85,14 @@ def waited_s(before: Mapping[int, ThreadTimes], after: Mapping[int, ThreadTimes]
 def _tasks(pid: int) -> Iterator[Path]:
     root = f"/proc/{pid}/task"
     try:
-        names = os.listdir(root)  # noqa: PTH208 - iterdir() raises in the middle where the process ends
+        names = os.listdir(root)  # noqa: PTH208 - iterdir() raises midway if the process ends
     except OSError:
         return
     yield from (Path(root, name) for name in names)
 
 
 def _fields(path: Path) -> list[str] | None:
-    """Return the fields behind the name, which may hold anything."""
+    """Return the fields after the name, which may contain any character."""
     try:
         fields = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:

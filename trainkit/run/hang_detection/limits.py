@@ -1,4 +1,4 @@
-"""The limits of time: how long a rank may make no progress, by what it is doing."""
+"""Time limits: how long a rank may make no progress, by its phase."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainkit.trainer.failpoints import Phase
 __all__ = ["FLOOR_S", "Limit", "TimeLimits"]
 
 FLOOR_S: Final = 30.0
-"""The least that `supervisor.hang_timeout_s=auto` allows."""
+"""The smallest limit that `supervisor.hang_timeout_s=auto` chooses."""
 _FACTOR: Final = 10.0
-"""What `auto` allows, in longest recent pauses."""
+"""The limit that `auto` chooses, as a multiple of the longest recent pause."""
 _KEYS: Final[Mapping[Phase, str]] = {
     "start": "start_timeout_s",
     "join": "start_timeout_s",
@@ -26,21 +26,21 @@ _KEYS: Final[Mapping[Phase, str]] = {
     "end": "checkpoint_timeout_s",
     "compile": "first_step_timeout_s",
 }
-"""The key of each phase that is no part of a step."""
+"""The key of each phase that is not part of a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """How long a rank may make no progress in what it is doing."""
+    """How long a rank may make no progress in its phase."""
 
     key: str
     """The full name of the key that sets it."""
     seconds: float
     longest_s: float | None = None
-    """The longest recent pause that it was learnt from; None where it was given."""
+    """The longest recent pause from which the limit was derived; None if the limit was given."""
 
     def remedy(self, silence_s: float) -> str:
-        """Return what this limit is and what to do where it ended a healthy rank.
+        """Return a text with this limit, and what to do if the rank was healthy.
 
         Args:
             silence_s: how long the rank has made no progress.
@@ -85,34 +85,34 @@ class TimeLimits:
 
     @property
     def shortest_s(self) -> float:
-        """The least of all limits: who watches has to look more often."""
+        """The smallest of all limits: heartbeats must be read more often."""
         values = (getattr(self, one.name) for one in fields(self))
         return min(FLOOR_S if value == "auto" else float(value) for value in values)
 
     @property
     def longest(self) -> Limit:
-        """The largest of the limits that are given."""
+        """The largest of the given limits."""
         names = [one.name for one in fields(self) if getattr(self, one.name) != "auto"]
         return self._given(max(names, key=lambda name: float(getattr(self, name))))
 
-    def limit_of(self, pulse: HeartbeatReading | None) -> Limit | None:
-        """Return the limit of what a rank is doing; None where it may wait for ever.
+    def limit_of(self, heartbeat: HeartbeatReading | None) -> Limit | None:
+        """Return the limit for the phase of a rank; None if it may wait for ever.
 
         Args:
-            pulse: its last beat; None: it has not come to its first.
+            heartbeat: its last heartbeat; None: it has none yet.
         """
-        if pulse is None:
+        if heartbeat is None:
             return self._given("start_timeout_s")
-        if pulse.phase == "idle":
+        if heartbeat.phase == "idle":
             return None
-        if pulse.phase in _KEYS:
-            return self._given(_KEYS[pulse.phase])
-        if pulse.is_first:
+        if heartbeat.phase in _KEYS:
+            return self._given(_KEYS[heartbeat.phase])
+        if heartbeat.is_first:
             return self._given("first_step_timeout_s")
         if self.hang_timeout_s != "auto":
             return self._given("hang_timeout_s")
-        seconds = max(FLOOR_S, _FACTOR * pulse.longest_s)
-        return Limit(key="supervisor.hang_timeout_s", seconds=seconds, longest_s=pulse.longest_s)
+        seconds = max(FLOOR_S, _FACTOR * heartbeat.longest_s)
+        return Limit(key="supervisor.hang_timeout_s", seconds=seconds, longest_s=heartbeat.longest_s)
 
     def _given(self, name: str) -> Limit:
         return Limit(key=f"supervisor.{name}", seconds=getattr(self, name))

@@ -1,4 +1,4 @@
-"""The pauses of a rank within its steps, from which the limit of a step is learnt."""
+"""The pauses of a rank within its steps, from which the limit of a step is derived."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ __all__ = ["Pauses"]
 
 _OF_A_STEP: Final[frozenset[Phase]] = frozenset({"data", "forward", "backward", "reduce", "update"})
 _BESIDE_A_STEP: Final[frozenset[Phase]] = frozenset({"compile"})
-"""Phases within a step whose length says nothing of the length of steps."""
+"""Phases within a step whose duration says nothing about the duration of steps."""
 _BEGINNINGS: Final[frozenset[Phase]] = frozenset({"start", "join", "load"})
-"""Phases after which a step opens data and warms up anew, whatever went before."""
+"""Phases after which a step opens the data and warms up again."""
 _WINDOW_S: Final = 60.0
 _WINDOW_STEPS: Final = 50
 
 
 class Pauses:
-    """Keep the longest recent pause between two beats of a step.
+    """Keeps the longest recent pause between two heartbeats of a step.
 
     A window holds at least 50 steps and at least 60 seconds; the longest pause is that of the current window and the
-    one before it. So a slow first step counts at the beginning and is forgotten after a while. The first step after
-    an evaluation is compared with other steps that followed an evaluation.
+    one before. So a slow first step counts at first and is dropped after a while. The first step after an evaluation is
+    compared with other steps that followed an evaluation.
 
     Example:
         >>> pauses = Pauses()
@@ -34,12 +34,12 @@ class Pauses:
 
     def __init__(self) -> None:
         self.is_first = True
-        """Whether the step under way is the first since the start, or the first of all that follow an evaluation."""
+        """Whether the current step is the first since the start, or the first that follows an evaluation."""
         self._phase: Phase = "start"
         self._step = -1
         self._moment = 0.0
         self._in_step = False
-        self._begins, self._evaluated = True, False  # what has happened since the last step
+        self._begins, self._evaluated = True, False  # events since the last step
         self._after_evaluation = False
         self._longest_after_evaluation: float | None = None
         self._current = self._earlier = 0.0
@@ -47,17 +47,17 @@ class Pauses:
 
     @property
     def longest_s(self) -> float:
-        """The longest pause to compare the step under way with, in seconds; 0.0 where there was none."""
+        """The longest pause to compare the current step with, in seconds; 0.0 if there was none."""
         after = self._longest_after_evaluation if self._after_evaluation else None
         return max(self._current, self._earlier, after or 0.0)
 
     def note(self, phase: Phase, step: int, *, moment: float) -> None:
-        """Take a beat.
+        """Record a heartbeat.
 
         Args:
-            phase: what begins.
+            phase: the phase that begins.
             step: updates completed.
-            moment: seconds on a clock that only rises.
+            moment: seconds on a monotonic clock.
         """
         if self._phase in _OF_A_STEP:
             self._keep(moment - self._moment)

@@ -1,4 +1,6 @@
-"""What the parent of the ranks can see for itself: their processes, their reports, the memory events of the cgroup."""
+"""What the parent of the ranks observes itself: their processes, their error reports, the memory events of
+the cgroup.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,18 @@ _HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a d
 
 
 class MemoryEvents:
-    """Counts the processes of this process's cgroup that the kernel killed for lack of memory, since it was made.
+    """Counts the processes of this process's cgroup that the kernel has killed for lack of memory since this object was
+    made.
 
     Args:
-        files: where the kernel counts them, the first that can be read; by default `memory.events` of cgroup v2 and
-            `memory.oom_control` of v1.
+        files: files with the kernel's counts, of which the first readable one is used; by default `memory.events` of
+            cgroup v2 and `memory.oom_control` of v1.
     """
 
     def __init__(self, files: Iterable[Path] | None = None) -> None:
         known = _event_files() if files is None else files
         self.file = next((file for file in known if _oom_kills(file) is not None), None)
-        """The file that is read; None: the kernel counts nowhere that this process may look."""
+        """The file that is read; None: this process cannot read any count of the kernel."""
         self._before = self._count()
 
     def _count(self) -> int:
@@ -51,7 +54,7 @@ def _oom_kills(file: Path) -> int | None:
 
 
 def _event_files() -> list[Path]:
-    """Return where the events of this process's cgroup stand: below its own name, or at the root of a namespace."""
+    """Return the event files of this process's cgroup: below its own name, or at the root of a namespace."""
     found: list[Path] = []
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
@@ -77,18 +80,18 @@ class _Arrival:
     moment: float
     """On this process's own clock."""
     written: int
-    """The time of the file: it tells two reports of one rank apart, and orders those that one look has found."""
+    """The modification time of the file: it distinguishes two reports of one rank, and orders reports found at once."""
 
 
 class ProcessEvidence:
-    """Watches the ranks of one attempt on this host.
+    """Observes the ranks of one attempt on this host.
 
     Args:
-        folder: holds their reports.
-        marks: pid and start time of the ranks of this host that the caller knows, by rank.
-        away: pid and host of ranks elsewhere, as a message names them.
+        folder: holds their error reports.
+        marks: returns pid and start time of the ranks of this host, by rank.
+        away: pid and host of ranks on other hosts, as shown in messages.
         memory: the memory events of their cgroup.
-        clock: seconds that only rise.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -107,7 +110,7 @@ class ProcessEvidence:
         self._arrived: dict[int, _Arrival] = {}
 
     def look(self, ranks: Iterable[int]) -> None:
-        """Stamp the reports that have come since the last look, in the order in which they were written."""
+        """Record the reports that have arrived since the last call, in the order in which they were written."""
         fresh = []
         for rank in ranks:
             try:
@@ -122,7 +125,7 @@ class ProcessEvidence:
             self._arrived[rank] = _Arrival(number=self._count, moment=self._clock(), written=written)
 
     def arrival(self, rank: int) -> int:
-        """Return the place of a rank's report in the order of arrival here; after all others where it was not seen."""
+        """Return the position of a rank's report in the order of arrival; after all others if it was not seen."""
         return self._arrived[rank].number if rank in self._arrived else self._count + 1
 
     def reported_for_s(self, rank: int) -> float | None:
@@ -130,36 +133,36 @@ class ProcessEvidence:
         return self._clock() - self._arrived[rank].moment if rank in self._arrived else None
 
     def report(self, rank: int) -> ErrorReport | None:
-        """Return the report of a rank; None where it has written none."""
+        """Return the report of a rank; None if it has written none."""
         return read_error_report(self._folder.error_of(rank))
 
     def name(self, rank: int) -> str:
-        """Return what a message calls a rank: its number; pid, host and state of its process where they are known."""
-        words, mark = self.report(rank), self._marks().get(rank)
+        """Return the name of a rank in messages: its number, and pid, host and state of its process if known."""
+        report, mark = self.report(rank), self._marks().get(rank)
         if mark is not None:
             state = f", state {mark.state}" if mark.lives and mark.state else ""
             return f"rank {rank} (pid {mark.pid} on {socket.gethostname()}{state})"
-        if words is not None and words.pid:
-            return f"rank {rank} (pid {words.pid} on {words.host})"
+        if report is not None and report.pid:
+            return f"rank {rank} (pid {report.pid} on {report.host})"
         return f"rank {rank} ({self._away[rank]})" if rank in self._away else f"rank {rank}"
 
     def pid(self, rank: int) -> int | None:
-        """Return the pid of a rank; None where it is not known."""
+        """Return the pid of a rank; None if unknown."""
         mark = self._marks().get(rank)
         return None if mark is None else mark.pid
 
     def state(self, rank: int) -> str:
-        """Return the state of a rank's process as /proc has it; empty where that is not known."""
+        """Return the state of a rank's process from /proc; empty if unknown."""
         mark = self._marks().get(rank)
         return "" if mark is None else mark.state
 
     def held(self, rank: int) -> str | None:
-        """Return how a rank is kept from running, with its state; None: it is not."""
+        """Return why a rank's process is not allowed to run, with its state; None: it is allowed to."""
         state = self.state(rank)
         return f"{_HELD[state]} (state {state})" if state in _HELD else None
 
     def has_ended(self, rank: int) -> bool:
-        """Return whether the process of a rank has ended, also where its parent does not know yet."""
+        """Return whether the process of a rank has ended, even if its parent has not noticed yet."""
         return self.state(rank) in ("Z", "X", "gone")
 
     def killed_for_memory(self) -> str | None:
@@ -169,5 +172,5 @@ class ProcessEvidence:
 
     @property
     def counts_memory(self) -> bool:
-        """Whether the kernel counts such processes where this process may look."""
+        """Whether this process can read the kernel's count of such processes."""
         return self._memory.file is not None

@@ -1,9 +1,9 @@
-"""Watch a rank from a thread of its own process, where no parent watches it.
+"""Watch a rank from a thread of its own process, if no parent watches it.
 
-The thread interrupts the main thread with an error that names what it did, so that the run ends as after any other
-error. A main thread that does not take the interrupt, since it is in code that does not return to Python, is given a
-moment; then the process ends without it. Code in C that lets no thread of Python run keeps this one from running as
-well: such a rank is found by other ranks of its host, and not at all in a run of one process.
+The thread interrupts the main thread with an error that names its phase, so that the run ends as after any other error.
+If the main thread does not handle the interrupt, because it executes code that does not return to Python, the process
+exits after a grace period. C code that holds the GIL also blocks this thread: such a rank is found by other ranks of
+its host, and not at all in a run of one process.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ from trainkit.trainer.failpoints import Phase
 __all__ = ["BeatCounter", "SelfWatch"]
 
 _GRACE_S: Final = 10.0
-"""Seconds that the main thread has to take the interrupt."""
+"""Seconds that the main thread has to handle the interrupt."""
 _ENDING_S: Final = 60.0
 """Seconds that it then has to end the run."""
 _OTHERS_S: Final = 30.0
 """Seconds beyond its limit that another rank has to end itself before this one ends."""
 _DEBUGGERS: Final = ("bdb.py", "pydevd.py", "pydevd_runpy.py")
-"""Files of debuggers: a thread that is in one of them waits for a person."""
+"""Files of debuggers: a thread that executes one of them waits for the user."""
 
 
 class BeatCounter:
-    """The beats of a run of one process: it tells of the phases beside the steps, and its steps are counted from aside.
+    """The heartbeats of a run of one process: it receives the phases beside the steps, and reads the step count itself.
 
-    So a step costs nothing. Where failures are planted, every phase is told, since they need it.
+    So a step costs nothing. If failpoints are armed, every phase is reported, since they need it.
 
     Args:
-        relay: is told as well; None: no failure is planted.
+        relay: also receives the phases; None: no failpoint is armed.
     """
 
     def __init__(self, relay: Beats | None = None) -> None:
         self.within_steps = relay is not None
-        """Whether the parts of a step are to be told as well."""
+        """Whether the phases within a step are reported as well."""
         self._relay, self._pauses, self._lock = relay, Pauses(), threading.Lock()
-        self.pulse = HeartbeatReading(moment=time.monotonic(), step=0, phase="start", is_first=True)
-        """The last beat."""
+        self.heartbeat = HeartbeatReading(moment=time.monotonic(), step=0, phase="start", is_first=True)
+        """The last heartbeat."""
         self._step_of: Callable[[], int] | None = None
 
     @property
     def phase(self) -> Phase:
-        """What was told last."""
-        return self.pulse.phase
+        """The last reported phase."""
+        return self.heartbeat.phase
 
     @property
     def step(self) -> int:
-        """Updates completed then."""
-        return self.pulse.step
+        """Updates completed at that time."""
+        return self.heartbeat.step
 
     def __call__(self, phase: Any, step: int) -> None:
-        """Take a beat.
+        """Record a heartbeat.
 
         Args:
-            phase: what begins.
+            phase: the phase that begins.
             step: updates completed.
         """
         with self._lock:
@@ -90,33 +90,33 @@ class BeatCounter:
         self._step_of = step_of
 
     def count(self) -> HeartbeatReading:
-        """Return the last beat, after a look at the number of steps."""
-        if self._step_of is not None and (step := self._step_of()) != self.pulse.step:
+        """Return the last heartbeat, after reading the number of steps."""
+        if self._step_of is not None and (step := self._step_of()) != self.heartbeat.step:
             with self._lock:
-                if step != self.pulse.step:  # the main thread has told no more since
+                if step != self.heartbeat.step:  # the main thread has reported no phase since
                     self._beat("data", step)
-        return self.pulse
+        return self.heartbeat
 
     def _beat(self, phase: Phase, step: int) -> None:
         moment, pauses = time.monotonic(), self._pauses
         pauses.note(phase, step, moment=moment)
-        self.pulse = HeartbeatReading(
+        self.heartbeat = HeartbeatReading(
             moment=moment, step=step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first
         )
 
 
 class SelfWatch:
-    """Ends this process where its rank makes no progress for longer than its limit; entered in the main thread.
+    """Ends this process if its rank makes no progress for longer than its limit; entered in the main thread.
 
     Args:
         limits: how long a rank may make no progress.
         folder: the run folder.
         rank: of this process.
-        others: ranks of this host whose beats lie in the folder.
-        sees_all: whether these are all that train together.
-        auxiliary_ranks: those of them that assist the others.
-        read: returns the last beat of a rank; by default what the folder holds.
-        leave: ends the process with an exit code, where the main thread cannot.
+        others: ranks of this host whose heartbeats are in the folder.
+        sees_all: whether these are all ranks that train together.
+        auxiliary_ranks: those of them that serve the others.
+        read: returns the last heartbeat of a rank; by default from the folder.
+        leave: exits the process with an exit code, if the main thread cannot.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class SelfWatch:
 
     def _run(self) -> None:
         while not self._over.wait(self._watch.interval_s):
-            if _is_held(self._frame()):  # the others wait for it meanwhile
+            if _is_held(self._frame()):  # the other ranks wait for it meanwhile
                 self._watch.restart()
                 continue
             overdue = self._watch.look(self._ranks)
@@ -180,7 +180,7 @@ class SelfWatch:
                 return
 
     def _is_to_end(self, overdue: OverdueRank) -> bool:
-        """Whether this rank hangs, or another that does not end itself."""
+        """Return whether this rank hangs, or another that does not end itself."""
         return overdue.rank == self._rank or overdue.silence_s > overdue.limit.seconds + _OTHERS_S
 
     def _frame(self) -> FrameType | None:
@@ -199,17 +199,17 @@ class SelfWatch:
             if self._rank == 0 and self._folder.read_result() is None:
                 command = self._folder.resume_command
                 self._folder.write_result({"status": "failed", "reason": str(error), "resume": command})
-            print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+            print(f"{error}\n{stack}", file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
             self._leave(error.exit_code)
 
 
 def _other_threads(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
-    """Return the times of the threads of this process and of its children, without the one that asks."""
+    """Return the times of the threads of this process and of its children, except the calling thread."""
     return {thread: times for thread, times in threads_of(pid, phase).items() if thread != threading.get_native_id()}
 
 
 def _is_held(frame: FrameType | None) -> bool:
-    """Return whether a thread that has come to this frame waits in a debugger."""
+    """Return whether a thread at this frame waits in a debugger."""
     while frame is not None:
         if Path(frame.f_code.co_filename).name in _DEBUGGERS:
             return True

@@ -1,4 +1,4 @@
-"""Ask a rank that hangs what its threads are doing, before it is ended."""
+"""Request the stacks of a hanging rank's threads, before it is ended."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _SIZE: Final = 1 << 16
 
 
 def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None) -> str:
-    """Return the stacks of a rank's threads, and of the processes that read samples for it; empty where it cannot tell.
+    """Return the stacks of a rank's threads and of its data loading processes; empty if it cannot write them.
 
-    The other ranks of the group write theirs as well, into their files. A process that is stopped cannot tell. A
-    process of the user's own that knows no SIGUSR2 ends by it, a moment before it is ended with its rank.
+    The other ranks of the group write theirs as well, into their files. A stopped process cannot write them. SIGUSR2
+    ends a process of the user that does not handle it, a moment before it is ended with its rank.
 
     Args:
         group: the ranks.
-        folder: where they write.
-        rank: the one that hangs.
-        pid: its process; None where it is not known.
+        folder: the folder that they write to.
+        rank: the hanging rank.
+        pid: its process; None if unknown.
     """
     if not hasattr(signal, "SIGUSR2"):
         return ""

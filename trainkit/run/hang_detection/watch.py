@@ -1,11 +1,10 @@
 """Find the rank that makes no progress for longer than its limit.
 
-Only time counts in which the rank could have made progress: time in which this process did not look does not, since it
-was stopped or had no processor itself; nor does time in which a thread of the rank was ready to run and had to wait for
-a processor.
+Only time counts in which the rank could have made progress: not time in which this process itself was stopped or had no
+processor, nor time in which a thread of the rank was ready to run and had to wait for a processor.
 
-Ranks that train together wait for each other, so that of these only the ones that have come least far are judged. A
-task that assists them is judged by itself.
+Ranks that train together wait for each other, so that only those with the least progress are judged. An auxiliary task
+is judged by itself.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from trainkit.trainer.failpoints import Phase
 
 __all__ = ["OverdueRank", "Watch", "threads_of"]
 
-_LOOK_S: Final = 0.5
+_POLL_S: Final = 0.5
 _ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "end"})
 """Phases in which a rank waits for no other, or for one in the same phase."""
 _READ_BY_CHILDREN: Final = frozenset({"data", "evaluate"})
-"""Phases in which a rank may wait for the processes that read its samples."""
+"""Phases in which a rank may wait for its data loading processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,7 @@ class OverdueRank:
     """A rank that has made no progress for longer than its limit."""
 
     rank: int
-    pulse: HeartbeatReading | None
+    heartbeat: HeartbeatReading | None
     silence_s: float
     """For how long, without the time that does not count."""
     limit: Limit
@@ -43,14 +42,14 @@ class OverdueRank:
 
 @dataclass(slots=True)
 class _Silence:
-    """The time since a rank last beat, as long as no other rank was further behind."""
+    """The time since the last heartbeat of a rank, as long as no other rank was further behind."""
 
-    pulse: HeartbeatReading | None = None
+    heartbeat: HeartbeatReading | None = None
     seconds: float = 0.0
     threads: Mapping[int, ThreadTimes] | None = None
-    """What the scheduler said when it was last asked."""
-    unasked_s: float = 0.0
-    """How much of `seconds` has passed since."""
+    """The scheduler's last reading."""
+    unchecked_s: float = 0.0
+    """The part of `seconds` since that reading."""
 
 
 def threads_of(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
@@ -59,18 +58,18 @@ def threads_of(pid: int, phase: Phase) -> Mapping[int, ThreadTimes]:
 
 
 class Watch:
-    """Looks at the pulses of ranks now and then.
+    """Reads the heartbeats of ranks at intervals.
 
     Args:
-        limits: how long each may make no progress.
-        folder: holds the pulses.
-        sees_all: whether all ranks that train together are looked at. Where some are of another host, a rank may wait
-            for one of them in most phases, and then has the longest of all limits.
-        auxiliary_ranks: ranks that assist those that train, and wait for none of them but in `idle`.
-        read: returns the last beat of a rank; by default what the folder holds.
-        pid_of: returns the process of a rank of this host; None where it is not known.
-        clock: seconds that only rise.
-        threads: returns what the scheduler says of the threads of a process in a phase.
+        limits: how long each rank may make no progress.
+        folder: holds the heartbeats.
+        sees_all: whether all ranks that train together are watched. If some are on other hosts, a rank may wait for one
+            of them in most phases, and then has the longest of all limits.
+        auxiliary_ranks: ranks that serve those that train, and wait for them only in `idle`.
+        read: returns the last heartbeat of a rank; by default from the folder.
+        pid_of: returns the process of a rank of this host; None if unknown.
+        clock: returns monotonic seconds.
+        threads: returns the scheduler's statistics for the threads of a process in a phase.
     """
 
     def __init__(
@@ -91,65 +90,65 @@ class Watch:
         self._pid_of, self._clock, self._threads = pid_of, clock, threads
         self._silences: dict[int, _Silence] = {}
         self._looked = clock()
-        self.interval_s = min(_LOOK_S, limits.shortest_s / 4)
-        """Seconds between two looks."""
+        self.interval_s = min(_POLL_S, limits.shortest_s / 4)
+        """Seconds between two calls of `look`."""
 
     def look(self, ranks: Iterable[int]) -> OverdueRank | None:
-        """Return the rank whose time is up, if there is one.
+        """Return a rank that has exceeded its limit, if there is one.
 
         Args:
-            ranks: those that run.
+            ranks: the running ranks.
         """
         now = self._clock()
         passed, self._looked = now - self._looked, now
-        counted = min(passed, 2 * self.interval_s)  # what is more, this process did not run
-        pulses = {rank: self._read(rank) for rank in ranks}
-        judged, before = self._judged(pulses), self._silences
+        counted = min(passed, 2 * self.interval_s)  # for the rest of the time this process did not run
+        heartbeats = {rank: self._read(rank) for rank in ranks}
+        judged, before = self._judged(heartbeats), self._silences
         self._silences = {}
         for rank in judged:
             silence = before.get(rank)
-            if silence is None or silence.pulse != pulses[rank]:
-                self._silences[rank] = _Silence(pulses[rank])
+            if silence is None or silence.heartbeat != heartbeats[rank]:
+                self._silences[rank] = _Silence(heartbeats[rank])
             else:
                 silence.seconds += counted
-                silence.unasked_s += counted
+                silence.unchecked_s += counted
                 self._silences[rank] = silence
         overdue = [found for rank in judged if (found := self._judge(rank)) is not None]
-        return min(overdue, key=lambda one: (one.pulse.moment if one.pulse else 0.0, one.rank), default=None)
+        return min(overdue, key=lambda one: (one.heartbeat.moment if one.heartbeat else 0.0, one.rank), default=None)
 
     def restart(self) -> None:
-        """Count the time of every rank from now on."""
+        """Restart the clocks of all ranks."""
         self._silences.clear()
 
-    def _judged(self, pulses: Mapping[int, HeartbeatReading | None]) -> list[int]:
-        """Return the auxiliary_ranks, and of the ranks that train those that have come least far."""
-        busy = [rank for rank, pulse in pulses.items() if pulse is None or pulse.phase != "idle"]
-        progress = {rank: _progress(pulses[rank]) for rank in busy}
+    def _judged(self, heartbeats: Mapping[int, HeartbeatReading | None]) -> list[int]:
+        """Return the auxiliary ranks, and those with the least progress among the ranks that train."""
+        busy = [rank for rank, heartbeat in heartbeats.items() if heartbeat is None or heartbeat.phase != "idle"]
+        progress = {rank: _progress(heartbeats[rank]) for rank in busy}
         least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)
         return [rank for rank in busy if rank in self._auxiliary_ranks or progress[rank] == least]
 
     def _judge(self, rank: int) -> OverdueRank | None:
         silence = self._silences[rank]
-        limit = self._limit_of(rank, silence.pulse)
+        limit = self._limit_of(rank, silence.heartbeat)
         if limit is None:
             return None
-        if silence.unasked_s >= min(2.0, limit.seconds / 4):
-            pid, phase = self._pid_of(rank), "start" if silence.pulse is None else silence.pulse.phase
+        if silence.unchecked_s >= min(2.0, limit.seconds / 4):
+            pid, phase = self._pid_of(rank), "start" if silence.heartbeat is None else silence.heartbeat.phase
             threads = {} if pid is None else self._threads(pid, phase)
             if silence.threads is not None:
-                silence.seconds -= waited_s(silence.threads, threads, silence.unasked_s)
-            silence.threads, silence.unasked_s = threads, 0.0
+                silence.seconds -= waited_s(silence.threads, threads, silence.unchecked_s)
+            silence.threads, silence.unchecked_s = threads, 0.0
         if silence.seconds <= limit.seconds:
             return None
-        return OverdueRank(rank=rank, pulse=silence.pulse, silence_s=silence.seconds, limit=limit)
+        return OverdueRank(rank=rank, heartbeat=silence.heartbeat, silence_s=silence.seconds, limit=limit)
 
-    def _limit_of(self, rank: int, pulse: HeartbeatReading | None) -> Limit | None:
-        limit = self._limits.limit_of(pulse)
+    def _limit_of(self, rank: int, heartbeat: HeartbeatReading | None) -> Limit | None:
+        limit = self._limits.limit_of(heartbeat)
         if self._sees_all or rank in self._auxiliary_ranks or limit is None:
             return limit
-        alone = pulse is None or pulse.phase in _ALONE
+        alone = heartbeat is None or heartbeat.phase in _ALONE
         return limit if alone else max(limit, self._limits.longest, key=lambda one: one.seconds)
 
 
-def _progress(pulse: HeartbeatReading | None) -> tuple[int, int]:
-    return pulse.progress if pulse is not None else (-1, 0)
+def _progress(heartbeat: HeartbeatReading | None) -> tuple[int, int]:
+    return heartbeat.progress if heartbeat is not None else (-1, 0)

@@ -198,8 +198,8 @@ class AttemptRunner:
         for rank in group.running:
             reported_s = self._evidence.reported_for_s(rank)
             if reported_s is not None and reported_s > _REPORTED_S:
-                pulse = read_heartbeat(self._folder.heartbeat_of(rank))
-                found += [rank] * (pulse is None or pulse.phase != "save")
+                heartbeat = read_heartbeat(self._folder.heartbeat_of(rank))
+                found += [rank] * (heartbeat is None or heartbeat.phase != "save")
         return found
 
     def _handle_event(self, group: WorkerGroup, attempt: int, event: ProcessExit | Reason) -> Failure | None:
@@ -264,8 +264,8 @@ class AttemptRunner:
 
     def has_progressed(self, rank: int, continues_at: int | None) -> bool:
         """Return whether a rank of the current or last attempt has completed a step in it."""
-        pulse = read_heartbeat(self._folder.heartbeat_of(rank))
-        return pulse is not None and pulse.step > (continues_at or 0)
+        heartbeat = read_heartbeat(self._folder.heartbeat_of(rank))
+        return heartbeat is not None and heartbeat.step > (continues_at or 0)
 
     def _request_resize(self, group: WorkerGroup, continues_at: int | None) -> None:
         """Ask a training group once to save and end when a lost replica is due; the next attempt includes

@@ -145,14 +145,14 @@ def _reported(report: ErrorReport, evidence: ProcessEvidence) -> _Account:
 def unresponsive_rank(folder: RunFolder, ranks: Iterable[int], evidence: ProcessEvidence | None = None) -> Failure:
     """Return the failure of the rank that the others waited for, out of the ranks without an error report."""
     evidence = evidence or ProcessEvidence(folder)
-    rank, pulse = _waited_for(folder, ranks, evidence)
+    rank, heartbeat = _waited_for(folder, ranks, evidence)
     held, ended = evidence.held(rank), evidence.has_ended(rank)
-    headline = f"{evidence.name(rank)} stopped answering{_when(pulse)}."
+    headline = f"{evidence.name(rank)} stopped answering{_when(heartbeat)}."
     if held is not None:
-        headline = f"{evidence.name(rank)} is {held}{_when(pulse)}.{_remedy(rank, evidence)}"
+        headline = f"{evidence.name(rank)} is {held}{_when(heartbeat)}.{_remedy(rank, evidence)}"
     elif ended:
-        headline = f"{evidence.name(rank)} has ended{_when(pulse)} without an error report."
-    return Failure(rank=rank, headline=headline, hang=not ended, step=None if pulse is None else pulse.step)
+        headline = f"{evidence.name(rank)} has ended{_when(heartbeat)} without an error report."
+    return Failure(rank=rank, headline=headline, hang=not ended, step=None if heartbeat is None else heartbeat.step)
 
 
 def _from_report(report: ErrorReport, evidence: ProcessEvidence) -> Failure:
@@ -167,8 +167,8 @@ def _from_report(report: ErrorReport, evidence: ProcessEvidence) -> Failure:
 
 
 def _from_exit(folder: RunFolder, account: _Account, evidence: ProcessEvidence) -> Failure:
-    rank, pulse = account.rank, read_heartbeat(folder.heartbeat_of(account.rank))
-    name, when = evidence.name(rank), _when(pulse)
+    rank, heartbeat = account.rank, read_heartbeat(folder.heartbeat_of(account.rank))
+    name, when = evidence.name(rank), _when(heartbeat)
     if account.code == 0:
         headline = f"{name} exited with code 0{when} before the training was done."
     elif account.code > 0:
@@ -177,7 +177,7 @@ def _from_exit(folder: RunFolder, account: _Account, evidence: ProcessEvidence) 
         number = _signal_name(-account.code)
         hint = _memory_hint(evidence) if number == "SIGKILL" else ""
         headline = f"{name} was ended by {number}{when}.{hint}"
-    step = None if pulse is None else pulse.step
+    step = None if heartbeat is None else heartbeat.step
     return Failure(rank=rank, headline=headline, detail=_tail(folder.log_of(rank)), step=step)
 
 
@@ -206,23 +206,23 @@ def hanging(
     running = list(running)
     blocked = [rank for rank in running if evidence.held(rank) is not None or evidence.has_ended(rank)]
     waited = waited_for(running, folder.collectives_of)
-    late = [rank for rank in running if rank in waited and _is_level(folder, rank, overdue.pulse)]
+    late = [rank for rank in running if rank in waited and _is_level(folder, rank, overdue.heartbeat)]
     suspects = blocked or late
     rank = overdue.rank if overdue.rank in suspects or not suspects else suspects[0]
-    pulse = overdue.pulse if rank == overdue.rank else read_heartbeat(folder.heartbeat_of(rank))
+    heartbeat = overdue.heartbeat if rank == overdue.rank else read_heartbeat(folder.heartbeat_of(rank))
     held = evidence.held(rank)
     state = "." if held is None else f": it is {held}.{_remedy(rank, evidence)}"
     headline = (
-        f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(pulse)}{state} "
+        f"{evidence.name(rank)} has made no progress for {overdue.silence_s:.0f} s{_when(heartbeat)}{state} "
         f"{overdue.limit.remedy(overdue.silence_s)}"
     )
-    return Failure(rank=rank, headline=headline, hang=True, step=None if pulse is None else pulse.step)
+    return Failure(rank=rank, headline=headline, hang=True, step=None if heartbeat is None else heartbeat.step)
 
 
-def _is_level(folder: RunFolder, rank: int, pulse: HeartbeatReading | None) -> bool:
-    """Return whether the last heartbeat of a rank shows exactly the progress of `pulse`."""
+def _is_level(folder: RunFolder, rank: int, heartbeat: HeartbeatReading | None) -> bool:
+    """Return whether the last heartbeat of a rank shows exactly the progress of `heartbeat`."""
     found = read_heartbeat(folder.heartbeat_of(rank))
-    return found is not None and pulse is not None and found.progress == pulse.progress
+    return found is not None and heartbeat is not None and found.progress == heartbeat.progress
 
 
 def _remedy(rank: int, evidence: ProcessEvidence) -> str:
@@ -240,24 +240,26 @@ def _waited_for(
     """
     ranks = list(ranks)
     late = waited_for(ranks, folder.collectives_of)
-    pulses: Mapping[int, HeartbeatReading | None] = {rank: read_heartbeat(folder.heartbeat_of(rank)) for rank in ranks}
+    heartbeats: Mapping[int, HeartbeatReading | None] = {
+        rank: read_heartbeat(folder.heartbeat_of(rank)) for rank in ranks
+    }
 
     def place(rank: int) -> tuple[bool, tuple[int, int], bool, float]:
-        pulse = pulses[rank]
+        heartbeat = heartbeats[rank]
         blocked = evidence.held(rank) is not None or evidence.has_ended(rank)
-        progress, moment = (pulse.progress, pulse.moment) if pulse else ((-1, 0), 0.0)
+        progress, moment = (heartbeat.progress, heartbeat.moment) if heartbeat else ((-1, 0), 0.0)
         return not blocked, progress, rank not in late, moment
 
-    rank = min(pulses, key=place)
-    return rank, pulses[rank]
+    rank = min(heartbeats, key=place)
+    return rank, heartbeats[rank]
 
 
-def _step_of(pulse: HeartbeatReading | None) -> int:
-    return -1 if pulse is None else pulse.step
+def _step_of(heartbeat: HeartbeatReading | None) -> int:
+    return -1 if heartbeat is None else heartbeat.step
 
 
-def _when(pulse: HeartbeatReading | None) -> str:
-    return f" in step {pulse.step} ({pulse.phase})" if pulse else " while starting"
+def _when(heartbeat: HeartbeatReading | None) -> str:
+    return f" in step {heartbeat.step} ({heartbeat.phase})" if heartbeat else " while starting"
 
 
 def _signal_name(number: int) -> str:

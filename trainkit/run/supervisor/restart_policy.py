@@ -69,9 +69,9 @@ def fault_of(folder: RunFolder, tasks: Iterable[Task], rank: int, *, begun_at: i
         reached: the step of the newest checkpoint.
     """
     found = frozenset(raised for task in tasks if (raised := raised_by(folder, task)) is not None)
-    pulse = read_heartbeat(folder.heartbeat_of(rank))
+    heartbeat = read_heartbeat(folder.heartbeat_of(rank))
     return Fault(
-        step=None if pulse is None else pulse.step,
+        step=None if heartbeat is None else heartbeat.step,
         begun_at=begun_at or 0,
         reached=reached,
         newer=reached != begun_at,

@@ -30,9 +30,9 @@ def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure)
     """
     begun = time.monotonic()
     while 0 in group.running and failure.rank != 0 and not failure.hang:
-        pulse, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun
-        if pulse is None or pulse.phase not in _WORKING_PHASES or waited > _SAVE_S:
+        heartbeat, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun
+        if heartbeat is None or heartbeat.phase not in _WORKING_PHASES or waited > _SAVE_S:
             return
-        if pulse.phase != "save" and waited > _NOTICE_S:
+        if heartbeat.phase != "save" and waited > _NOTICE_S:
             return
         time.sleep(0.02)

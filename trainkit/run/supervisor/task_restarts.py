@@ -90,11 +90,13 @@ class TaskRestarter:
                 same place.
         """
         task, record = self._tasks[failure.rank], self._records[failure.rank]
-        pulse = read_heartbeat(self._folder.heartbeat_of(failure.rank))
-        reached = _step(pulse if task.is_evaluator else read_heartbeat(self._folder.heartbeat_of(0)))
+        heartbeat = read_heartbeat(self._folder.heartbeat_of(failure.rank))
+        reached = _step(heartbeat if task.is_evaluator else read_heartbeat(self._folder.heartbeat_of(0)))
         record.no_progress = 1 if reached > record.reached else record.no_progress + 1
         record.reached = max(record.reached, reached)
-        record.died_before_start = record.died_before_start + 1 if pulse is None or pulse.phase == "start" else 0
+        record.died_before_start = (
+            record.died_before_start + 1 if heartbeat is None or heartbeat.phase == "start" else 0
+        )
         raised = raised_by(self._folder, task)
         twice = raised is not None and raised in record.raised
         if raised is not None:
@@ -105,7 +107,7 @@ class TaskRestarter:
         wait_s = min(2.0 ** (record.died_before_start - 1), _LONGEST_S) if record.died_before_start else 0.0
         record.due = self._clock() + wait_s
         when = f" in {wait_s:g} s" if wait_s else ""
-        step = None if pulse is None else pulse.step
+        step = None if heartbeat is None else heartbeat.step
         restart = Restart(kind="alone", cause=failure.headline, step=step, rank=failure.rank, task=str(task))
         record_restart(self._folder.path, restart)
         self._log(f"{failure.headline} Starting {task} again{when}, alone: the others go on.")
@@ -139,5 +141,5 @@ class TaskRestarter:
                 self._records[rank].due = None
 
 
-def _step(pulse: HeartbeatReading | None) -> int:
-    return 0 if pulse is None else pulse.step
+def _step(heartbeat: HeartbeatReading | None) -> int:
+    return 0 if heartbeat is None else heartbeat.step

@@ -47,7 +47,7 @@ def run(call: Call) -> int:
             steps=steps,
             same_cut=same_cut,
             command=_command(call),
-            say=_say,
+            log=_say,
             located=lambda place, error: points[place].with_origins(error),
         )
     except ConfigError as error:
