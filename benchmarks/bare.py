@@ -1,4 +1,4 @@
-"""The bare script that the start and the memory of a run are measured against: the same training, nothing around it.
+"""The baseline of startup and memory measurements: a bare script with the same training.
 
 `python benchmarks/bare.py EPOCHS` trains; with EPOCHS 0 it ends after the first step.
 """
@@ -18,7 +18,7 @@ DIGITS = Path(__file__).resolve().parents[1] / "trainkit" / "data" / "digits.npz
 
 
 def main(epochs: int) -> None:
-    """Read the digits, train, evaluate once an epoch."""
+    """Read the digits, train, evaluate once per epoch."""
     torch.manual_seed(0)
     with np.load(DIGITS) as stored:
         pixels, labels, val = stored["pixels"], stored["labels"], stored["val"]

@@ -1,9 +1,9 @@
-"""The bubble of each schedule of a pipeline beside its ideal, on stages of equal weight.
+"""Compare the bubble of each pipeline schedule with its ideal, on stages of equal weight.
 
 python benchmarks/bubble.py [--ranks 4] [--shards 8] [--milliseconds 50] [--rounds 5]
 
-Two cores cannot compute four stages at once, but four stages can sleep at once: each block sleeps for so long in its
-forward pass and twice as long in its backward pass, as layers do. What is measured is the time in which a rank waits.
+Two cores cannot compute four stages at once, but four stages can sleep at once: each block sleeps for a fixed time in
+its forward pass and twice as long in its backward pass, as layers do. The time in which a rank waits is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 
 
 class _Sleep(torch.autograd.Function):
-    """Gives what it gets; its gradient takes a while."""
+    """The identity; its gradient takes a fixed time."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, seconds: float) -> Tensor:
@@ -52,7 +52,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class Sleeper(nn.Module):
-    """A layer of known weight: as long forwards as for the gradient of its inputs, and for that of its weight."""
+    """A layer of fixed cost: its forward pass takes as long as the gradient of its inputs, and that of its weight."""
 
     draws_nothing = True
 
@@ -65,7 +65,7 @@ class Sleeper(nn.Module):
         """Sleep."""
         if self.training and not inputs.is_meta and type(inputs) is Tensor:
             time.sleep(self.seconds)
-        if not inputs.requires_grad:  # the first layer is as heavy as the others
+        if not inputs.requires_grad:  # give the first layer the cost of the others
             inputs = inputs.detach().requires_grad_()
         outputs: Tensor = _Sleep.apply(inputs, self.seconds) + _Sleep.apply(self.weight, self.seconds)  # type: ignore[no-untyped-call]
         return outputs
@@ -78,18 +78,18 @@ class Sleeping(Case):
     seconds: float = 0.02
 
     def make_data(self) -> zoo.Points:
-        """As many points as make full steps."""
+        """Return enough points for full steps."""
         points = zoo.Points()
         points.inputs, points.targets = points.inputs[: self.global_size], points.targets[: self.global_size]
         return points
 
     def make_model(self) -> nn.Module:
-        """Blocks that sleep."""
+        """Return blocks that sleep."""
         return nn.Sequential(*(Sleeper(self.seconds) for _ in range(BLOCKS)))
 
 
 def bubbles(place: Place, case: Sleeping) -> list[tuple[float, float]]:
-    """(measured, ideal) of each step on this rank, but for the first two."""
+    """Return (measured, ideal) of each step on this rank, without the first two."""
     rank = _Rank(place, case)
     placed, found = rank._place(0), []  # noqa: SLF001 - a rank as the tests have it
     for ticket in rank.strategy.tickets(rank.training.plan, rank.at, placed):
@@ -138,6 +138,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks import bubble  # ranks know its classes by that name
+    from benchmarks import bubble  # ranks import its classes by this name
 
     bubble.main()

@@ -1,11 +1,10 @@
-"""What averaging costs, measured at the same moment: replicas that average in one window of steps and not in the next.
+"""Measure the cost of averaging: replicas average in every other window of steps.
 
     python benchmarks/by_turns.py [--rounds 3] [--num-steps 400]
 
-Two whole runs, one that averages and one that does not, are minutes apart, and a shared machine is another one by
-then. Here the same two processes, started by trainkit's command with the strategy below, take turns: ten steps with
-the reducer and ten without, over and over. A window's time is that of the slower replica, and a pair of windows gives
-one ratio.
+Two whole runs, with and without averaging, are minutes apart, and the load of a shared machine changes meanwhile. Here
+the same two processes, started by trainkit's command with the strategy below, alternate: ten steps with the reducer and
+ten without, repeatedly. A window's time is that of the slower replica, and a pair of windows gives one ratio.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from trainkit.strategies.reducers import LocalReducer, Reducer
 
 REDUCERS = ("shared_memory", "backend")
 _SETTLING = 3
-"""Steps of a window before its clock starts: replicas that did not wait for each other have to meet again."""
+"""Steps of a window before its clock starts: replicas that ran without waiting must synchronize first."""
 
 
 @dataclass(kw_only=True)
@@ -50,36 +49,36 @@ class TurningReplica(Replica):
     averaging: Reducer
     apart: Reducer = field(default_factory=LocalReducer)
     since: float | None = None
-    """When the clock of the window was started."""
+    """The start time of the window."""
     times: list[float] = field(default_factory=list)
-    """Seconds a step, window after window."""
+    """Seconds per step, window after window."""
 
     def turn(self, *, averages: bool, num_steps: int) -> None:
         """Begin a window."""
         if self.since is not None:
             self.times.append((perf_counter() - self.since) / num_steps)
         self.reducer = self.averaging if averages else self.apart
-        self.__dict__.pop("overlapping", None)  # it is asked of the reducer once
+        self.__dict__.pop("overlapping", None)  # it is cached from the reducer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ByTurns(Mirrored):
-    """Mirrored in every other window of steps."""
+    """The mirrored strategy, averaging in every other window of steps."""
 
     changes_maths: ClassVar[bool] = True
 
     window: Annotated[int, placement] = 10
     """Steps of a window."""
     times: Annotated[str, placement] = "times"
-    """Where each rank writes the seconds a step of its windows: this path, a dot and its rank."""
+    """Each rank writes the seconds per step of its windows to this path with a dot and its rank appended."""
 
     def make_replica(self, held: PlacedModel, **rest: Any) -> TurningReplica:
-        """As mirrored's, with a reducer that leaves sums where they are."""
+        """Return a mirrored replica with a second reducer that leaves sums unchanged."""
         kept = {"model": held.model, "params": held.params, "masters": held.masters, "averaging": rest["reducer"]}
         return TurningReplica(**kept, **rest)
 
     def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
-        """As mirrored's, with the reducer of the window that the step is in."""
+        """Run a mirrored step with the reducer of its window."""
         turn, place = divmod(ticket.step, self.window)
         if place == 0:
             placed.turn(averages=turn % 2 == 0, num_steps=self.window - _SETTLING)
@@ -88,14 +87,14 @@ class ByTurns(Mirrored):
         return super().step(placed, ticket, batches, training)
 
     def leave(self, placed: Any) -> None:
-        """Write the times down."""
+        """Write the times to the file."""
         placed.reducer = placed.averaging
         Path(f"{self.times}.{placed.rank}").write_text(json.dumps(placed.times))
         super().leave(placed)
 
 
 def ratios(workload: Workload, reducer: str, num_steps: int) -> tuple[list[float], list[float]]:
-    """Seconds a step with averaging and without, window after window."""
+    """Return seconds per step with averaging and without, window after window."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable, "-m", "trainkit", f"--config-dir={ROOT / 'benchmarks' / 'conf'}",

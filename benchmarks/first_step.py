@@ -1,4 +1,4 @@
-"""A callback that ends the process after one step: what came before it is all that `startup.py` measures."""
+"""A callback that ends the process after one step, so that `startup.py` measures only what precedes it."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Train under a load of busy processes, and see whether the supervisor takes a healthy rank for a hanging one.
+"""Train under the load of busy processes, and check that the supervisor does not take a healthy rank for a hanging one.
 
     python benchmarks/healthy_under_load.py --minutes 20 --busy 8 -- strategy=mirrored strategy.replicas=2
 
-Starts the busy processes and the run, asks the run to stop after the minutes, and prints one line: how it ended, the
-steps it did, how often it was restarted, the longest pause between two beats of a step that a rank noted, and the least
-limit that `supervisor.hang_timeout_s=auto` set while it ran. `--pause-supervisor 60` stops the supervisor itself for a
-minute in the middle.
+Starts the busy processes and the run, stops the run after the given minutes, and prints one line: how it ended, its
+steps, its restarts, the longest pause between two heartbeats of a step that a rank recorded, and the smallest limit
+that `supervisor.hang_timeout_s=auto` set meanwhile. `--pause-supervisor 60` stops the supervisor itself for a minute in
+the middle.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BUSY = "while True: pass"
 
 
 def main() -> int:
-    """Run once; returns 0 where no rank was ended."""
+    """Run once; return 0 if no rank was killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--busy", type=int, default=8)
@@ -73,7 +73,7 @@ def _train(asked: argparse.Namespace) -> int:
 
 
 def _look_on(run: subprocess.Popen[bytes], folder: RunFolder, asked: argparse.Namespace) -> tuple[float, float | None]:
-    """Look at the beats until the time is over; returns the longest pause and the least limit of a step."""
+    """Poll the heartbeats until the time is over; return the longest pause and the smallest limit of a step."""
     limits, longest_s, least_s = TimeLimits(), 0.0, None
     begun = time.monotonic()
     paused = not asked.pause_supervisor

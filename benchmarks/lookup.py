@@ -1,4 +1,4 @@
-"""Bags of words and a lookup table: the model whose gradients are sparse."""
+"""Bags of words and a lookup table: a model with sparse gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Bags:
         return self._words[index], self._classes[index]
 
     def tensors(self) -> tuple[Tensor, Tensor]:
-        """All of them."""
+        """Return all samples."""
         return self._words, self._classes
 
 
@@ -38,6 +38,6 @@ class Lookup(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, words: Tensor) -> Tensor:
-        """(samples, length) int64 -> (samples, 10)."""
+        """Map (samples, length) int64 to (samples, 10)."""
         scores: Tensor = self.head(self.embed(words).mean(1))
         return scores

@@ -1,4 +1,4 @@
-"""Peak resident memory of a digits run, against the bare script that trains the same.
+"""Compare the peak resident memory of a digits run with that of a bare script with the same training.
 
 python benchmarks/memory.py [--rounds 3] [--epochs 30]
 """
@@ -19,7 +19,7 @@ from benchmarks import report
 
 
 def peak_mib(command: list[str]) -> float:
-    """The largest resident set of a command, with its output thrown away."""
+    """Return the largest resident set of a command, whose output is discarded."""
     with tempfile.TemporaryDirectory() as folder:
         child = os.fork()
         if child == 0:

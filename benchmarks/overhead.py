@@ -1,12 +1,12 @@
-"""What a framework adds to a step, on W1: trainkit's public command, a hand-written loop and other trainers, in turns.
+"""Measure the overhead of a framework per step, on W1: trainkit's command, a hand-written loop and other trainers.
 
     python benchmarks/overhead.py [--rounds 9] [--epochs 100]
 
-Every round runs each contender once; a ratio is taken within a round, against the hand-written loop of that round,
-so that a machine that is slower for a while slows both. The median over rounds is reported with its extremes.
-trainkit is started as `python -m trainkit`, and its own rows of metrics.jsonl say how long its steps took, from the end
-of the first epoch to the end of the last: what a peer's clock covers too. It trains five times as long as the peers: in
-the first second of a run another process draws the learning rate, and would take a core from a short one.
+Every round runs each contender once. A ratio is taken within a round, relative to the hand-written loop of that round,
+so that a temporarily slower machine affects both. The median over rounds is reported with its extremes. trainkit is
+started as `python -m trainkit`, and its rows in metrics.jsonl give the time of its steps, from the end of the first
+epoch to the end of the last, as a peer's clock does. It trains five times as long as the peers: in the first second of
+a run another process draws the learning rate, and would take a core from a short run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ BY_HAND = "hand-written loop, DataLoader"
 
 
 def trainkit(overrides: tuple[str, ...]) -> Callable[[int], float]:
-    """A run of the command; seconds a step after the first epoch."""
+    """Return a function that runs the command; its result is seconds per step after the first epoch."""
 
     def run(epochs: int) -> float:
         with tempfile.TemporaryDirectory() as folder:

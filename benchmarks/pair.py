@@ -1,6 +1,7 @@
-"""W2 and W3, the workloads of two processes: a small convnet on images, and a GPT on bytes; the same under everything.
+"""W2 and W3, the workloads of two processes: a small convnet on images and a GPT on bytes, the same for all peers.
 
-Made-up data, in memory: what is measured is steps. A step takes the same number of samples on one process and on two.
+The data is synthetic and in memory, because steps are measured. A step takes the same number of samples on one process
+and on two.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ class Workload:
     window: int
     """Steps that are timed together."""
     overrides: tuple[str, ...]
-    """The same for trainkit's command."""
+    """The overrides for trainkit's command."""
     make_model: Callable[[], nn.Module]
     make_data: Callable[[], tuple[Tensor, Tensor]]
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
-        """The mean over all targets."""
+        """Return the mean loss over all targets."""
         return functional.cross_entropy(model(inputs).flatten(0, targets.dim() - 1), targets.flatten())
 
     def batches(self, *, rank: int, world: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """One batch after the other, without end, of each the part of a rank: one gather."""
+        """Yield a rank's part of one batch after the other, without end; each is one gather."""
         inputs, targets = self.make_data()
         generator = torch.Generator().manual_seed(0)
         while True:
@@ -75,7 +76,7 @@ def _tokens() -> tuple[Tensor, Tensor]:
 
 
 class Windows:
-    """The clock of a measurement: `tick` after every step.
+    """The clock of a measurement: call `tick` after every step.
 
     Example:
         >>> clock = Windows(WORKLOADS["gpt"], steps=60)
@@ -90,7 +91,7 @@ class Windows:
         self._stamps: list[float] = []
 
     def tick(self) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         self._count += 1
         if self._count >= self._first and (self._count - self._first) % self._size == 0:
             self._stamps.append(time.perf_counter())

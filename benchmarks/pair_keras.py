@@ -17,7 +17,7 @@ from benchmarks.pair import LR, Windows, Workload
 
 
 def train(workload: Workload, steps: int, *, replicas: int) -> float:
-    """Seconds a step of `replicas` logical CPUs with one thread each."""
+    """Return seconds per step of `replicas` logical CPUs with one thread each."""
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(replicas)
     (cpu,) = tf.config.list_physical_devices("CPU")

@@ -1,8 +1,8 @@
-"""One process of a peer on W2 or W3: `python benchmarks/pair_peers.py PEER WORKLOAD STEPS` prints its seconds a step.
+"""Run one process of a peer on W2 or W3: `benchmarks/pair_peers.py PEER WORKLOAD STEPS` prints its seconds per step.
 
-Who it is stands in RANK and WORLD_SIZE, and where the others are in MASTER_ADDR and MASTER_PORT, as torchrun sets them.
-The clock starts after a third of the steps. Every peer has the fused AdamW and, where its loop allows, data gathered by
-one index operation.
+RANK and WORLD_SIZE identify the process, MASTER_ADDR and MASTER_PORT the rendezvous, as torchrun sets them. The clock
+starts after a third of the steps. Every peer uses the fused AdamW and, if its loop allows it, data gathered by one
+index operation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def timed(step: Callable[[], None], workload: Workload, steps: int) -> float:
-    """Seconds a step."""
+    """Run steps; return seconds per step."""
     clock = Windows(workload, steps)
     for _ in range(steps):
         step()
@@ -48,12 +48,12 @@ def timed(step: Callable[[], None], workload: Workload, steps: int) -> float:
 
 
 def by_hand(workload: Workload, steps: int) -> float:
-    """A plain loop; with two processes, two that know nothing of each other, each with half of every batch."""
+    """Run a plain loop; two processes run independently, each with half of every batch."""
     return _loop(workload, steps, workload.make_model())
 
 
 def ddp(workload: Workload, steps: int) -> float:
-    """The plain loop with DistributedDataParallel."""
+    """Run the plain loop with DistributedDataParallel."""
     if WORLD > 1:
         dist.init_process_group("gloo")
     plain = workload.make_model()
@@ -76,7 +76,7 @@ def _loop(workload: Workload, steps: int, model: nn.Module) -> float:
 
 
 def accelerate(workload: Workload, steps: int) -> float:
-    """The plain loop with everything prepared by Accelerate."""
+    """Run the plain loop with everything prepared by Accelerate."""
     from accelerate import Accelerator
 
     accelerator, plain = Accelerator(cpu=True), workload.make_model()
@@ -96,7 +96,7 @@ def accelerate(workload: Workload, steps: int) -> float:
 
 
 def lightning(workload: Workload, steps: int) -> float:
-    """Lightning's Trainer, everything optional off."""
+    """Run Lightning's Trainer, everything optional off."""
     import lightning as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -142,7 +142,7 @@ def _endless(loader: Any) -> Any:
 
 
 def mirrored_strategy(workload: Workload, steps: int) -> float:
-    """Keras under TensorFlow's MirroredStrategy: one process, a logical CPU a replica (LOGICAL_CPUS)."""
+    """Run Keras under TensorFlow's MirroredStrategy: one process, a logical CPU per replica (LOGICAL_CPUS)."""
     from benchmarks.pair_keras import train
 
     return train(workload, steps, replicas=int(os.environ["LOGICAL_CPUS"]))

@@ -1,11 +1,11 @@
-"""What moving gradients and parameters takes: push + pull with a server, against other ways between two processes.
+"""Measure the transfer of gradients and parameters: push + pull with a server, compared with other transports.
 
     python benchmarks/parameter_server.py [--rounds 15] [--no-ray]
 
-Each way has a process of its own at the other end, which keeps what it gets and gives what it has; all are started
-first and asked in turns, so that each round sees the same machine. A figure is the median over rounds. Nothing is
-computed meanwhile, and nothing is updated. The last table counts what travels between a worker and each of several
-servers in a step.
+Each transport has its own process at the other end, which stores the data it receives and returns what it holds; all
+are started first and measured in turns, so that each round sees the same machine. A figure is the median over rounds.
+Nothing is computed or updated meanwhile. The last table counts the bytes between a worker and each of several servers
+in a step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ Move = Callable[[list[Tensor], list[Tensor]], object]
 
 
 class Model(nn.Module):
-    """So many MB of parameters."""
+    """A model with the given size in MB."""
 
     def __init__(self, size_mb: float) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def sgd(named: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def running(target: Callable[..., None], *args: Any) -> Iterator[Any]:
-    """A process at the other end; gives what it tells first."""
+    """Start a process at the other end; yield its first message."""
     context = mp.get_context("forkserver")
     here, there = context.Pipe()
     process = context.Process(target=target, args=(there, *args), daemon=True)
@@ -149,7 +149,7 @@ def bare_socket(size_mb: float) -> Iterator[Move]:
         yield move
 
 
-# memory that two processes share, without the other one: a copy there and a copy back, the least there is
+# Memory shared by two processes, without the second process: a copy there and a copy back, the lower bound.
 
 
 @contextmanager
@@ -285,7 +285,7 @@ def ray_runtime() -> Iterator[None]:
 
 
 def measure(size_mb: float, ways: dict[str, Any], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each round by each way, in turns."""
+    """Return the seconds of each round for each transport, measured in turns."""
     grads = [param.detach() for param in Model(size_mb).parts]
     into = [torch.zeros_like(grad) for grad in grads]
     seconds: dict[str, list[float]] = {name: [] for name in ways}
@@ -302,7 +302,7 @@ def measure(size_mb: float, ways: dict[str, Any], rounds: int) -> dict[str, list
 
 
 def times_table(found: dict[float, dict[str, list[float]]]) -> str:
-    """A row a way: ms and the ratio to it, by size."""
+    """Return a table with a row per transport: ms and the ratio to trainkit, by size."""
     rows = []
     for name in next(iter(found.values())):
         cells = [name]
@@ -315,7 +315,7 @@ def times_table(found: dict[float, dict[str, list[float]]]) -> str:
 
 
 def shares_table(size_mb: float, steps: int) -> str:
-    """Bytes that servers hold and carry."""
+    """Return a table of the bytes that servers hold and transfer."""
     rows = []
     for count in (1, 2, 4):
         model = Model(size_mb)

@@ -1,7 +1,7 @@
-"""W1 under a hand-written loop and under other trainers: each function trains and returns the seconds a step took.
+"""W1 in a hand-written loop and in other trainers: each function trains and returns the seconds per step.
 
-A peer that is not installed is left out of the table. Every one runs bare: no logger, no checkpoint, no progress bar,
-no validation, and its clock starts after a first epoch has warmed it up.
+A peer that is not installed is left out of the table. All peers run bare: no logger, no checkpoint, no progress bar, no
+validation, and the clock starts after a first epoch as warmup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Peer = Callable[[int], float]
 
 
 def available() -> dict[str, Peer]:
-    """Peers that are installed, by the name that the table shows; the hand-written loop first."""
+    """Return the installed peers by their name in the table, the hand-written loop first."""
     peers: dict[str, tuple[str, Peer]] = {
         "hand-written loop, DataLoader": ("torch", by_hand),
         "Lightning": ("lightning", lightning),
@@ -36,7 +36,7 @@ def available() -> dict[str, Peer]:
 
 
 def by_hand(epochs: int) -> float:
-    """The loop that everyone writes first."""
+    """Run the usual hand-written loop."""
     model, loader = workload.model(), workload.loader()
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.LR)
 
@@ -51,7 +51,7 @@ def by_hand(epochs: int) -> float:
 
 
 def lightning(epochs: int) -> float:
-    """Lightning's Trainer, everything optional off."""
+    """Run Lightning's Trainer, everything optional off."""
     import lightning as pl
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -91,7 +91,7 @@ def lightning(epochs: int) -> float:
 
 
 def accelerate(epochs: int) -> float:
-    """The hand-written loop with everything prepared by Accelerate."""
+    """Run the hand-written loop with everything prepared by Accelerate."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
@@ -111,17 +111,17 @@ def accelerate(epochs: int) -> float:
 
 
 def keras_fit(epochs: int) -> float:
-    """Keras on a cached, shuffled tf.data pipeline."""
+    """Run Keras on a cached, shuffled tf.data pipeline."""
     return _keras(epochs, steps_per_execution=1)
 
 
 def keras_fifty(epochs: int) -> float:
-    """Keras, fifty steps an execution: its fastest setting."""
+    """Run Keras with fifty steps per execution, its fastest setting."""
     return _keras(epochs, steps_per_execution=50)
 
 
 def _keras(epochs: int, *, steps_per_execution: int) -> float:
-    """Keras at its best here: TensorFlow, arrays through tf.data, one long epoch (each costs it milliseconds)."""
+    """Run Keras in its best setup here: TensorFlow, arrays through tf.data, one long epoch (each costs ms)."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     import tensorflow as tf
 
@@ -151,7 +151,7 @@ def _timed(train: Callable[[int], Any], epochs: int) -> float:
 
 
 def fused_floor(epochs: int) -> float:
-    """What eager PyTorch can do at all here: one gather a batch, fused AdamW. Shown beside the peers, not one."""
+    """Run the fastest possible eager loop: one gather per batch, fused AdamW. A lower bound, not a peer."""
     images, labels = workload.arrays()
     model: nn.Module = workload.model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=workload.LR, fused=True)

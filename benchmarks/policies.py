@@ -1,10 +1,10 @@
-"""Sync against async at equal time, and what each policy for stale gradients does, on a recipe.
+"""Compare sync and async at equal time, and the policies for stale gradients, on a recipe.
 
     python benchmarks/policies.py [--recipe digits] [--workers 4] [--epochs 6] [--target 0.95]
 
-Every setting trains once by the public command, and is evaluated on the way; one worker waits for a twentieth of a
-second before each of its shards (the failpoint `slow`). The table says when a target accuracy was reached, and how
-good each was when the first of them had ended; the plot shows the accuracy over the seconds of training.
+Every setting trains once with the public command, with evaluations on the way; one worker waits for a twentieth of a
+second before each of its shards (the failpoint `slow`). The table lists the time to a target accuracy, and the accuracy
+of each when the first run had ended; the plot shows the accuracy over the seconds of training.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Curve = list[tuple[float, float]]
 
 
 def train(overrides: tuple[str, ...], options: argparse.Namespace) -> tuple[Curve, dict[str, Any]]:
-    """A run's accuracy over time, and what result.json says."""
+    """Return a run's accuracy over time, and the content of result.json."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         chosen = (
@@ -60,19 +60,19 @@ def train(overrides: tuple[str, ...], options: argparse.Namespace) -> tuple[Curv
 
 
 def reached(curve: Curve, target: float) -> str:
-    """When an accuracy was reached first."""
+    """Return the first time at which an accuracy was reached."""
     found = next((seconds for seconds, accuracy in curve if accuracy >= target), None)
     return "-" if found is None else f"{found:.1f}"
 
 
 def at(curve: Curve, seconds: float) -> str:
-    """The accuracy at a time."""
+    """Return the accuracy at a time."""
     place = bisect_right([moment for moment, _ in curve], seconds)
     return f"{curve[place - 1][1]:.4f}" if place else "-"
 
 
 def draw(curves: dict[str, Curve]) -> None:
-    """Accuracy over time."""
+    """Plot accuracy over time."""
     import matplotlib as mpl
 
     mpl.use("agg")

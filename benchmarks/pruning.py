@@ -1,10 +1,10 @@
-"""Does pruning pay? Steps until a search by Optuna has what a whole grid found, and the steps of that grid.
+"""Measure whether pruning pays: steps until an Optuna search reaches the best result of a grid, and the grid's steps.
 
     python benchmarks/pruning.py [--seeds 0 1 2] [--epochs 25] [--keep FOLDER]
 
-The digits recipe with a larger network and small batches. The grid has 24 points; Optuna has 24 trials in the
-intervals that the grid spans, with the median pruner, by the public command. A job counts with all the steps it made,
-from the moment it began: steps of jobs that ran beside the one that reached the mark are the search's, too.
+The digits recipe with a larger network and small batches. The grid has 24 points; Optuna has 24 trials in the intervals
+that the grid spans, with the median pruner, by the public command. A job counts with all its steps, from its start: the
+steps of jobs that ran beside the one that reached the mark belong to the search, too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ended:
 
 
 def jobs_of(folder: Path) -> list[Ended]:
-    """The jobs of a sweep in the order they ended; one that was pruned counts with its last evaluation."""
+    """Return the jobs of a sweep in the order in which they ended; a pruned one counts with its last evaluation."""
     found = []
     for path in folder.glob("*/result.json"):
         result = json.loads(path.read_text())
@@ -60,7 +60,7 @@ def jobs_of(folder: Path) -> list[Ended]:
 
 
 def progress(jobs: list[Ended]) -> list[tuple[int, float]]:
-    """Steps spent and the best figure so far, each time a job ended."""
+    """Return the steps spent and the best value so far, at the end of each job."""
     points, best = [], 0.0
     for job in jobs:
         best = max(best, job.figure or 0.0)
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def tell(found: dict[str, list[Ended]], args: argparse.Namespace) -> None:
-    """Write the table and the picture."""
+    """Write the table and the plot."""
     grid, *_ = curves = [progress(jobs) for jobs in found.values()]
     whole, mark = grid[-1]
     rows = [["grid, 24 points", f"{whole:,}", f"{mark:.4f}", "", "", ""]]

@@ -1,9 +1,10 @@
-"""What an exchange takes: every reducer of `strategy.reduce`, by size of the gradients and number of CPU processes.
+"""Measure an exchange: every reducer of `strategy.reduce`, by size of the gradients and number of CPU processes.
 
     python benchmarks/reducers.py [--rounds 15] [--ranks 2,4]
 
-The processes are started together, with a thread each; each reducer sums the same vectors in turns, and the median over
-rounds of the slower rank counts. Nothing is computed meanwhile: this is what a step waits where nothing overlaps.
+The processes are started together, with one thread each; each reducer sums the same vectors in turns, and the median
+over rounds of the slower rank counts. Nothing is computed meanwhile: this is the waiting time of a step without
+overlap.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SIZES_MB = (0.04, 0.4, 3.2, 25.0, 100.0)
 
 
 def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]) -> None:
-    """One process: every size and reducer, rank 0 tells the milliseconds."""
+    """Run one process: every size and reducer; rank 0 reports the milliseconds."""
     task = Task(role="worker", index=rank, rank=rank)
     identity = Identity(task=task, num_ranks=num_ranks, store=("127.0.0.1", port), prefix="bench")
     collective = Mirrored(timeout_s=60).connect(identity)
@@ -68,7 +69,7 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
 
 
 def measure(num_ranks: int, rounds: int) -> dict[tuple[float, str], float]:
-    """Milliseconds of an exchange by size and reducer."""
+    """Return milliseconds of an exchange by size and reducer."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     found: Any = mp.get_context("spawn").SimpleQueue()

@@ -1,4 +1,4 @@
-"""Dated results: one markdown file a benchmark, with the machine they come from."""
+"""Dated results: one markdown file per benchmark, with the machine of the measurement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("trainkit", "torch", "lightning", "accelerate", "keras", "tensorflow
 
 
 def machine() -> str:
-    """One line: what the numbers were measured on."""
+    """Return one line about the machine of the measurement."""
     found = []
     for package in PACKAGES:
         try:
@@ -26,13 +26,13 @@ def machine() -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table."""
+    """Return a markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def ratio(ours: Sequence[float], base: Sequence[float]) -> str:
-    """The median of the ratios of interleaved rounds, with their spread."""
+    """Return the median of the ratios of interleaved rounds, with their spread."""
     ratios = sorted(a / b for a, b in zip(ours, base, strict=True))
     return f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 

@@ -1,13 +1,13 @@
-"""What a second process is worth: two processes of one thread against one, trainkit and other trainers, in turns.
+"""Measure the speedup of a second process: two processes of one thread against one, trainkit and other trainers.
 
     python benchmarks/scaling.py [--rounds 5] [--no-peers]
     python benchmarks/scaling.py --only convnet --rounds 1 --quick      # prints, and writes nothing
 
-Every round runs each contender once on one process and once on two, with the same number of samples a step. Its
-speed-up is taken within the round. A run's time of a step is the median of its windows of some steps, so that what
-disturbs the machine for a moment counts for nobody. The limit is that of two processes that do not average at all, each
-with half of every batch: the machine's own cost of being shared. trainkit is started by its command; the peers by a
-process a rank, with the same model and the fused AdamW. What is not installed is left out.
+Every round runs each contender once on one process and once on two, with the same number of samples per step; the
+speedup is taken within the round. A run's time per step is the median of its windows of steps, so that a short
+disturbance of the machine does not count. The limit is that of two processes that do not average at all, each with half
+of every batch: the cost of sharing the machine. trainkit is started by its command, a peer by one process per rank,
+with the same model and the fused AdamW. Peers that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -44,26 +44,26 @@ BASE = (
 REDUCERS = ("shared_memory", "auto", "backend")
 
 Measure = Callable[[Workload, int], float]
-"""Seconds a step of a workload, in so many steps."""
+"""Returns seconds per step of a workload, over a number of steps."""
 
 
 @dataclass(kw_only=True)
 class Contender:
-    """Something that trains, on one process and on two."""
+    """A trainer, measured on one process and on two."""
 
     one: Measure | None
-    """None: what it is on one process is measured by another contender."""
+    """None: another contender measures its time on one process."""
     two: Measure
     base: str
-    """The contender whose time on one process it is compared with."""
+    """The contender with whose time on one process it is compared."""
     limit: str
-    """The contender that does not average: what of its speed-up this one reaches."""
+    """The contender without averaging, whose speedup is the limit."""
     ones: list[float] = field(default_factory=list)
     twos: list[float] = field(default_factory=list)
 
 
 def peer(kind: str, processes: int) -> Measure:
-    """A peer in so many processes; the slowest of them counts."""
+    """Return a measurement of a peer on several processes; the slowest of them counts."""
 
     def run(workload: Workload, steps: int) -> float:
         command, port = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)], _free_port()
@@ -74,7 +74,7 @@ def peer(kind: str, processes: int) -> Measure:
 
 
 def _rank(rank: int, processes: int, port: int) -> dict[str, str]:
-    """What torchrun would tell a rank."""
+    """Return the variables that torchrun would set for a rank."""
     if processes == 1:
         return {"LOGICAL_CPUS": "1"}
     return {
@@ -85,7 +85,7 @@ def _rank(rank: int, processes: int, port: int) -> dict[str, str]:
 
 
 def together(commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]) -> list[str]:
-    """Run commands at the same time; what each printed. Ends all if one fails."""
+    """Run commands at the same time; return their outputs. End all if one fails."""
     with tempfile.TemporaryDirectory() as folder:
         started = [
             subprocess.Popen(
@@ -119,7 +119,7 @@ def _said(output: str) -> float:
 
 
 def trainkit(*overrides: str, copies: int = 1, share: int = 1) -> Measure:
-    """The public command; `copies` of it at once, with a `share`-th of the batch each."""
+    """Return a measurement of the public command; `copies` of it at once, with a `share`-th of the batch each."""
 
     def run(workload: Workload, steps: int) -> float:
         with tempfile.TemporaryDirectory() as folder:
@@ -138,7 +138,7 @@ def trainkit(*overrides: str, copies: int = 1, share: int = 1) -> Measure:
 
 
 def _logged(run: Path) -> float:
-    """Seconds a step: the median of the windows after the first third, by the run's own rows."""
+    """Return seconds per step: the median of the windows after the first third, from the run's own rows."""
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if "train/loss" in row]
     measured = rows[len(rows) // 3 - 1 :]
     return statistics.median(
@@ -147,7 +147,7 @@ def _logged(run: Path) -> float:
 
 
 def contenders(*, with_peers: bool) -> dict[str, Contender]:
-    """All that can run here, by the name that the table shows."""
+    """Return all contenders that can run here, by their name in the table."""
     plain, ours = "plain loop, not averaging", "trainkit, not averaging"
     found = {plain: Contender(one=peer("by_hand", 1), two=peer("by_hand", 2), base=plain, limit=plain)}
     if with_peers:
@@ -167,7 +167,7 @@ def contenders(*, with_peers: bool) -> dict[str, Contender]:
 
 
 def _one_process(kind: str) -> Measure:
-    """A peer whose replicas are threads of one process."""
+    """Return a measurement of a peer whose replicas are threads of one process."""
 
     def run(workload: Workload, steps: int) -> float:
         command = [sys.executable, PEERS_FILE, kind, workload.key, str(steps)]
@@ -177,7 +177,7 @@ def _one_process(kind: str) -> Measure:
 
 
 def measure(found: Mapping[str, Contender], workload: Workload, *, rounds: int, steps: int) -> None:
-    """Rounds over all contenders, one after the other."""
+    """Measure all contenders in turns, for a number of rounds."""
     for number in range(rounds):
         for name, contender in found.items():
             if contender.one is not None:
@@ -189,7 +189,7 @@ def measure(found: Mapping[str, Contender], workload: Workload, *, rounds: int, 
 
 
 def rows(found: Mapping[str, Contender]) -> list[list[str]]:
-    """A row a contender: time on one and on two, speed-up, and its share of the limit's."""
+    """Return a row per contender: time on one and on two processes, speedup, and its share of the limit's."""
     table = []
     for name, contender in found.items():
         ones, limit = found[contender.base].ones, found[contender.limit]
@@ -228,7 +228,7 @@ def main() -> None:
             measure(found, workload, rounds=options.rounds, steps=steps)
             sections.append(f"## {workload.title}\n\n{report.table(head, rows(found))}")
     body = "\n\n".join(sections) + "\n\nTarget: trainkit, mirrored, at least 0.90 of the limit on both."
-    if options.quick or options.only:  # not what the page is to show
+    if options.quick or options.only:  # not the measurement of the page
         print(body)
         return
     title = "Two processes of one thread against one"

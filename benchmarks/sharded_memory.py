@@ -1,4 +1,4 @@
-"""Bytes on each rank of a GPT whose state is cut over 4, as fractions of what one device holds.
+"""Measure the bytes on each rank of a GPT whose state is sharded over 4, as fractions of one device.
 
 python benchmarks/sharded_memory.py [--blocks 24] [--width 416]
 """

@@ -1,10 +1,10 @@
-"""Does splitting a model pay? The same deep network on one device, mirrored, as a device map and as a pipeline.
+"""Measure whether splitting a model pays: the same deep network on one device, mirrored, device map and pipeline.
 
     python benchmarks/split.py [--rounds 3] [--epochs 3]
 
 Two processes of one thread stand for two devices; a device map, which is one process, has one thread as well. Every
-round trains each once, by the public command, with the same batch and the same shards, and so the same numbers. A
-run's time of a step is the median of its logged windows. With two GPUs or more the devices are GPUs.
+round trains each once, with the public command, the same batch and the same shards, and so the same numbers. A run's
+time per step is the median of its logged windows. With two GPUs or more, the devices are GPUs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PLACES = {
 
 
 def train(overrides: tuple[str, ...], epochs: int) -> tuple[float, float]:
-    """Seconds a step, and the validation accuracy at the end."""
+    """Return seconds per step, and the validation accuracy at the end."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [sys.executable, "-m", "trainkit", *TRAINING, *overrides, f"epochs={epochs}", f"hydra.run.dir={run}"]

@@ -1,4 +1,4 @@
-"""From launch to the first finished step, against a bare script that does the same; and the answers that need no torch.
+"""Measure the time from launch to the first step, compared with a bare script; and of commands that need no torch.
 
 python benchmarks/startup.py [--rounds 9]
 """
@@ -31,7 +31,7 @@ ANSWERS = {
 
 
 def seconds(command: list[str], code: int = 0) -> float:
-    """Wall time of a command that ends with this code."""
+    """Return the wall time of a command that ends with this code."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.perf_counter()
         done = subprocess.run(command, cwd=folder, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -55,7 +55,7 @@ def main() -> None:
         **{name: ([*ours, *arguments], code) for name, (arguments, code) in ANSWERS.items()},
     }
     for command, code in commands.values():
-        seconds(command, code)  # bytecode and page cache
+        seconds(command, code)  # warm up bytecode and page cache
     taken: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(rounds):
         for name, (command, code) in commands.items():

@@ -1,12 +1,12 @@
-"""What a slow worker costs, and what spares, or asynchronous updates, make of it.
+"""Measure the cost of a slow worker, and the effect of spares or asynchronous updates.
 
     python benchmarks/stragglers.py [--rounds 3] [--num-steps 24]
 
-Four workers, of which one is five times slower than the others, at four shards a step. A layer stands still for a
-tenth of a second a shard (half a second on the slow one), which any machine can do four times at once: what is measured
-is who waits for whom, not what this machine can compute. Each setting is a run by the public command; a run's time of a
-step is the median of its logged windows. The second table is of asynchronous updates: how stale they are with four
-equal workers, and with the slow one.
+Four workers, of which one is five times slower than the others, at four shards per step. A layer sleeps for a tenth of
+a second per shard (half a second on the slow worker), which any machine can do four times at once: the waiting times
+are measured, not the speed of this machine. Each setting is a run with the public command; a run's time per step is the
+median of its logged windows. The second table is about asynchronous updates: their staleness with four equal workers,
+and with the slow one.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ ASYNCHRONOUS = {
 
 
 class Slow(nn.Linear):
-    """A layer that takes its time: longer on one rank."""
+    """A layer that sleeps, longer on one rank."""
 
     def __init__(self, *, slower: int) -> None:
         super().__init__(4, 2)
         self.seconds = SHARD_S * (slower if os.environ.get("TRAINKIT_RANK") == SLOW_RANK else 1)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """A shard."""
+        """Compute a shard."""
         time.sleep(self.seconds)
         return super().forward(inputs)
 
 
 class Points:
-    """Four numbers each, and a class."""
+    """Samples of four numbers each, and a class."""
 
     splits: ClassVar[tuple[str, ...]] = ("train",)
 
@@ -84,7 +84,7 @@ class Points:
 
 
 def train(overrides: tuple[str, ...], num_steps: int) -> tuple[float, dict[str, Any]]:
-    """Seconds a step, and what result.json says."""
+    """Return seconds per step, and the content of result.json."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         command = [

@@ -1,10 +1,10 @@
-"""What a sweep costs: two slots filled against one job after the other, and the start of a job against a fresh process.
+"""Measure the cost of a sweep: two slots against one job after the other, and the start of a job.
 
     python benchmarks/sweeps.py [--rounds 3] [--together]
 
-Hydra's basic launcher runs the same jobs one after the other, each in a process of its own as trainkit has it, with
-the threads of both cores. CPU seconds are told beside the clock's: on a machine that others use they move less. With
-`--together` the four commands run at the same moment, so that all have the same company.
+Hydra's basic launcher runs the same jobs one after the other, each in a process of its own as with trainkit, with the
+threads of both cores. CPU seconds are reported beside wall time: on a shared machine they vary less. With `--together`
+the four commands run at the same time, so that all see the same load.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ ONE_STEP = (*COMMON, "steps=1", "callbacks=[]")
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """A command and what it took."""
+    """A command and its cost."""
 
     seconds: float
-    """By the clock."""
+    """Wall time."""
     cpu_s: float
-    """Of processors, with all its processes: what other work on the machine hardly changes."""
+    """CPU time of all its processes, which other work on the machine hardly changes."""
     most: int
-    """Most jobs that ran at the same moment."""
+    """Most jobs that ran at the same time."""
 
 
 def taken(*arguments: str, environ: dict[str, str] | None = None) -> Taken:
@@ -70,7 +70,7 @@ def taken(*arguments: str, environ: dict[str, str] | None = None) -> Taken:
 
 
 def _sample(folder: Path, done: threading.Event, most: list[int]) -> None:
-    """Count the run folders whose process lives, twenty times a second: the lock of a folder names it."""
+    """Count the run folders whose process is alive, twenty times a second; the lock of a folder names the process."""
     while not done.wait(0.05):
         pids = {_holder(lock) for lock in folder.glob("outputs/sweeps/*/*/.lock")} - {0}
         most[0] = max(most[0], sum(Path(f"/proc/{pid}").exists() for pid in pids))

@@ -1,11 +1,11 @@
-"""What goes over the wire between two hosts: bytes a step, and the time of a step where the wire is slow.
+"""Measure the traffic between two hosts: bytes per step, and the time of a step on a slow link.
 
     python benchmarks/wire.py [--quick]
 
-Two network namespaces with an address each stand for two hosts (root and iproute2 are needed). trainkit is started on
-both by its command. Bytes are those that the kernel counts on the cable, both directions, packets' headers included:
-the difference of a long and a short run, so that what is exchanged once does not count. The slow wire is the same cable
-behind `tc`'s token bucket of 100 Mbit/s.
+Two network namespaces with an address each stand for two hosts (this needs root and iproute2). trainkit is started on
+both by its command. Bytes are those that the kernel counts on the link, in both directions, including packet headers:
+the difference of a long and a short run, so that initial exchanges do not count. The slow link is the same link behind
+`tc`'s token bucket of 100 Mbit/s.
 """
 
 from __future__ import annotations
@@ -46,31 +46,31 @@ WAYS: Mapping[str, tuple[str, ...]] = {
     "powersgd, rank 1": (MIRRORED, "strategy.compression=powersgd", "strategy.powersgd_after=2"),
     "local_sgd, every 8 steps": ("strategy=local_sgd", "strategy.replicas=2", "strategy.average_every=8"),
 }
-"""How replicas exchange, by the name that tables and plot show."""
+"""The ways of exchange, by their name in tables and plot."""
 LOOKUP = (
     f"--config-dir={ROOT / 'benchmarks' / 'conf'}", "--allow-package=benchmarks", "model=lookup", "data=bags",
     "batch.global_size=32",
 )  # fmt: skip
 WALL = tuple(name for name in WAYS if name != "fp16")
-"""Those that the slow wire tells apart."""
+"""The ways that differ on the slow link."""
 WIDTHS = (64, 256, 512, 1024)
-"""Of the two hidden layers whose gradients cross the slow wire."""
+"""Widths of the two hidden layers whose gradients cross the slow link."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a run of two hosts came to."""
+    """The result of a run on two hosts."""
 
     wire_bytes: int
-    """Bytes on the cable, both directions."""
+    """Bytes on the link, in both directions."""
     step_s: float
-    """Seconds a step after the first third."""
+    """Seconds per step after the first third."""
     density: float | None
-    """Of sparse gradients, where there are any."""
+    """Density of sparse gradients, if there are any."""
 
 
 def train(hosts: Sequence[Host], overrides: Sequence[str], *, steps: int, port: int) -> Run:
-    """A run on both hosts."""
+    """Run on both hosts."""
     spec = f"cluster.worker=[{','.join(f'{host.address}:{port}' for host in hosts)}]"
     before = counted(hosts[0])
     with tempfile.TemporaryDirectory() as folder:
@@ -105,14 +105,14 @@ def train(hosts: Sequence[Host], overrides: Sequence[str], *, steps: int, port: 
 
 
 def counted(host: Host) -> int:
-    """Bytes that have gone through its cable."""
+    """Return the bytes that have crossed its link."""
     files = [f"/sys/class/net/{host.cable}/statistics/{way}_bytes" for way in ("tx", "rx")]
     done = subprocess.run(host.command("cat", *files), check=True, capture_output=True, text=True)
     return sum(map(int, done.stdout.split()))
 
 
 def slow_down(hosts: Sequence[Host]) -> None:
-    """Let no more than 100 Mbit/s through in either direction."""
+    """Limit the link to 100 Mbit/s in both directions."""
     for host in hosts:
         rule = ("root", "tbf", "rate", f"{MBIT_PER_S}mbit", "burst", "256kbit", "latency", "50ms")
         subprocess.run(host.command("tc", "qdisc", "add", "dev", host.cable, *rule), check=True)
@@ -121,14 +121,14 @@ def slow_down(hosts: Sequence[Host]) -> None:
 def bytes_a_step(
     hosts: Sequence[Host], overrides: Sequence[str], ports: Iterator[int], steps: int
 ) -> tuple[Run, float]:
-    """The longer run of two, and the bytes of a step by which it is longer."""
+    """Return the longer of two runs, and the bytes per step by which it exceeds the shorter."""
     short = train(hosts, overrides, steps=steps, port=next(ports))
     long = train(hosts, overrides, steps=3 * steps, port=next(ports))
     return long, (long.wire_bytes - short.wire_bytes) / (2 * steps)
 
 
 def ways_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str:
-    """Bytes a step of the GPT by each way of exchanging."""
+    """Return a table of the bytes per step of the GPT for each way of exchange."""
     gpt, rows, dense = WORKLOADS["gpt"], [], 0.0
     for name, overrides in WAYS.items():
         _, size = bytes_a_step(hosts, (*gpt.overrides, *overrides), ports, steps)
@@ -141,7 +141,7 @@ def ways_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str:
 
 
 def sparse_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str:
-    """Bytes a step of a lookup table with dense and with sparse gradients."""
+    """Return a table of the bytes per step of a lookup table with dense and with sparse gradients."""
     _, dense = bytes_a_step(hosts, (*LOOKUP, MIRRORED, "model.sparse=false"), ports, steps)
     run, sparse = bytes_a_step(hosts, (*LOOKUP, MIRRORED, "model.sparse=true"), ports, steps)
     density = run.density or 0.0
@@ -156,7 +156,7 @@ def sparse_table(hosts: Sequence[Host], ports: Iterator[int], steps: int) -> str
 
 
 def wall(hosts: Sequence[Host], ports: Iterator[int], steps: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """(MiB of float32 gradients, ms a step) by each way of exchanging, over the slow wire."""
+    """Return (MiB of float32 gradients, ms per step) for each way of exchange, over the slow link."""
     points: dict[str, list[tuple[float, float]]] = {name: [] for name in WALL}
     for width in WIDTHS:
         size = 4 * (width * (64 + width + 10) + 2 * width + 10) / 2**20
@@ -170,7 +170,7 @@ def wall(hosts: Sequence[Host], ports: Iterator[int], steps: int, rounds: int) -
 
 
 def wall_table(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
-    """The points of the plot."""
+    """Return a table of the points of the plot."""
     sizes = [size for size, _ in next(iter(points.values()))]
     rows = [[name, *(f"{taken:.0f}" for _, taken in line)] for name, line in points.items()]
     rows.append(["the wire alone, float32", *(f"{size * 2**20 * 8 / MBIT_PER_S / 1e3:.0f}" for size in sizes)])
@@ -178,7 +178,7 @@ def wall_table(points: Mapping[str, Sequence[tuple[float, float]]]) -> str:
 
 
 def draw(points: Mapping[str, Sequence[tuple[float, float]]]) -> None:
-    """The plot of the bandwidth wall."""
+    """Draw the plot of the bandwidth wall."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""W1, the workload on which a framework's own cost shows: digits, MLP 64-128-10, batch 64, AdamW, one thread."""
+"""W1, the workload that shows a framework's own overhead: digits, MLP 64-128-10, batch 64, AdamW, one thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LR = 1e-3
 
 
 def arrays() -> tuple[Tensor, Tensor]:
-    """The training part: (1437, 64) float32 and (1437,) int64."""
+    """Return the training split: (1437, 64) float32 and (1437,) int64."""
     images, labels = Digits(split="train").tensors()
     return images.flatten(1).contiguous(), labels
 
 
 class MapStyle(Dataset[tuple[Tensor, Tensor]]):
-    """The same digits as a user's own map-style dataset would give them, one sample at a time."""
+    """The same digits as a user's own map-style dataset, one sample at a time."""
 
     splits = ("train",)
 
@@ -34,15 +34,15 @@ class MapStyle(Dataset[tuple[Tensor, Tensor]]):
 
 
 def model() -> nn.Module:
-    """The 9,610 parameters."""
+    """Return the model, with 9,610 parameters."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def loader() -> DataLoader[tuple[Tensor, ...]]:
-    """What a hand-written loop uses."""
+    """Return the loader of a hand-written loop."""
     return DataLoader(TensorDataset(*arrays()), batch_size=BATCH, shuffle=True)
 
 
 def steps(epochs: int) -> int:
-    """Updates in so many epochs; the last, short batch counts."""
+    """Return the updates of a number of epochs; the last, short batch counts."""
     return epochs * -(-len(arrays()[1]) // BATCH)

@@ -2,10 +2,10 @@
 
 python scripts/floors.py [lowest] [newest] [--folder FOLDER]
 
-Each resolution gets a virtual environment of its own: direct dependencies, those of the extra `test` included, at
-their lowest (or newest) allowed versions, what they depend on as new as fits. Exits with 1 if a test fails on one.
-`uv` resolves: that of the PATH, or else one that pip installs for this run. Its variables apply: where no CUDA build
-of PyTorch is wanted, UV_TORCH_BACKEND=cpu takes the index of the CPU builds (a CUDA build downloads 3 GB).
+Each resolution gets its own virtual environment: direct dependencies, including those of the extra `test`, at their
+lowest (or newest) allowed versions, and indirect ones as new as possible. Exits with 1 if a test fails on one. `uv`
+resolves: the one on PATH, or else one that pip installs for this run. Its variables apply: without need of a CUDA build
+of PyTorch, UV_TORCH_BACKEND=cpu uses the index of the CPU builds (a CUDA build downloads 3 GB).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STRATEGIES: Final = {"lowest": "lowest-direct", "newest": "highest"}
 
 
 def run(*command: str | Path) -> None:
-    """Run a command; its output is shown only where it fails."""
+    """Run a command; show its output only if it fails."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
@@ -42,7 +42,7 @@ def run(*command: str | Path) -> None:
 
 
 def find_uv(folder: Path) -> Path:
-    """Return the uv of the PATH, or install one in a virtual environment of this run."""
+    """Return the uv on PATH, or install one in a virtual environment of this run."""
     found = shutil.which("uv")
     if found is not None:
         return Path(found)
@@ -62,7 +62,7 @@ def direct_names() -> list[str]:
 
 
 def install(uv: Path, resolution: str, folder: Path) -> Path:
-    """Make the environment of a resolution; returns its Python."""
+    """Create the environment of a resolution; return its Python."""
     pins, python = folder / f"{resolution}.txt", folder / resolution / "bin" / "python"
     options = ["--quiet", "--python", sys.executable]
     chosen: list[str | Path] = ["--resolution", STRATEGIES[resolution], "--extra", "test", "--output-file", pins]

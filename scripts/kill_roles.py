@@ -1,8 +1,8 @@
-"""Kill each role of a parameter server's run at random moments: the outcome is as promised, and nobody is left.
+"""Kill each role of a parameter server's run at random moments; check the outcome, and that no process is left.
 
 python scripts/kill_roles.py [--moments 10] [--seed 3]
 
-A fifth of an hour. `tests/end_to_end/test_roles.py` does the same once a role.
+It takes about 12 minutes. `tests/end_to_end/test_roles.py` does the same once per role.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ROLES = {
     "evaluator": ("evaluator:0",),
 }
 LATEST_S = 3.0
-"""After the first checkpoint."""
+"""The latest time of a kill after the first checkpoint."""
 
 
 def outcome(task: str, mode: str, wait_s: float) -> str:
-    """What became of a run in which a task was killed."""
+    """Return the outcome of a run in which a task was killed."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "run")
         command = quick.command(*RUN, f"strategy.mode={mode}", f"hydra.run.dir={folder}")
@@ -66,7 +66,7 @@ def outcome(task: str, mode: str, wait_s: float) -> str:
 
 
 def main() -> None:
-    """Kill, and count what came of it."""
+    """Kill tasks, and count the outcomes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--moments", type=int, default=10, help="of each role, half of them in each mode")
     parser.add_argument("--seed", type=int, default=3)

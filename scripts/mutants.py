@@ -1,6 +1,6 @@
 """Plant every mutant and run the whole suite against it: `python scripts/mutants.py [NAME ...]`.
 
-Prints which test killed each, and killed / planted at the end; exits 1 if one survived. Takes minutes a mutant.
+Prints which test killed each, and killed / planted at the end; exits with 1 if one survived. Takes minutes per mutant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.mutants.planting import FAILED, copy_sources, mutants, plant, run_tests
 
-# the folders where a mutant most likely dies come first; those that run mutants or build wheels have no say
+# Folders whose tests most likely kill a mutant come first; tests that run mutants or build wheels are left out.
 FIRST = ("numerics", "objectives", "engine", "strategies", "contract")
 LEFT_OUT = ("mutants", "packaging", "support")
 

@@ -24,7 +24,7 @@ api: launch_of
 callbacks.screen: Closing Opening
 cluster.launch: Launch
 cluster.manifests.job: Engine Job Told
-cluster.process_id: ProcessMark host_mark
+cluster.host: ProcessMark host_mark
 cluster.spec: _shown
 config.check.alternatives: Neighbours
 config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_effect without_effect_here

@@ -15,7 +15,7 @@ install()
 
 
 def __getattr__(name: str) -> Any:
-    """What the api offers, imported when asked for: workers and plugins import this package too."""
+    """Return a name of the api, imported on first use: workers and plugins import this package too."""
     if name in ("compose", "load", "train"):
         from trainkit import api  # noqa: PLC0415 - see above
 

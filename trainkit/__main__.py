@@ -1,4 +1,4 @@
-"""`python -m trainkit`, and the console script."""
+"""The entry point of `python -m trainkit` and of the console script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""trainkit from Python: the same code path as the command line, notebooks included."""
+"""The Python API of trainkit: the same code path as the command line, also for notebooks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def compose(
         packages: your own packages that `_target_` may name.
 
     Returns:
-        The composition: `.cfg` is the run, `.notes` what to know about it.
+        The composition: `.cfg` is the run, `.notes` are remarks about it.
 
     Raises:
         ConfigError: every problem found.
@@ -55,15 +55,15 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
     """Check the values of a run and train it.
 
     Args:
-        run: what `compose` gave, or a config made by hand.
-        run_dir: the run folder; None: a new one below outputs, or `hydra.run.dir` where the composition names it.
+        run: the result of `compose`, or a config made by hand.
+        run_dir: the run folder; None: a new one below outputs, or `hydra.run.dir` if the composition sets it.
 
     Returns:
-        What `result.json` holds, and `folder`, the run folder.
+        The content of `result.json`, and `folder`, the run folder.
 
     Raises:
         ConfigError: every problem of the config; nothing was written.
-        TrainkitError: the training failed; the message says where and why, and the last checkpoint stays.
+        TrainkitError: the training failed; the message names the place and the cause, and the last checkpoint is kept.
 
     Example:
         result = train(compose(["epochs=1"]))
@@ -105,12 +105,12 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
 
     Args:
         path: a run folder, or a folder that `trainkit ensemble` wrote.
-        checkpoint: of a run folder, which of its checkpoints.
+        checkpoint: which checkpoint of a run folder.
         packages: your own packages that the model's classes may come from.
 
     Raises:
-        ConfigError: there is no model, or its classes are none that a config may name.
-        CheckpointError: the weights are damaged, or another model's.
+        ConfigError: there is no model, or a config must not name its classes.
+        CheckpointError: the weights are damaged, or belong to another model.
 
     Example:
         model = load("outputs/sweeps/rates/ensemble")
@@ -122,7 +122,7 @@ def load(path: str | Path, *, checkpoint: Literal["best", "last"] = "last", pack
 
 
 def _several(composition: Composition) -> Problem:
-    """What stands for several runs, or is handed to a launcher, is the command line's to run."""
+    """Return the problem of a composition that `train` cannot run in-process: a sweep, or one for a Hydra launcher."""
     if composition.asks_for_folds:
         rule = "is a run for each fold: `trainkit cv.folds=...` runs them. For one of them: cv.fold=0."
         return composition.problem("cv.folds", rule, value=composition.values["cv"]["folds"])
@@ -132,13 +132,13 @@ def _several(composition: Composition) -> Problem:
 
 
 def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
-    """The launch that this process belongs to, by the config's cluster and the environment.
+    """Return the launch that this process belongs to, by the config's cluster and the environment.
 
     Returns:
-        None where this process is the only one, and starts what the run needs.
+        None if this process is the only one, and starts what the run needs.
 
     Raises:
-        ConfigError: what is wrong with the cluster, or with the launcher's variables.
+        ConfigError: the cluster, or a variable of the launcher, has problems.
     """
     from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
 
@@ -147,7 +147,7 @@ def launch_environment_of(cfg: RunConfig) -> LaunchEnvironment | None:
 
 
 def _hydra_job(composition: Composition) -> Callable[[Path, Callable[[], Any]], Any]:
-    """The frame of Hydra around a training: `.hydra/`, loggers, callbacks, environment; secrets stay out of it."""
+    """Return a function that runs a training as a Hydra job: `.hydra/`, loggers, callbacks, environment; no secrets."""
     from trainkit.config.compose.jobs import run_job  # noqa: PLC0415 - Hydra only where one trains
 
     return lambda folder, task: run_job(composition, folder, task)

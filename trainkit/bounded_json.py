@@ -1,6 +1,6 @@
-"""Parse JSON that may be crafted: bounded in depth and in the size of its integers, with its shape checked.
+"""Parse JSON from an untrusted source: depth and integers are limited, and the structure is checked.
 
-The text comes from a file (`trainkit.reading`), or over a connection.
+The text comes from a file (`trainkit.reading`), or from a connection.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any, Final
 __all__ = ["Kind", "expect_map", "expect_maps", "parse_json", "whole_numbers"]
 
 _MAX_DEPTH: Final = 64
-"""Maps and lists within each other; trainkit writes fewer than 20."""
+"""Largest depth of nested maps and lists; trainkit writes fewer than 20."""
 _MAX_INTEGER: Final = 1 << 64
-"""Integers are smaller, and larger than the negative of it: seeds are unsigned numbers of 64 bits."""
+"""Limit of the absolute value of integers: seeds are unsigned numbers of 64 bits."""
 
 Kind = type | tuple[type, ...]
-"""What a value may be; `object`: anything."""
+"""The type of a value; `object` accepts any."""
 
 _NAMES: Final[Mapping[type, str]] = {
     dict: "a map",
@@ -32,15 +32,15 @@ _NAMES: Final[Mapping[type, str]] = {
 
 
 def parse_json(text: str | bytes | bytearray, *, depth: int = _MAX_DEPTH) -> Any:
-    """Parse JSON that may be crafted.
+    """Parse JSON from an untrusted source.
 
     Args:
-        text: UTF-8 where it is bytes.
-        depth: maps and lists that may lie within each other.
+        text: the text; bytes must be UTF-8.
+        depth: largest depth of nested maps and lists.
 
     Raises:
-        ValueError: it is not UTF-8, empty, no JSON, nested deeper, or holds a key twice, an integer beyond 64 bits or
-            half of a surrogate pair.
+        ValueError: the text is not UTF-8, empty, not JSON, nested deeper, or contains a duplicate key, an integer
+            beyond 64 bits or half of a surrogate pair.
 
     Example:
         >>> parse_json('{"step": 3}')
@@ -65,7 +65,7 @@ def parse_json(text: str | bytes | bytearray, *, depth: int = _MAX_DEPTH) -> Any
 
 
 def _integer(text: str) -> int:
-    number = int(text) if len(text) <= 21 else _MAX_INTEGER  # longer ones take a time that grows with their square
+    number = int(text) if len(text) <= 21 else _MAX_INTEGER  # parsing takes quadratic time in the length
     if not -_MAX_INTEGER < number < _MAX_INTEGER:
         raise ValueError("it holds an integer beyond 64 bits")
     return number
@@ -84,7 +84,7 @@ _DECODER: Final = json.JSONDecoder(parse_int=_integer, object_pairs_hook=_unique
 
 
 def _refuse_deep(content: Any, depth: int) -> None:
-    """Refuse what is nested too deep, and text that no file can hold."""
+    """Refuse values nested too deep, and text that no file can hold."""
     level = [content]
     for _ in range(depth + 1):
         inner: list[Any] = []
@@ -112,12 +112,12 @@ def _refuse_surrogates(text: str) -> None:
 def expect_map(
     content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None
 ) -> dict[str, Any]:
-    """Return a map once its keys and the kinds of their values are checked; further keys are let through.
+    """Check the keys of a map and the types of their values; accept further keys.
 
-    A whole number is also a number; true and false are neither.
+    An integer is also a number; true and false are neither.
 
     Raises:
-        ValueError: it is no map, a key is missing, or a value is of another kind.
+        ValueError: the content is not a map, a key is missing, or a value has another type.
 
     Example:
         >>> expect_map({"step": "3"}, {"step": int})
@@ -138,10 +138,10 @@ def expect_map(
 
 
 def expect_maps(content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None) -> list[Any]:
-    """Return a list once it is checked that each item is a map with known keys; as `expect_map` checks one.
+    """Check that a list contains maps with known keys, each as in `expect_map`.
 
     Raises:
-        ValueError: it is no list, or an item is no such map.
+        ValueError: the content is not a list, or an item is not such a map.
     """
     if not isinstance(content, list):
         raise ValueError(f"it is {_kind_of(content)}, and a list was expected")  # noqa: TRY004 - of a text
@@ -154,10 +154,10 @@ def expect_maps(content: Any, kinds: Mapping[str, Kind], *, optional: Mapping[st
 
 
 def whole_numbers(content: Any) -> list[int]:
-    """Return a list once it is checked that it holds whole numbers from 0 on.
+    """Check that a list contains integers of at least 0.
 
     Raises:
-        ValueError: it is no list, or holds something else.
+        ValueError: the content is not a list, or contains something else.
     """
     if not isinstance(content, list | tuple):
         raise ValueError(f"it is {_kind_of(content)}, and a list of whole numbers was expected")  # noqa: TRY004 - of a text

@@ -1,6 +1,6 @@
-"""Parse YAML that may be crafted: bounded in size, depth and in what its aliases expand to, with plain values only.
+"""Parse YAML from an untrusted source: size, depth and alias expansion are limited, and only plain values allowed.
 
-The bounds are held on the events of the parser, one after the other, so that nothing is built of a text that breaks
+The limits are checked on the parser's events, one after the other, so that nothing is built from a text that exceeds
 them.
 """
 
@@ -15,11 +15,11 @@ import yaml
 __all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "SafeLoader", "UnreadableYAMLError", "check_bounds", "parse_yaml"]
 
 MAX_BYTES: Final = 1 << 20
-"""Bytes of a YAML file of a config."""
+"""Largest number of bytes of a YAML file of a config."""
 MAX_DEPTH: Final = 50
-"""Mappings and lists within each other."""
+"""Largest depth of nested mappings and lists."""
 MAX_VALUES: Final = 20_000
-"""Keys, values and items of one text, with every alias replaced by what it stands for."""
+"""Largest number of keys, values and items of one text, with every alias expanded."""
 
 _PREFIX: Final = "tag:yaml.org,2002:"
 _TAGS: Final = frozenset(f"{_PREFIX}{name}" for name in ("null", "bool", "int", "float", "str", "seq", "map"))
@@ -27,7 +27,7 @@ _Base: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 class UnreadableYAMLError(yaml.MarkedYAMLError):
-    """A text that may be YAML, and that trainkit does not read; `problem` says why, and `problem_mark` where."""
+    """A text that trainkit refuses to read as YAML; `problem` is the reason, and `problem_mark` the place."""
 
 
 class SafeLoader(_Base):  # type: ignore[misc]
@@ -43,10 +43,10 @@ class SafeLoader(_Base):  # type: ignore[misc]
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML that may be crafted.
+    """Parse YAML from an untrusted source.
 
     Raises:
-        ValueError: it is no YAML, or breaks a bound; the message begins with "it".
+        ValueError: the text is not YAML, or exceeds a limit; the message begins with "it".
 
     Example:
         >>> parse_yaml("step: 3")
@@ -66,12 +66,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_bounds(text: str) -> None:
-    """Refuse YAML that breaks a bound, before anything is built of it.
+    """Refuse YAML that exceeds a limit, before anything is built from it.
 
     Raises:
-        UnreadableYAMLError: it is nested too deep, holds too many values, an alias within what the alias stands for,
-            or a tag of another kind than plain values have.
-        yaml.YAMLError: it is no YAML.
+        UnreadableYAMLError: the text is nested too deep, has too many values, contains an alias inside of its own
+            anchor, or a tag of another type than plain values.
+        yaml.YAMLError: the text is not YAML.
     """
     open_: list[_Extent] = []
     anchors: dict[str, _Extent] = {}
@@ -103,22 +103,22 @@ def check_bounds(text: str) -> None:
 
 @dataclass
 class _Extent:
-    """The values below a node, and how deep they lie."""
+    """The number of values below a node, and their depth."""
 
     depth: int
-    """Mappings and lists within each other, from this one on."""
+    """Depth of nested mappings and lists, including this one."""
     size: int
-    """Values, this one among them; each 64 characters of a text count as one more."""
+    """Number of values, including this one; each 64 characters of a text count as one more."""
 
     @classmethod
     def of(cls, event: Any) -> _Extent:
-        """Return the extent of a scalar, or of a mapping or list that begins."""
+        """Return the extent of a scalar, or the initial one of a mapping or list."""
         if isinstance(event, yaml.ScalarEvent):
             return cls(depth=0, size=1 + len(event.value) // 64)
         return cls(depth=1, size=1)
 
     def add(self, inner: _Extent) -> None:
-        """Count a node within this one."""
+        """Add a node inside of this one."""
         self.size += inner.size
         self.depth = max(self.depth, 1 + inner.depth)
 

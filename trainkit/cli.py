@@ -1,8 +1,8 @@
 """argv -> verb -> exit code. `trainkit [VERB] [ARGUMENTS] [--flags] OVERRIDES`.
 
-The first bare word is the verb, wherever flags stand; no verb is `train`. `key=value` is always config. What goes
-wrong is said on standard error in one screen, without a traceback, unless it is a defect of trainkit's or of the
-user's own code.
+The first plain word is the verb, wherever flags are; the default verb is `train`. `key=value` is always config. Errors
+are printed to standard error on one screen, without a traceback, unless they are a defect of trainkit or of the user's
+own code.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SHOWN_LINES: Final = 31
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; return the exit code."""
     with masked_output():
         try:
             return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the command line whose secrets are back in place."""
+    """Run the command line, whose secrets were restored."""
     hide_from_process_list(arguments)
-    # A console script does not see the current folder; the user's own package may be there. It comes last, so that
-    # no file of the user's hides a module of Python's.
+    # A console script does not import from the current folder, where the user's own package may be. Append it, so that
+    # no file of the user hides a module of Python.
     if os.getcwd() not in sys.path and "" not in sys.path:  # noqa: PTH109 - pathlib is slower to ask
         sys.path.append(os.getcwd())  # noqa: PTH109
     try:
@@ -77,7 +77,7 @@ def _run(arguments: Sequence[str]) -> int:
         _tell("stopped\n")
         return 130
     except BrokenPipeError:
-        # The reader, `head` say, has seen enough.
+        # The reader, for example `head`, has closed the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -89,12 +89,12 @@ def _run(arguments: Sequence[str]) -> int:
             return full.exit_code
         if not knows_secrets():
             raise
-        _tell(traceback.format_exc())  # as Python would print it, were there no secret to mask
+        _tell(traceback.format_exc())  # as Python prints it, but with secrets masked
         return 1
 
 
 def _tell(text: str) -> None:
-    """Print on standard error, and what waits to be printed; a terminal that is gone changes no exit code."""
+    """Print to standard error and flush; a closed terminal does not change the exit code."""
     for stream, content in ((sys.stdout, ""), (sys.stderr, text)):
         try:
             stream.write(content)
@@ -106,13 +106,13 @@ def _tell(text: str) -> None:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
-    """Take a command line apart.
+    """Parse a command line.
 
     Returns:
-        The call, and the flags that concern no verb: help, version, cfg, shell-completion.
+        The call, and the flags that belong to no verb: help, version, cfg, shell-completion.
 
     Raises:
-        ConfigError: flags that nobody knows, or that lack their value; all of them.
+        ConfigError: every flag that is unknown or lacks its value.
 
     Example:
         >>> call, _ = parse(["-m", "train", "optimizer.lr=1,2"])
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
 
 
 def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The first bare word, and everything else."""
+    """Return the first plain word, and all other words."""
     takes_value = {f"--{name}" for name, flag in _GLOBAL.items() if flag.value}
     skip = False
     for place, word in enumerate(arguments):
@@ -167,7 +167,7 @@ def _verb_of(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _take_flag(word: str, words: Any, known: Mapping[str, Flag], found: dict[str, list[str]]) -> list[Problem]:
-    """Read one flag with its value; what is wrong with it comes back."""
+    """Read one flag with its value; return its problems."""
     full = _SHORT.get(word, word)
     name, has_value, value = full.removeprefix("--").partition("=")
     if name in _REFUSED:
@@ -202,7 +202,7 @@ def _no_verb(word: str) -> str:
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
-    # Help and version are answered before anything else is judged.
+    # Answer help and version before anything else is checked.
     early = [_SHORT.get(word, word) for word in arguments]
     if "--version" in early:
         sys.stdout.write(f"trainkit {__version__}\n")
@@ -238,7 +238,7 @@ def _show(call: Call, which: str) -> int:
 
 
 def _one_screen(error: TrainkitError) -> str:
-    """Return a message that fits on a screen: of a config the first problems, of another error start and end."""
+    """Return a message that fits on a screen: the first problems of a config, start and end of other errors."""
     if not isinstance(error, ConfigError):
         from trainkit.report.tracebacks import one_screen  # noqa: PLC0415 - for an error only
 

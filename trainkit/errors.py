@@ -1,4 +1,4 @@
-"""What can go wrong, as exceptions with the exit code each one ends the command with.
+"""All errors of trainkit, as exceptions with the exit code of the command.
 
 TrainkitError                1   anything below
 ├── ConfigError              2   every problem of the config at once, before anything starts
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class _Missing:
-    """The type of `MISSING`: a problem with a key rather than with its value."""
+    """The type of `MISSING`: the problem is the key itself, not its value."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -69,7 +69,7 @@ MISSING: Final = _Missing()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """One mistake in a config, in the words the user reads; as text it holds no secret.
+    """One mistake in a config, as text for the user; the text contains no secret.
 
     Example:
         >>> str(Problem(key="batch.micro_size", value=128, rule="use 100 or less.", origin="command line"))
@@ -79,16 +79,16 @@ class Problem:
     """
 
     key: str
-    """The full key, `batch.micro_size`, or what else is wrong (an argument, a file)."""
+    """The full key, `batch.micro_size`, or another subject (an argument, a file)."""
     rule: str
-    """What is wrong, with its numbers, and the remedy: full sentences."""
+    """What is wrong, with its numbers, and the remedy, in full sentences."""
     value: Any = MISSING
-    """The value found; MISSING where the key itself is the problem."""
+    """The value found; MISSING if the key itself is the problem."""
     origin: str = ""
     """Where it was set: `command line`, or `file.yaml:12`."""
 
     def __str__(self) -> str:
-        key = _printable(redacted_argument(self.key))  # an argument that is no key=value is named as a whole
+        key = _printable(redacted_argument(self.key))  # an argument without key=value is shown whole
         subject = key if self.value is MISSING else f"{key}={_printable(yaml_text(self.shown_value))}"
         where = f" ({self.origin})" if self.origin else ""
         rule = _printable(self.rule, longest=1_200, allowed="\n")
@@ -96,7 +96,7 @@ class Problem:
 
     @property
     def shown_value(self) -> Any:
-        """The value; a secret's stand-in where the key names one."""
+        """The value, redacted if the key is secret."""
         path = tuple(self.key.lstrip("+~").split("."))
         if is_secret(path) and self.value is not MISSING:
             return without_secrets({"secret": self.value}, dict(secrets_in({"secret": self.value})))["secret"]
@@ -104,15 +104,15 @@ class Problem:
 
 
 def _printable(text: str, *, longest: int = 400, allowed: str = "") -> str:
-    """Return a text without secrets, without control characters, and cut in the middle where it is long."""
-    text = mask(text)  # first: a part of a secret would not be known as one
+    """Return a text without secrets and control characters; a long text is shortened in the middle."""
+    text = mask(text)  # before shortening: a part of a secret would not be recognized
     if len(text) > longest:
         text = f"{text[: longest // 2]}...({len(text):,} characters)...{text[-longest // 4 :]}"
     return "".join(one if one.isprintable() or one in allowed else ascii(one)[1:-1] for one in text)
 
 
 def yaml_text(value: Any) -> str:
-    """Return a value as one would write it in YAML."""
+    """Return a value as it is written in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -121,7 +121,7 @@ def yaml_text(value: Any) -> str:
 
 
 class TrainkitError(Exception):
-    """The root: everything trainkit raises on purpose."""
+    """The base class of all errors that trainkit raises deliberately."""
 
     exit_code: ClassVar[int] = 1
 
@@ -145,7 +145,7 @@ class ConfigError(TrainkitError):
 
 
 class MissingExtraError(ConfigError):
-    """A package this config needs is not installed; the message is the line that installs it."""
+    """A package that this config needs is not installed; the message contains the command that installs it."""
 
     def __init__(self, *, key: str, package: str, extra: str) -> None:
         rule = f'needs the package {package}. Install it: pip install "trainkit[{extra}]"'
@@ -169,7 +169,7 @@ class StorageError(CheckpointError):
 
 
 class UnreadableError(TrainkitError):
-    """A file cannot be read, or does not hold what trainkit wrote; the message names the file and the reason.
+    """A file cannot be read, or does not contain what trainkit wrote; the message names the file and the reason.
 
     Example:
         >>> print(UnreadableError.of("runs/0/result.json", "it is a named pipe"))
@@ -181,7 +181,7 @@ class UnreadableError(TrainkitError):
     def __init__(self, message: str, *, reason: str = "") -> None:
         super().__init__(message)
         self.reason = reason or message
-        """Why, without the name of the file; no full stop."""
+        """The reason, without the name of the file and without a full stop."""
 
     @classmethod
     def of(cls, path: object, reason: str) -> Self:
@@ -190,7 +190,7 @@ class UnreadableError(TrainkitError):
 
 
 class AbsentFileError(UnreadableError):
-    """A file that is read does not exist."""
+    """A file to be read does not exist."""
 
 
 class TrainingError(TrainkitError):
@@ -198,11 +198,11 @@ class TrainingError(TrainkitError):
 
 
 class ZeroWeightError(TrainingError):
-    """The global batch of a step holds no target: its loss would be 0 / 0."""
+    """The global batch of a step has no target: its loss would be 0 / 0."""
 
 
 class OutOfMemoryError(TrainingError):
-    """A device, or the host, has no memory left; the message says what the run needs and what to try."""
+    """A device, or the host, has no memory left; the message states what the run needs and what to try."""
 
 
 class CollectiveMismatchError(TrainingError):
@@ -210,7 +210,7 @@ class CollectiveMismatchError(TrainingError):
 
 
 class NonFiniteError(TrainingError):
-    """A loss or gradient is NaN or infinite where no loss scale explains it."""
+    """A loss or gradient is NaN or infinite, and no loss scale explains it."""
 
 
 class LossScaleError(TrainingError):
@@ -218,7 +218,7 @@ class LossScaleError(TrainingError):
 
 
 class LinkError(TrainkitError, ConnectionError):
-    """A connection to another task broke, or was never made; the message names the other one."""
+    """A connection to another task broke, or was never made; the message names the other task."""
 
 
 class HangError(TrainkitError):
@@ -228,17 +228,17 @@ class HangError(TrainkitError):
 
 
 class CrashLoopError(TrainkitError):
-    """Restart after restart failed, or an exception of user code came again in the same place."""
+    """Several restarts failed, or an exception of user code was raised again in the same place."""
 
     exit_code = 6
 
 
 class PeerError(TrainkitError):
-    """Another rank of the run failed, and this one ends with it; the rank that failed, or rank 0, tells it in full."""
+    """Another rank of the run failed, and this one ends with it; that rank, or rank 0, reports the error in full."""
 
     def __init__(self, message: str, *, exit_code: int = 1) -> None:
         super().__init__(message)
-        self.exit_code = exit_code  # type: ignore[misc]  # that of the other's error, of which this is the echo
+        self.exit_code = exit_code  # type: ignore[misc]  # the exit code of the other rank's error
 
 
 class HangupError(TrainkitError):

@@ -1,10 +1,10 @@
-"""Tags of config fields: what changing a value may change.
+"""Tags of config fields: what changing a value can affect.
 
-A field says its tag in its annotation, `replicas: Annotated[int, placement] = 2`. Fields without one (a user's own
-class, torch's classes) count as maths: nothing that may change the result is ever taken for harmless.
+A field declares its tag in its annotation, `replicas: Annotated[int, placement] = 2`. Fields without one (of a user's
+own class, of torch's classes) count as maths: a key that can change the result is never treated as harmless.
 
-A field that holds a password or a key is marked besides, `pin: Annotated[str, cosmetic, secret]`: its value is neither
-written nor printed, and is no part of a fingerprint (docs/secrets.md).
+A field that holds a password or a key is also marked, `pin: Annotated[str, cosmetic, secret]`: its value is neither
+written nor printed, and is not part of a fingerprint (docs/secrets.md).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ __all__ = [
 
 
 class Tag(Enum):
-    """What a key may change."""
+    """What a key can affect."""
 
     maths = "maths"
-    """Changes the result of the training."""
+    """The result of the training."""
     placement = "placement"
-    """Where the training runs; may not change its result beyond rounding."""
+    """Where the training runs; must not change its result beyond rounding."""
     speed = "speed"
-    """How fast it runs; may not change its result."""
+    """How fast it runs; must not change its result."""
     cosmetic = "cosmetic"
     """What is shown or kept; cannot change the result."""
 
@@ -53,13 +53,13 @@ NO_NEUTRAL: Final = _NoNeutral()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tagged:
-    """A tag, and for maths the neutral value: that of the training of one device, which no fingerprint hashes."""
+    """A tag, and for maths the baseline value: that of training on one device, excluded from fingerprints."""
 
     tag: Tag
     neutral: Any = NO_NEUTRAL
 
     def __call__(self, *, neutral: Any) -> Tagged:
-        """The same tag with a neutral value.
+        """Return the same tag with a baseline value.
 
         Example:
             >>> maths(neutral="none").neutral
@@ -80,7 +80,7 @@ class _Secret:
 
 
 secret: Final = _Secret()
-"""Mark of a field whose value is neither written nor printed, beside its tag."""
+"""Marks a field whose value is neither written nor printed, in addition to its tag."""
 
 
 def secret_fields(target: Callable[..., Any]) -> frozenset[str]:
@@ -99,7 +99,7 @@ def secret_fields(target: Callable[..., Any]) -> frozenset[str]:
 
 
 def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:
-    """The tag of every parameter of a class or function; maths where it says nothing.
+    """Return the tag of every parameter of a class or function; maths without a tag.
 
     Args:
         target: a class (its constructor's parameters count) or a function.
@@ -121,10 +121,10 @@ def tags_of(target: Callable[..., Any]) -> Mapping[str, Tagged]:
 
 
 def signature_hints(target: Callable[..., Any]) -> Mapping[str, Any]:
-    """Parameter -> its annotation, with tags and limits; empty where they cannot be resolved.
+    """Return parameter -> annotation, with tags and limits; empty if the annotations cannot be resolved.
 
-    A dataclass is asked itself, not its constructor: that one's annotations are text, and those of inherited fields
-    name what their own module imports, which the module of the subclass need not.
+    For a dataclass, the class itself is inspected instead of its constructor, whose annotations are text: those of
+    inherited fields use names of the module of the base class, which the module of the subclass need not import.
 
     Args:
         target: a class or function.

@@ -1,8 +1,7 @@
-"""Names that have moved: configs, run folders and imports that use the old ones keep working.
+"""Names that have moved: configs, run folders and imports with old names keep working.
 
-`MODULES` and `NAMES` are the only table of old and new names. A module under its old name is an alias, which looks
-every name up in the module that took its place. A fingerprint is computed on the old names, so that it does not change
-where a class has moved.
+`MODULES` and `NAMES` are the only table of old and new names. The old name of a module is an alias, which looks every
+name up in the new module. Fingerprints are computed on the old names, so that they do not change when a class moves.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ MODULES: Final[Mapping[str, str]] = {
     "trainkit.strategies.replica": "trainkit.strategies.core.replica",
     "trainkit.strategies.synchronous": "trainkit.strategies.core.synchronous",
 }
-"""Old module -> new; the modules below an old package are below the new one unless they have a line of their own."""
+"""Old module -> new; modules below an old package are below the new one unless they have a line of their own."""
 
 NAMES: Final[Mapping[str, str]] = {
     "trainkit.objectives.own_loss.OwnLoss": "ModelComputesLoss",
@@ -72,14 +71,14 @@ _ORIGINAL_TARGETS: Final[Mapping[str, str]] = {
         "trainkit.strategies.multi_worker_mirrored.MultiWorkerMirrored"
     ),
 }
-"""New names whose old one the table above does not give by itself."""
+"""New names whose old name does not follow from the table above."""
 
 
 def current_name(path: str) -> str:
-    """Return the dotted name that a class or module has today.
+    """Return the current dotted name of a class or module.
 
     Args:
-        path: a dotted name, old or new; any other text comes back as it is.
+        path: a dotted name, old or new; any other text is returned unchanged.
 
     Example:
         >>> current_name("trainkit.data.digits.Digits"), current_name("torch.optim.SGD")
@@ -91,7 +90,7 @@ def current_name(path: str) -> str:
 
 
 def original_name(path: str) -> str:
-    """Return the first dotted name that a class had: the name on which fingerprints are computed.
+    """Return the first dotted name of a class, on which fingerprints are computed.
 
     Example:
         >>> original_name("trainkit.data.sets.digits.Digits"), original_name("torch.optim.SGD")
@@ -102,7 +101,7 @@ def original_name(path: str) -> str:
 
 
 def with_current_targets(values: Any) -> Any:
-    """Return values of a config in which every `_target_` has the name of today."""
+    """Return values of a config in which every `_target_` has its current name."""
     return _renamed(values, current_name)
 
 
@@ -123,7 +122,7 @@ def _renamed(values: Any, rename: Callable[[str], str]) -> Any:
 
 
 def _replaced(path: str, table: Mapping[str, str]) -> str:
-    """Replace the longest beginning of a dotted name that the table knows."""
+    """Replace the longest prefix of a dotted name that is in the table."""
     parts = path.split(".")
     for length in range(len(parts), 0, -1):
         new = table.get(".".join(parts[:length]))
@@ -133,7 +132,7 @@ def _replaced(path: str, table: Mapping[str, str]) -> str:
 
 
 def moved_attribute(module: str, name: str) -> Any:
-    """Return what a module calls by another name today; for its `__getattr__`.
+    """Return the attribute of a module by its old name; for the module's `__getattr__`.
 
     Raises:
         AttributeError: the module never had such a name.
@@ -146,14 +145,14 @@ def moved_attribute(module: str, name: str) -> Any:
 
 
 class _HasCode(Protocol):
-    """A loader of Python files, as far as `python -m` needs it."""
+    """A loader of Python files, as `python -m` uses it."""
 
     def get_code(self, fullname: str) -> CodeType | None:
         """Return the code of a module."""
 
 
 class _Alias(ModuleType):
-    """A module under its old name."""
+    """The alias of a module under its old name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -170,11 +169,11 @@ class _Loader:
         return _Alias(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Import the module that took the place of an old one."""
+        """Import the new module of an old name."""
         import_module(current_name(module.__name__))
 
     def get_code(self, fullname: str) -> CodeType | None:
-        """Return the code of the module that took the place of an old one: `python -m` asks for it."""
+        """Return the code of the new module of an old name, for `python -m`."""
         name = current_name(fullname)
         spec = find_spec(name)
         assert spec is not None
@@ -182,12 +181,12 @@ class _Loader:
 
 
 class _Finder:
-    """Find modules by the names that they once had."""
+    """Finds modules by their old names."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how an old name is imported; None: it is no old name."""
+        """Return how to import an old name; None for any other name."""
         del path, target
         name = current_name(fullname)
         if name == fullname:
@@ -200,6 +199,6 @@ class _Finder:
 
 
 def install() -> None:
-    """Let Python import modules by the names that they once had; a second call changes nothing."""
+    """Let Python import modules by their old names; a second call has no effect."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(cast("Any", _Finder()))

@@ -1,4 +1,4 @@
-"""What `ps` and `/proc/PID/cmdline` show of this process."""
+"""The command line of this process in `ps` and `/proc/PID/cmdline`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainkit.redaction import redacted_argument
 __all__ = ["hide_from_process_list"]
 
 _ARG_START: Final = 45
-"""Place of `arg_start` and `arg_end` among the fields behind the name in /proc/PID/stat (fields 48 and 49)."""
+"""Index of `arg_start` and `arg_end` among the fields after the name in /proc/PID/stat (fields 48 and 49)."""
 
 
 def hide_from_process_list(arguments: Sequence[str]) -> None:
     """Overwrite the secrets of this process's own command line with asterisks, in its memory.
 
-    Forks of this process, such as its data workers, show the same. Before trainkit has started, the system has shown
-    the command line as it was typed. Elsewhere than on Linux this does nothing.
+    Forks of this process, such as its data workers, show the same. The system showed the original command line until
+    trainkit started. On systems other than Linux this does nothing.
 
     Args:
-        arguments: the command line; one that other processes than this one started with is left alone.
+        arguments: the command line; nothing is changed if this process was started with another one.
     """
     secrets = [argument for argument in arguments if redacted_argument(argument) != argument]
     if not secrets:

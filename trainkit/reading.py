@@ -1,7 +1,7 @@
-"""Read files that another program, or another person, may have written.
+"""Read files that another program, or another user, may have written.
 
-Every file of a run folder, of a checkpoint and of a sweep folder is opened here: regular files of bounded size, never
-through a symbolic link, never waiting for the other end of a pipe. JSON is parsed by `trainkit.bounded_json`.
+Every file of a run folder, of a checkpoint and of a sweep folder is opened here: only regular files of limited size,
+never through a symbolic link, and never waiting for the other end of a pipe. `trainkit.bounded_json` parses JSON.
 
     content = read_map(folder / "result.json", {"status": str, "seconds": (int, float)})
 
@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 MAX_BYTES: Final = 16 << 20
-"""Bytes of a file that are read where the reader sets no limit of its own."""
+"""Default limit of the bytes of a file."""
 _MAX_LINE: Final = 1 << 20
-"""Bytes of one line of a file of lines."""
+"""Largest number of bytes of one line."""
 _CHUNK: Final = 1 << 20
 
 _KINDS: Final = (
@@ -60,43 +60,43 @@ _FLAGS: Final[Mapping[Mode, int]] = {
 
 
 def open_regular(path: Path, mode: Mode = "rb", *, follow: bool = False, buffering: int = -1) -> BinaryIO:
-    """Open a regular file; never wait for the other end of a pipe.
+    """Open a regular file without waiting for the other end of a pipe.
 
     Args:
-        path: the file; made where it is absent and written to.
-        mode: read it, write at its end, or write it anew.
-        follow: whether a symbolic link is followed: for a path that the user named, not for a file inside a folder.
-        buffering: as `open` takes it.
+        path: the file; created if it is absent and opened for writing.
+        mode: read, append, or overwrite.
+        follow: whether to follow a symbolic link: for a path that the user named, not for a file inside a folder.
+        buffering: as in `open`.
 
     Raises:
         AbsentFileError: there is no such file.
-        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+        UnreadableError: the path is a link, a directory, a pipe, a socket or a device, or cannot be opened.
     """
     descriptor = open_descriptor(path, _FLAGS[mode], follow=follow)
     if mode == "wb":
-        os.ftruncate(descriptor, 0)  # not by a flag: what is no regular file is left as it is
+        os.ftruncate(descriptor, 0)  # not by a flag: anything but a regular file must stay unchanged
     return os.fdopen(descriptor, mode, buffering)
 
 
 def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
-    """Return the descriptor of a regular file; as `open_regular` otherwise.
+    """Return the descriptor of a regular file; otherwise as `open_regular`.
 
     Args:
         path: the file.
-        flags: as `os.open` takes them, without O_TRUNC.
-        follow: whether a symbolic link is followed.
+        flags: as in `os.open`, without O_TRUNC.
+        follow: whether to follow a symbolic link.
 
     Raises:
-        StorageError: the file would be made or written, and the system refuses.
+        StorageError: the file is to be created or written, and the system refuses.
     """
     flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not follow:
         flags |= getattr(os, "O_NOFOLLOW", 0)
     try:
-        # A device is not even opened, and Windows opens links: the file is looked at before and after.
+        # Devices must not even be opened, and Windows opens links: check the file before and after.
         with contextlib.suppress(FileNotFoundError):
             _refuse_irregular(path, path.stat(follow_symlinks=follow).st_mode)
-        descriptor = os.open(path, flags, 0o666)  # as `open` makes it: less what the umask takes
+        descriptor = os.open(path, flags, 0o666)  # as in `open`: the umask applies
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         if isinstance(error, OSError) and flags & os.O_CREAT:
             raise storage_error(path, error) from None
@@ -118,11 +118,11 @@ def _refuse_irregular(path: Path, mode: int) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes that a regular file has.
+    """Return the size of a regular file in bytes.
 
     Raises:
         AbsentFileError: there is no such file.
-        UnreadableError: it is a link, a directory, a pipe, a socket or a device, or the system refuses.
+        UnreadableError: the path is a link, a directory, a pipe, a socket or a device, or cannot be inspected.
     """
     try:
         found = path.lstat()
@@ -135,10 +135,10 @@ def size_of(path: Path) -> int:
 
 
 def refuse_link(folder: Path) -> None:
-    """Refuse a folder that is a symbolic link, or no folder at all; an absent one passes.
+    """Refuse a path that is a symbolic link or not a folder; accept an absent one.
 
     Raises:
-        UnreadableError: what the path names is no folder.
+        UnreadableError: the path does not name a folder.
     """
     try:
         mode = folder.lstat().st_mode
@@ -156,11 +156,11 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> b
 
     Args:
         path: the file.
-        limit: bytes that it may have.
-        follow: as `open_regular` takes it.
+        limit: largest number of bytes.
+        follow: as in `open_regular`.
 
     Raises:
-        UnreadableError: it is no regular file, or has more bytes.
+        UnreadableError: it is not a regular file, or has more bytes.
     """
     with open_regular(path, follow=follow, buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
@@ -170,7 +170,7 @@ def read_bytes(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> b
         try:
             while part := file.read(_CHUNK):
                 content += part
-                if len(content) > limit:  # it grows, or its size is no size
+                if len(content) > limit:  # the file grows, or reports a wrong size
                     raise UnreadableError.of(path, f"it has more than {limit:,} bytes")
         except OSError as error:
             raise UnreadableError.of(path, error.strerror or str(error)) from None
@@ -181,7 +181,7 @@ def read_text(path: Path, *, limit: int = MAX_BYTES, follow: bool = False) -> st
     """Read a whole file of UTF-8 text.
 
     Raises:
-        UnreadableError: it is no regular file, has more than `limit` bytes, or is not UTF-8.
+        UnreadableError: it is not a regular file, has more than `limit` bytes, or is not UTF-8.
     """
     content = read_bytes(path, limit=limit, follow=follow)
     try:
@@ -194,7 +194,7 @@ def read_json(path: Path, *, limit: int = MAX_BYTES) -> Any:
     """Read a file of JSON.
 
     Raises:
-        UnreadableError: it is no regular file, has more than `limit` bytes, or is not what `parse_json` takes.
+        UnreadableError: it is not a regular file, has more than `limit` bytes, or `parse_json` refuses it.
     """
     content = read_bytes(path, limit=limit)
     try:
@@ -206,16 +206,16 @@ def read_json(path: Path, *, limit: int = MAX_BYTES) -> Any:
 def read_map(
     path: Path, kinds: Mapping[str, Kind], *, optional: Mapping[str, Kind] | None = None, limit: int = MAX_BYTES
 ) -> dict[str, Any]:
-    """Read a file of JSON that holds a map with known keys.
+    """Read a JSON file that contains a map with known keys.
 
     Args:
         path: the file.
-        kinds: key -> the kinds of its value; further keys are let through.
-        optional: the same of keys that may be absent.
-        limit: bytes that the file may have.
+        kinds: key -> the types of its value; further keys are accepted.
+        optional: the same for keys that may be absent.
+        limit: largest number of bytes of the file.
 
     Raises:
-        UnreadableError: the file cannot be read, a key is missing, or a value is of another kind.
+        UnreadableError: the file cannot be read, a key is missing, or a value has another type.
     """
     content = read_json(path, limit=limit)
     try:
@@ -225,15 +225,15 @@ def read_map(
 
 
 def read_lines(path: Path, *, start: int = 0, longest: int = _MAX_LINE) -> Iterator[bytes]:
-    """Yield the whole lines of a file with their line breaks; a last line without one is left out.
+    """Yield the complete lines of a file with their line breaks; skip a last line without one.
 
     Args:
         path: the file; it may grow meanwhile.
-        start: byte to begin at.
-        longest: bytes that a line may have.
+        start: the byte at which to begin.
+        longest: largest number of bytes of a line.
 
     Raises:
-        UnreadableError: it is no regular file, or a line is longer.
+        UnreadableError: it is not a regular file, or a line is longer.
     """
     with open_regular(path) as file:
         file.seek(start)
@@ -246,10 +246,10 @@ def read_lines(path: Path, *, start: int = 0, longest: int = _MAX_LINE) -> Itera
 
 
 def read_tail(path: Path, num_bytes: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a file, and whether they are all of it.
+    """Return the last bytes of a file, and whether they are the whole file.
 
     Raises:
-        UnreadableError: it is no regular file.
+        UnreadableError: it is not a regular file.
     """
     with open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)

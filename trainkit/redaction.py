@@ -1,7 +1,7 @@
-"""Which texts are secrets, by the name of their key, and how a text is printed without them.
+"""Which keys are secret, by their name, and printing of texts without secrets.
 
-This module decides; it knows names and texts only. `trainkit.config.secrets.secrets` applies it to the values of a
-config, where the class behind a `_target_` can mark further fields with `trainkit.fields.secret`.
+This module knows only names and texts. `trainkit.config.secrets.secrets` applies it to the values of a config, where
+the class of a `_target_` can mark further fields with `trainkit.fields.secret`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 REDACTED: Final = "(redacted)"
-"""What is written or printed in place of a secret."""
+"""The replacement of a secret in anything that is written or printed."""
 
 _SERVICES: Final = (
     "api|auth|access|bearer|refresh|id|jwt|oauth|session|bot|user|private|personal|secret|deploy|security|service|hf|hub"
@@ -41,7 +41,7 @@ _ANYWHERE: Final = re.compile(
     rf"|authorization|webhook_url)|token|(.*_)?({_SERVICES})_token|pat|(github|gitlab|azure|devops|personal)_pat"
 )
 _IN_OBSERVERS: Final = re.compile(r".*_key|.*_token|tokens|(.*_)?headers")
-"""Further names of secrets in the nodes of `logger` and `callbacks`, which talk to services."""
+"""Further names of secrets in the nodes of `logger` and `callbacks`, which connect to services."""
 _NEVER: Final = frozenset({"image_key", "special_tokens"})
 _OBSERVERS: Final = frozenset({"logger", "callbacks"})
 _WORD_BOUNDARY: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
@@ -52,9 +52,9 @@ _REFERENCE: Final = re.compile(
     rf"(?:{_SCHEME.pattern})?{_VARIABLE}|\$\{{oc\.decode:\s*{_VARIABLE}\s*\}}", re.IGNORECASE
 )
 _SHORTEST: Final = 6
-"""Characters of a secret that `mask` looks for in any text; a shorter one is hidden by its key alone."""
+"""Least number of characters of a secret that `mask` replaces in any text; a shorter one is hidden only by its key."""
 _WHOLE_WORDS: Final = 8
-"""A secret shorter than this is masked where it stands as a word of its own, not inside of another word."""
+"""A secret shorter than this is masked only as a separate word, not inside of another word."""
 
 _known: set[str] = set()
 
@@ -63,8 +63,8 @@ def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
     """Return whether a key of this name holds a secret.
 
     Args:
-        name: one key, without those above it; `api_key`, `apiKey` and `Api-Key` are the same name.
-        in_observer: whether it stands in a node of `logger` or `callbacks`.
+        name: one key, without the keys above it; `api_key`, `apiKey` and `Api-Key` are the same name.
+        in_observer: whether the key is in a node of `logger` or `callbacks`.
 
     Example:
         >>> [is_secret_name(name) for name in ("api_key", "wandb_token", "image_key", "special_tokens", "tokens")]
@@ -79,27 +79,27 @@ def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
 
 
 def is_secret(path: Sequence[str]) -> bool:
-    """Return whether a key is secret by its full path: its own name, or that of a key above it, is one of a secret.
+    """Return whether a key is secret by its full path: its own name, or that of a key above it, is secret.
 
     Example:
         >>> is_secret(("logger", "w", "headers", "X-Team")), is_secret(("data", "headers")), is_secret(("data", "auth"))
         (True, False, True)
     """
     in_observer = path[0] in _OBSERVERS if path else False
-    # the name that the user chose for a logger or callback, logger.NAME, is no key
+    # in logger.NAME, NAME is chosen by the user and is not a key
     names = path[2:] if in_observer and len(path) > 2 else path
     return any(is_secret_name(name, in_observer=in_observer) for name in names)
 
 
 def secrets_in(values: Any, path: tuple[str, ...] = (), *, marks: Marks | None = None) -> Iterator[Found]:
-    """Find the secrets below a node; a mapping or list under the key of a secret is one as a whole.
+    """Yield the secrets below a node; a mapping or list under a secret key is one secret as a whole.
 
-    Nothing, a switch, an empty text and a reference to an environment variable are no secrets.
+    None, a bool, an empty text and a reference to an environment variable are not secrets.
 
     Args:
         values: plain values.
-        path: their full key.
-        marks: returns for a mapping what its class marks as secret: paths below it.
+        path: the full key of the values.
+        marks: returns the paths below a mapping that its class marks as secret.
 
     Yields:
         The full key of each secret, and its value.
@@ -151,7 +151,7 @@ def _is_given(value: Any) -> bool:
 
 
 def without_secrets(values: Any, secrets: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = ()) -> Any:
-    """Return values with a stand-in for each secret, and with masked texts."""
+    """Return values in which each secret is redacted, and texts are masked."""
     if path in secrets:
         return REDACTED
     if isinstance(values, Mapping):
@@ -162,10 +162,10 @@ def without_secrets(values: Any, secrets: Mapping[tuple[str, ...], Any], path: t
 
 
 def variable_of(value: Any) -> str | None:
-    """Return the environment variable that a value refers to, where it is nothing but a reference to one; else None.
+    """Return the environment variable of a value that consists of a single reference to it; else None.
 
-    `${oc.decode:${oc.env:X}}` is one too: what the variable holds is read as YAML, a mapping or list of secrets. A
-    reference with a default, `${oc.env:X,abc}`, is none: its default could be the secret itself.
+    `${oc.decode:${oc.env:X}}` counts as well: the content of the variable is read as YAML, a mapping or list of
+    secrets. A reference with a default, `${oc.env:X,abc}`, does not count: the default could be the secret itself.
 
     Example:
         >>> variable_of("${oc.env:API_KEY}"), variable_of("Bearer ${oc.env:API_KEY}"), variable_of("${oc.env:X,abc}")
@@ -176,7 +176,7 @@ def variable_of(value: Any) -> str | None:
 
 
 def remember(value: Any) -> None:
-    """Let `mask` hide a secret, and every text inside of it, in whatever is printed from now on."""
+    """Let `mask` hide a secret, and every text inside of it, from now on."""
     if isinstance(value, Mapping):
         for inner in value.values():
             remember(inner)
@@ -189,17 +189,17 @@ def remember(value: Any) -> None:
 
 
 def remember_passwords(text: str) -> None:
-    """Let `mask` hide the passwords of the URLs in a text, wherever they stand alone."""
+    """Let `mask` hide the passwords of the URLs in a text, also outside of their URLs."""
     _known.update(match[2] for match in _PASSWORD_IN_URL.finditer(text) if _is_distinct(match[2]))
 
 
 def _is_distinct(text: str) -> bool:
-    """Whether a text is long enough to be told from ordinary words; a number could be any figure on the screen."""
+    """Return whether a text differs enough from ordinary words and numbers to be masked everywhere."""
     return len(text) >= _SHORTEST and not text.isdecimal() and text != REDACTED and variable_of(text) is None
 
 
 def knows_secrets() -> bool:
-    """Return whether this process has been given secrets that `mask` looks for."""
+    """Return whether this process knows secrets that `mask` must replace."""
     return bool(_known)
 
 
@@ -235,7 +235,7 @@ def redacted_argument(argument: str) -> str:
 
 
 def _holds_secret_keys(path: Sequence[str], value: str) -> bool:
-    """Whether a mapping on the command line, `{api_key: k7}`, has a key of a secret."""
+    """Return whether a mapping on the command line, `{api_key: k7}`, has a secret key."""
     if value[:1] not in "{[":
         return False
     names = re.findall(r"""([\w-]+)['"]?\s*:""", value)
@@ -243,7 +243,7 @@ def _holds_secret_keys(path: Sequence[str], value: str) -> bool:
 
 
 class _MaskedStream:
-    """A text stream that masks what is written to it."""
+    """A text stream that masks its output."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -264,7 +264,7 @@ class _MaskedStream:
 
 @contextlib.contextmanager
 def forgetting_secrets() -> Iterator[None]:
-    """Forget, when the block ends, the secrets that became known in it."""
+    """Forget, at the end of the block, the secrets that were remembered in it."""
     before = set(_known)
     try:
         yield
@@ -275,9 +275,9 @@ def forgetting_secrets() -> Iterator[None]:
 
 @contextlib.contextmanager
 def masked_output() -> Iterator[None]:
-    """Mask secrets in all that Python prints to standard output and standard error while the block runs.
+    """Mask secrets in everything that Python prints to standard output and standard error in the block.
 
-    Secrets that become known in the block are forgotten at its end.
+    Secrets that are remembered in the block are forgotten at its end.
     """
     out, err = sys.stdout, sys.stderr
     masked_out, masked_err = (cast("Any", _MaskedStream(stream)) for stream in (out, err))

@@ -1,7 +1,7 @@
-"""Files that cannot be written: which errors of the system mean that, and what the user can do about each.
+"""Errors about files that cannot be written: which errors of the system these are, and the remedy for each.
 
-An `OSError` of a write says neither which file it was about, nor how much room there is, nor what to do. This module
-makes a `StorageError` of it, which says all three and ends the command with exit code 4.
+An `OSError` of a write names neither the file, nor the free space, nor a remedy. This module converts it to a
+`StorageError`, which names all three and ends the command with exit code 4.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ _REMEDIES: Final = {
     errno.ENXIO: _DEVICE,
 }
 _ALWAYS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG})
-"""Errors that only a write meets: they are about storage wherever they come from."""
+"""Errors that only writing causes: they are about storage wherever they are raised."""
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PROBE_BYTES: Final = 4096
 _LITTLE_BYTES: Final = 64 * 1024
-"""A file system with less room than this counts as full."""
+"""A file system with less free space than this counts as full."""
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - asked for its room
-"""Where Linux keeps the memory that the workers of a loader share with their parent."""
+"""The folder in which Linux keeps the memory that the workers of a loader share with their parent."""
 _MORE_SHARED_MEMORY: Final = (
     "Free space there, enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), "
     "or lower loader.num_workers."
@@ -70,15 +70,15 @@ _MORE_SHARED_MEMORY: Final = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """The room that a file system has left for this user."""
+    """The free space of a file system for this user."""
 
     num_bytes: int
     num_files: int | None
-    """Files and folders that can still be made; None where the file system sets no number."""
+    """Number of files and folders that can still be created; None if the file system has no limit."""
 
     @classmethod
     def at(cls, path: Path) -> Free | None:
-        """Return the room of the file system that a path is on, or would be on; None where it does not say."""
+        """Return the free space of the file system of a path, existing or not; None if unknown."""
         if not hasattr(os, "statvfs"):
             return None
         for place in (path, *path.absolute().parents):
@@ -88,7 +88,7 @@ class Free:
                 continue
             except OSError:
                 return None
-            if found.f_blocks == 0:  # some network file systems answer zeros
+            if found.f_blocks == 0:  # some network file systems report zeros
                 return None
             files = found.f_favail if found.f_files else None
             return cls(num_bytes=found.f_bavail * found.f_frsize, num_files=files)
@@ -100,7 +100,7 @@ class Free:
 
 
 def num_bytes(number: int) -> str:
-    """Return bytes in the unit that suits them, 1 KiB = 1024.
+    """Return a number of bytes with a suitable unit, 1 KiB = 1024.
 
     Example:
         >>> num_bytes(0), num_bytes(2048), num_bytes(3 << 29)
@@ -116,16 +116,16 @@ def storage_error(path: Path, error: OSError, *, needed: int | None = None, reme
 
     Args:
         path: the file or folder.
-        error: what the system said.
-        needed: bytes that were to be written, where that is known.
-        remedy: what the user can do; "": what helps for the folder of a run.
+        error: the error of the system.
+        needed: number of bytes to be written, if known.
+        remedy: what the user can do; "": the default for the folder of a run.
     """
     remedy = remedy or (_MORE_SHARED_MEMORY if path == SHARED_MEMORY else remedy_of(error))
     return StorageError(f"{path} cannot be written: {reason_and_room(path, error, needed=needed)}. {remedy}")
 
 
 def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) -> str:
-    """Return what the system said, with the bytes that are needed and free where they matter; arguments as above."""
+    """Return the system's reason, with the needed and free bytes if they matter; arguments as above."""
     facts = [f"{num_bytes(needed)} are needed"] if needed is not None else []
     if error.errno in _FULL and (free := Free.at(path)) is not None:
         facts.append(str(free))
@@ -136,12 +136,12 @@ def reason_and_room(path: Path, error: OSError, *, needed: int | None = None) ->
 
 
 def remedy_of(error: OSError) -> str:
-    """Return what the user can do about an error of the system, as a sentence."""
+    """Return the remedy for an error of the system, as a sentence."""
     return _REMEDIES.get(error.errno or 0, f"Check the folder, {_ELSEWHERE}.")
 
 
 def file_limit() -> int | None:
-    """Return the largest size that a file of this process may have (`ulimit -f`); None where there is no limit."""
+    """Return the largest size of a file that this process may write (`ulimit -f`); None if there is no limit."""
     if sys.platform == "win32":
         return None
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -149,11 +149,11 @@ def file_limit() -> int | None:
 
 
 def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
-    """Return the storage error that an exception tells of; None where it is about something else.
+    """Return the storage error that caused an exception; None if it has another cause.
 
     Args:
         error: any exception.
-        root: the folder whose files are all written by trainkit: whatever the system refuses there counts.
+        root: a folder in which only trainkit writes: every error of the system there counts.
     """
     if isinstance(error, StorageError):
         return error
@@ -170,7 +170,7 @@ def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
 
 
 def _full_place(root: Path) -> Path | None:
-    """Return the folder that has no room left, of those that a run writes to; None where none of them is full."""
+    """Return the first full folder among those that a run writes to; None if none is full."""
     for place in (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108 - asked for its room
         free = Free.at(place)
         if free is not None and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0):
@@ -179,7 +179,7 @@ def _full_place(root: Path) -> Path | None:
 
 
 def _unnamed(error: OSError) -> StorageError:
-    """Return the error of a file whose name the system did not tell, with the line of code that wrote it."""
+    """Return the error of a file that the system did not name, with the line of code that wrote it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -188,17 +188,17 @@ def _unnamed(error: OSError) -> StorageError:
 
 
 def _path_of(error: OSError) -> Path | None:
-    """Return the file that an error names; where it names two, as of a rename, the second, which was to be made."""
+    """Return the file that an error names; of two, as in a rename, the second, which was to be created."""
     name = error.filename2 if error.filename2 is not None else error.filename
     return Path(os.fsdecode(name)).absolute() if isinstance(name, str | bytes) else None
 
 
 @contextlib.contextmanager
 def reporting(root: Path) -> Iterator[None]:
-    """Raise the errors of the system that are about storage as `StorageError`, and all others unchanged.
+    """Raise errors of the system about storage as `StorageError`, and all others unchanged.
 
     Args:
-        root: the folder whose files are all written by trainkit.
+        root: a folder in which only trainkit writes.
     """
     try:
         yield
@@ -211,12 +211,12 @@ def reporting(root: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path, *, needed: int | None = None, remedy: str = "") -> Iterator[None]:
-    """Raise whatever the system refuses in this block as the `StorageError` of one path.
+    """Raise every error of the system in this block as the `StorageError` of one path.
 
     Args:
-        path: what the block writes.
-        needed: bytes that it writes, where that is known.
-        remedy: what the user can do; "": what helps for the folder of a run.
+        path: the path that the block writes.
+        needed: number of bytes that it writes, if known.
+        remedy: what the user can do; "": the default for the folder of a run.
     """
     try:
         yield
@@ -228,7 +228,7 @@ def refuse_unwritable(folder: Path) -> None:
     """Write a small file into a folder and remove it again.
 
     Raises:
-        StorageError: the folder is gone, full or read-only; says which.
+        StorageError: the folder is gone, full or read-only; the message states which.
     """
     probe = folder / f".probe.{os.getpid()}"
     with naming(folder, needed=_PROBE_BYTES):
@@ -243,7 +243,7 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a rename or new name in a folder durable; Windows has no such thing."""
+    """Make a rename or new name in a folder durable; no effect on Windows."""
     if os.name == "nt":
         return
     descriptor = os.open(folder, os.O_RDONLY)
@@ -254,10 +254,10 @@ def sync_folder(folder: Path) -> None:
 
 
 class Presence:
-    """Notices that the folder of a run is gone: removed, renamed, or its file system unmounted.
+    """Detects that the folder of a run is gone: removed, renamed, or its file system unmounted.
 
-    The file `resolved.yaml` stands for the folder, since every run has it from its begin to its end; where there is
-    none, the folder stands for itself. An inode would not do: some network file systems number theirs anew.
+    It checks the file `resolved.yaml`, which every run has from beginning to end; without it, it checks the folder
+    itself. An inode would not be reliable: some network file systems renumber theirs.
 
     Args:
         folder: the run folder.
@@ -268,10 +268,10 @@ class Presence:
         self._folder, self._marker = folder, marker if marker.exists() else folder
 
     def check(self) -> None:
-        """Look whether the folder is still there.
+        """Check that the folder still exists.
 
         Raises:
-            StorageError: it is not. A file system that does not answer now is no reason.
+            StorageError: it is gone. A file system that does not respond at the moment is no error.
         """
         try:
             self._marker.stat()

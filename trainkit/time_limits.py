@@ -1,4 +1,4 @@
-"""Bound the time of a call that has no time limit of its own."""
+"""Limit the time of a call that has no timeout of its own."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ T = TypeVar("T")
 
 
 class Pending(Generic[T]):
-    """A call that runs on a thread of its own.
+    """A call that runs in a separate thread.
 
-    A call that never ends keeps its thread, which ends with the process.
+    A call that never returns keeps its thread, which ends with the process.
 
     Args:
-        call: takes no arguments.
+        call: a function without arguments.
     """
 
     def __init__(self, call: Callable[[], T]) -> None:
@@ -35,21 +35,21 @@ class Pending(Generic[T]):
             self._over.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the call, but no longer than a time; return whether it has ended."""
+        """Wait for the end of the call, at most for the given time; return whether it has ended."""
         return self._over.wait(timeout_s)
 
     def result(self) -> T:
-        """Return what the call returned, or raise what it raised; for a call that has ended."""
+        """Return the result of a call that has ended, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._results[0]
 
 
 def call_within(call: Callable[[], T], timeout_s: float) -> T:
-    """Return what a call returns.
+    """Run a call with a time limit; return its result.
 
     Raises:
-        TimeoutError: it has not ended by then.
+        TimeoutError: the call has not ended in time.
 
     Example:
         >>> call_within(lambda: 3, timeout_s=1)

@@ -1,4 +1,4 @@
-"""The launchers that hand the jobs of a sweep to another engine, where Hydra insists on finding them."""
+"""The launchers that submit the jobs of a sweep to another system, in the package where Hydra looks for them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["EngineLauncher"]
 
 
 class EngineLauncher(Launcher):
-    """Has an engine run each job, and keeps the leaderboard of the sweep."""
+    """Runs each job with a backend, and keeps the leaderboard of the sweep."""
 
     def __init__(self, launcher: str, **keys: Any) -> None:
         self._launcher, self._keys = launcher, keys
         self.launching: Any = None
-        """`trainkit.sweeps.backends.launching.EngineLaunching`, for sweepers that choose jobs as they end."""
+        """`trainkit.sweeps.backends.launching.EngineLaunching`, for sweepers that choose jobs as others end."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what the jobs need; a job is a command, so the task function is not among it."""
+        """Store what the jobs need; a job is a command, so the task function is not used."""
         del task_function
         from trainkit.sweeps.backends.launching import EngineLaunching  # noqa: PLC0415 - Hydra loads every plugin
 
@@ -55,7 +55,7 @@ _KEYS: dict[str, dict[str, Any]] = {
         "additional": {},
     },
 }
-"""The keys of the engines' classes with their defaults, which a test holds equal: no class is imported to start."""
+"""The keys of the backends' classes with their defaults, which a test compares: no class is imported to start."""
 
 for _name, _keys in _KEYS.items():
     _node = {"_target_": "hydra_plugins.trainkit_engines.EngineLauncher", "launcher": _name, **_keys}

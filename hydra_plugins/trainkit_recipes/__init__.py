@@ -19,11 +19,11 @@ class RecipeSource(ConfigSource):
 
     @staticmethod
     def scheme() -> str:
-        """The scheme of its search path entries."""
+        """Return the scheme of its search path entries."""
         return "recipes"
 
     def file_of(self, config_path: str) -> Path | None:
-        """The file behind `recipe/NAME`; None where there is none."""
+        """Return the file of `recipe/NAME`; None if it does not exist."""
         group, _, name = config_path.removesuffix(".yaml").partition("/")
         if group != "recipe" or not name:
             return None
@@ -31,7 +31,7 @@ class RecipeSource(ConfigSource):
         return file if file.is_file() else None
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Read one recipe; its content stands at the root of the config."""
+        """Read one recipe; its content is merged at the root of the config."""
         file = self.file_of(config_path)
         if file is None:
             raise ConfigLoadError(f"Config not found : {config_path}")
@@ -43,19 +43,19 @@ class RecipeSource(ConfigSource):
         )
 
     def available(self) -> bool:
-        """Whether the folder exists."""
+        """Return whether the folder exists."""
         return Path(self.path).is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        """Whether this is the group `recipe`."""
+        """Return whether this is the group `recipe`."""
         return config_path.strip("/") == "recipe" and self.available()
 
     def is_config(self, config_path: str) -> bool:
-        """Whether there is such a recipe."""
+        """Return whether there is such a recipe."""
         return self.file_of(config_path) is not None
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> Any:
-        """The names below a path."""
+        """Return the names below a path."""
         if not self.available() or config_path.strip("/") not in ("", "recipe"):
             return []
         if config_path.strip("/") == "":
@@ -66,10 +66,10 @@ class RecipeSource(ConfigSource):
 
 
 class TrainkitSearchPath(SearchPathPlugin):
-    """Makes trainkit's recipes known to any Hydra program that composes trainkit's config."""
+    """Adds trainkit's recipes to any Hydra program that composes trainkit's config."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        """Add the folder of recipes that lies beside a main config folder of trainkit's."""
+        """Add the folder of recipes beside a main config folder of trainkit."""
         for element in search_path.get_path():
             folder = Path((element.path or "").removeprefix("file://"))
             recipes = folder.parent / "recipes"

@@ -1,4 +1,4 @@
-"""The launcher `slots`, where Hydra insists on finding it: runs the jobs of a sweep on this machine."""
+"""The launcher `slots`, in the package where Hydra looks for it: runs the jobs of a sweep on this machine."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["SlotsLauncher"]
 
 
 class SlotsLauncher(Launcher):
-    """Starts each job in a process of its own, on slots of its own, and keeps the leaderboard of the sweep."""
+    """Starts each job in a process and on slots of its own, and keeps the leaderboard of the sweep."""
 
     def __init__(self) -> None:
         self.launching: Any = None
-        """`trainkit.sweeps.launching.Launching`: what a search of ours asks for jobs, and hands them to."""
+        """`trainkit.sweeps.launching.Launching`, which creates and runs jobs for trainkit's searches."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Take what the jobs need; a job is a command, so the task function is not among it."""
+        """Store what the jobs need; a job is a command, so the task function is not used."""
         del task_function
         from trainkit.sweeps.launching import Launching  # noqa: PLC0415 - Hydra loads every plugin on every start
 

@@ -1,4 +1,4 @@
-"""The sweepers `grid`, `random`, `optuna` and `halving`, where Hydra insists on finding them."""
+"""The sweepers `grid`, `random`, `optuna` and `halving`, in the package where Hydra looks for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TrainkitSweeper"]
 
 
 class TrainkitSweeper(Sweeper):
-    """Hands the points of a sweep to the launcher; what they are, `trainkit.sweeps.spaces` knows."""
+    """Passes the points of a sweep to the launcher; `trainkit.sweeps.spaces` computes the points."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -21,7 +21,7 @@ class TrainkitSweeper(Sweeper):
         self._launcher: Any = None
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Make the launcher."""
+        """Create the launcher."""
         from hydra.core.plugins import Plugins  # noqa: PLC0415 - Hydra loads every plugin on every start
 
         self._context, self.config = hydra_context, config
@@ -30,7 +30,7 @@ class TrainkitSweeper(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the sweep that the arguments ask for."""
+        """Run the sweep of the given arguments."""
         from trainkit.sweeps.spaces.run_search import sweep  # noqa: PLC0415 - the same
 
         assert self._context is not None

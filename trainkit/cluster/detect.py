@@ -58,7 +58,7 @@ def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: st
 
     Returns:
         None if this process is the only one: no launcher was found, or a group of one process. torchrun with
-            restarts left is a launch even with one process: it may have had more members, and regain them.
+        restarts left is a launch even with one process: it may have had more members, and regain them.
 
     Raises:
         ConfigError: variables of one launcher are missing, not numbers, or contradict one another.

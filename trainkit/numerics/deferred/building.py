@@ -50,7 +50,7 @@ def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
 
     Returns:
         The model, with all its parameters and buffers on the meta device. Tensors in plain attributes of its modules
-            have values.
+        have values.
 
     Raises:
         CannotDeferError: the constructor cannot be recorded. A constructor may also fail with another error if it
