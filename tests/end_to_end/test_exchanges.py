@@ -29,7 +29,7 @@ def trainkit(*more: str, **environ: str) -> subprocess.CompletedProcess[str]:
 def test_a_rank_killed_in_an_exchange_is_named_and_leaves_no_memory_behind(reduce: str, cwd: Path) -> None:
     shared = sorted(Path("/dev/shm").iterdir())
     planted = "rank=1,step=5,phase=reduce,action=kill"
-    ended = trainkit(*FIXED, f"strategy.reduce={reduce}", "checkpoint.every_epochs=null", TRAINKIT_FAIL=planted)
+    ended = trainkit(*FIXED, f"strategy.reduce={reduce}", "supervisor.max_restarts=0", TRAINKIT_FAIL=planted)
     assert ended.returncode == 1
     assert "rank 1 was ended by SIGKILL in step 5 (reduce)" in plain(ended.stderr)
     assert sorted(Path("/dev/shm").iterdir()) == shared

@@ -1,6 +1,7 @@
 """Runs in which a rank stops making progress, each in another way: who is named, with what, and how it ends."""
 
 import json
+import re
 import os
 import subprocess
 from pathlib import Path
@@ -49,7 +50,7 @@ def test_the_rank_that_hangs_is_named_with_what_it_did(conf: Path, kind: str, ra
     ended = hang(conf, kind, ranks)
     assert ended.returncode == 5
     said = plain(ended.stderr)
-    assert f"rank {ranks - 1} has made no progress for 4 s in step " in said
+    assert re.search(rf"rank {ranks - 1} has made no progress for \d+ s in step ", said)
     assert "The limit is supervisor.hang_timeout_s=4: raise it if the rank was healthy." in said
     assert ("(data)" if kind == "loader" else "(forward)") in said
     assert where in said
@@ -75,6 +76,6 @@ def test_one_process_ends_by_itself_and_names_the_place(conf: Path, kind: str, m
     monkeypatch.setenv("TRAINKIT_RANK", "0")
     ended = hang(conf, kind, 1)
     assert ended.returncode == 5
-    assert "rank 0 has made no progress for 4 s in step " in ended.stderr
+    assert re.search(r"rank 0 has made no progress for \d+ s in step ", ended.stderr)
     assert "The limit is supervisor.hang_timeout_s=4: raise it if the rank was healthy." in ended.stderr
     assert json.loads(Path("run/result.json").read_text())["status"] == "failed"

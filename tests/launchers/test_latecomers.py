@@ -106,9 +106,10 @@ def test_workers_come_late_and_again_and_a_dead_chief_is_told_and_gone_on_from(c
 
 @pytest.mark.long
 def test_a_worker_that_was_started_otherwise_is_refused_and_the_others_go_on(cluster: Cluster) -> None:
-    cluster.start("chief:0", "stop_at_step=300")
-    cluster.start("ps:0", "stop_at_step=300")
-    cluster.start("worker:0", "stop_at_step=300", "optimizer.lr=0.5")
+    short = ("stop_at_step=300", "supervisor.evaluator_timeout_s=1")  # the evaluator never comes
+    cluster.start("chief:0", *short)
+    cluster.start("ps:0", *short)
+    cluster.start("worker:0", *short, "optimizer.lr=0.5")
     code, told = cluster.end_of("worker:0")
     assert code == 2
     assert "optimizer.lr=0.5: chief:0 (127.0.0.1:" in told

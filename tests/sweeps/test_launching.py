@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from tests.support import quick
+from tests.support.settings import latest
 
 SHORT = ("recipe=null", "callbacks=[]", "logger=[]", "sweep.name=mine")
 
 
 def command(*arguments: str) -> list[str]:
-    return quick.command("-m", *SHORT, *arguments)
+    return quick.command("-m", *latest(*SHORT, *arguments))
 
 
 def swept(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
@@ -132,7 +133,7 @@ def test_a_killed_sweep_of_trainings_goes_on_as_if_nothing_had_happened(cwd: Pat
     assert not children()
     assert len(had) < 4
     resumed = swept(*points).stdout
-    assert "goes on\n" in resumed
+    assert "goes on: the run was killed" in resumed
     assert {name: (folder / name / "result.json").stat().st_mtime_ns for name in had} == had
     calm = swept(*points, "sweep.name=calm")
     assert calm.returncode == 0

@@ -64,6 +64,10 @@ def _value(composition: Composition, key: str) -> Any:
     return lookup(composition.values, path_of(key))
 
 
+_OF_EVERY_TASK: Final = frozenset({"supervisor.join_timeout_s", "supervisor.evaluator_timeout_s"})
+"""Keys of the supervisor that have an effect in every process of a run, whatever started it."""
+
+
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
     """Return problems for supervisor keys that have no effect because an external launcher owns the processes.
 
@@ -75,7 +79,7 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
     if launcher is not None:
         rule = f"has no effect: {launcher} started the processes, and is to watch over them."
         keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
-        rules = {key: rule for key in keys if key != "supervisor.join_timeout_s"}
+        rules = {key: rule for key in keys if key not in _OF_EVERY_TASK}
     given = [key for key in rules if composition.origin(key).level is Level.command_line]
     return [composition.problem(key, rules[key], value=_value(composition, key)) for key in given]
 
