@@ -84,8 +84,8 @@ def test_a_bad_sample_costs_its_step_and_no_more(strategy: str, tmp_path: Path) 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     settings = ("steps=7", "numerics.on_nonfinite=rollback", f"strategy={strategy}", *ALIKE[strategy])
-    readers = 2 if strategy == "pipeline" else 1  # every stage reads; only the first one looks at the inputs
-    healed = run(tmp_path / "healed", *POISONED, *settings, f"data.once={tmp_path}", f"data.readers={readers}")
+    each = strategy == "pipeline"  # every stage reads; only the first one looks at the inputs
+    healed = run(tmp_path / "healed", *POISONED, *settings, f"data.once={tmp_path}", f"data.each={each}")
     undisturbed = run(tmp_path / "undisturbed", *POISONED, *settings, "data.bad=[]")
     assert healed["weights_sha256"] == undisturbed["weights_sha256"]
     assert healed["rollbacks"] == [{"step": 1, "checkpoint": 0}]

@@ -1,8 +1,8 @@
 """Runs in which a rank stops making progress, each in another way: who is named, with what, and how it ends."""
 
 import json
-import re
 import os
+import re
 import subprocess
 from pathlib import Path
 

@@ -123,8 +123,8 @@ def test_a_bad_map_is_refused(given: dict[str, int | str], said: str) -> None:
             {},
             {"objective": ModelComputesLoss()},
             (
-                "objective=ModelComputesLoss: runs the model itself, and a pipeline has outputs on its last stage only. "
-                "Use a Supervised objective without a loss of its own."
+                "objective=ModelComputesLoss: runs the model itself, and a pipeline has outputs on its last stage "
+                "only. Use a Supervised objective without a loss of its own."
             ),
         ),
         (

@@ -172,16 +172,16 @@ class RecordedPoints:
 
 
 class PoisonedPoints:
-    """The points one at a time, some of which are NaN: whenever they are read, or for the first reads."""
+    """The points one at a time, some of which are NaN: whenever they are read, or for the first read."""
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
-    def __init__(self, *, bad: Sequence[int], once: str | None = None, readers: int = 1, split: str = "train") -> None:
+    def __init__(self, *, bad: Sequence[int], once: str | None = None, each: bool = False, split: str = "train") -> None:
         self.points, self.bad = Points(split), frozenset(bad if split == "train" else ())
         self.once = None if once is None else Path(once)
-        """A folder, with a file for each sample that is NaN for its first reads; None: for all of them."""
-        self.readers = readers
-        """How many processes read a sample in one pass: the sample is NaN for as many reads."""
+        """A folder, with a file for each sample that is NaN for its first read; None: for all of them."""
+        self.each = each
+        """Whether every process reads the sample in one pass: it is NaN for the first read of each."""
 
     def __len__(self) -> int:
         return len(self.points)
@@ -193,10 +193,11 @@ class PoisonedPoints:
     def _is_bad(self, index: int) -> bool:
         if index not in self.bad or self.once is None:
             return index in self.bad
-        with (self.once / f"bad_{index}").open("ab") as reads:  # processes append, each to the end that all see
-            reads.write(b".")
-            reads.flush()
-            return reads.tell() <= self.readers
+        try:
+            (self.once / (f"bad_{index}_{os.getpid()}" if self.each else f"bad_{index}")).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class NoisyPoints(RecordedPoints):
