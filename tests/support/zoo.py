@@ -176,7 +176,9 @@ class PoisonedPoints:
 
     splits: ClassVar[tuple[str, ...]] = ("train", "val")
 
-    def __init__(self, *, bad: Sequence[int], once: str | None = None, each: bool = False, split: str = "train") -> None:
+    def __init__(
+        self, *, bad: Sequence[int], once: str | None = None, each: bool = False, split: str = "train"
+    ) -> None:
         self.points, self.bad = Points(split), frozenset(bad if split == "train" else ())
         self.once = None if once is None else Path(once)
         """A folder, with a file for each sample that is NaN for its first read; None: for all of them."""
