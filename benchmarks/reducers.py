@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from benchmarks import report
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.run.rendezvous.store import HostedStore
+from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.data_parallel.options import Reduce

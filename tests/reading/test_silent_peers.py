@@ -11,10 +11,10 @@ import pytest
 
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.errors import HangError, LinkError
+from trainkit.run.process.store import HostedStore
 from trainkit.run.rendezvous import store_client as boards
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.late_join import _checked
-from trainkit.run.rendezvous.store import HostedStore
 from trainkit.run.rendezvous.store_client import StoreClient
 from trainkit.run.rendezvous.wait import WaitReporter
 from trainkit.strategies import rendezvous_store

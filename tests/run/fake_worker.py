@@ -19,7 +19,7 @@ from trainkit.run import worker_main as worker
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
-from trainkit.run.process.signals import StopFlag
+from trainkit.run.signals import StopFlag
 from trainkit.trainer import failpoints
 from trainkit.trainer.manifest import Checkpoint, folder_name, list_complete, manifest_bytes
 

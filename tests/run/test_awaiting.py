@@ -18,8 +18,8 @@ from trainkit.report.tables import closing_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import write_error_report
 from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.session.await_evaluator import await_evaluator, bring_up_to_date, describe
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
-from trainkit.run.supervisor.await_evaluator import await_evaluator, bring_up_to_date, describe
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_result_that_did_not_wait_is_brought_up_to_date(folder: RunFolder) -> 
 
 
 def test_the_result_of_a_run_that_goes_on_is_left_alone(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainkit.run.supervisor.await_evaluator._LOCKED_S", 0.0)
+    monkeypatch.setattr("trainkit.run.session.await_evaluator._LOCKED_S", 0.0)
     folder.write_result({"status": "stopped"})
     with folder.lock():
         assert not bring_up_to_date(folder)

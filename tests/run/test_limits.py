@@ -4,8 +4,8 @@ import pytest
 
 from tests.support.present import present
 from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.hang_detection.pauses import Pauses
 from trainkit.run.process.heartbeat import HeartbeatReading
+from trainkit.run.process.pauses import Pauses
 
 
 class Steps:

@@ -11,8 +11,8 @@ from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.hang_detection.self_watch import BeatCounter, SelfWatch
 from trainkit.run.process.heartbeat import Heartbeat
+from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 
 HASTY = TimeLimits(hang_timeout_s=0.4, start_timeout_s=0.4, eval_timeout_s=0.4)
 GIVEN = "The limit is supervisor.hang_timeout_s=0.4: raise it if the rank was healthy."
@@ -64,7 +64,7 @@ def test_a_step_that_is_counted_does_not_hide_an_evaluation() -> None:
 def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("trainkit.run.hang_detection.self_watch._GRACE_S", 0.1)
+    monkeypatch.setattr("trainkit.run.supervisor.self_watch._GRACE_S", 0.1)
     left, beats = threading.Event(), beating(7, "data")
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])  # as code in C that does not return
     watch = SelfWatch(HASTY, folder, read=lambda _: beats.count(), leave=lambda code: left.set() if code == 5 else None)
@@ -81,7 +81,7 @@ def test_a_thread_that_does_not_take_the_interrupt_is_ended_with_its_process(
 def test_another_rank_of_the_host_is_waited_for_and_then_named(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainkit.run.hang_detection.self_watch._OTHERS_S", 0.2)
+    monkeypatch.setattr("trainkit.run.supervisor.self_watch._OTHERS_S", 0.2)
     for rank, phase in enumerate(("reduce", "forward")):
         heart = Heartbeat(folder.heartbeat_of(rank))
         heart.beat(6, "data")

@@ -2,7 +2,7 @@ import socket
 from datetime import timedelta
 from pathlib import Path
 
-from trainkit.run.rendezvous.store import HostedStore
+from trainkit.run.process.store import HostedStore
 
 
 def listeners(port: int) -> list[str]:

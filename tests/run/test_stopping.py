@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from trainkit.run.process.signals import (
+from trainkit.run.signals import (
     EXIT_CODES,
     StopFlag,
     signal_of,
@@ -125,7 +125,7 @@ def test_every_reason_has_its_signal_its_error_and_its_exit_code() -> None:
 
 FORK = """
 import multiprocessing, os, signal, time
-from trainkit.run.process.signals import StopFlag
+from trainkit.run.signals import StopFlag
 with StopFlag() as stop:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
     child.start()

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainkit.sweeps.loop.job_sources import JobList, SweepJob
+from trainkit.sweeps.job_sources import JobList, SweepJob
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.screen import PlainScreen
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.support.present import present
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.spaces.halving import Halving
 
 LOSS = MonitoredMetric(metric="val/loss", mode="min")

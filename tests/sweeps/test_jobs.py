@@ -14,7 +14,7 @@ import pytest
 from tests.sweeps.support import DEAF, FRAIL, POLITE, RUN, job, run, signalled, sweep_in
 from trainkit.errors import ConfigError, HangupError, StoppedError, TerminatedError
 from trainkit.run.folder.lock import locked
-from trainkit.sweeps.loop.job_sources import JobList, SweepJob, free_folder
+from trainkit.sweeps.job_sources import JobList, SweepJob, free_folder
 from trainkit.sweeps.loop.slots import Slots
 
 

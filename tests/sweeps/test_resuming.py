@@ -11,7 +11,7 @@ import pytest
 
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
 from trainkit.config.schema import EvalConfig, RunConfig
-from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity
 

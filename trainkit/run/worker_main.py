@@ -38,9 +38,9 @@ from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.heartbeat import Heartbeat
-from trainkit.run.process.signals import EXIT_CODES, StopFlag, stop_signals, worker_signals
+from trainkit.run.process.store import HostedStore
 from trainkit.run.rendezvous.local_workers import launch_environment_from
-from trainkit.run.rendezvous.store import HostedStore
+from trainkit.run.signals import EXIT_CODES, StopFlag, stop_signals, worker_signals
 from trainkit.storage import as_storage_error
 from trainkit.trainer import failpoints
 
@@ -99,7 +99,7 @@ def _run(
 ) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
-    from trainkit.run.runner import run_task  # noqa: PLC0415 - imports torch
+    from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
     fence = FencingToken.from_environ(folder, os.environ)

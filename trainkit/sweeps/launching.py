@@ -22,8 +22,8 @@ from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 from trainkit.run.folder.metadata import num_cores
+from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, free_folder
 from trainkit.sweeps.loop.fork_server import WarmStarter
-from trainkit.sweeps.loop.job_sources import JobList, JobSource, SweepJob, free_folder
 from trainkit.sweeps.loop.processes import start_fresh
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
 
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
-from trainkit.config.compose.hydra_adapter import DefaultsList, create_defaults_list
+from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, first_line, shown
 from trainkit.config.compose.repeating import repeated
 from trainkit.config.composition import Composition, ConfigFile
@@ -26,18 +27,38 @@ from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
-if TYPE_CHECKING:
-    from trainkit.config.compose.composer import Composer
-
 __all__ = ["CompositionBuilder"]
 
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 
+class SearchPath(Protocol):
+    """What a composition needs of the composer that it belongs to."""
+
+    config_dirs: tuple[Path, ...]
+    packages: tuple[str, ...]
+    loader: ConfigLoaderImpl
+
+    def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
+        """Parse arguments; return problems for those that cannot be read."""
+
+    def is_group(self, override: Override) -> bool:
+        """Return whether an argument selects a choice of a group."""
+
+    def without_null(self, override: Override) -> Override:
+        """Return `GROUP=null` as Hydra's grammar expects it."""
+
+    def choices_of(self, group: str) -> list[str]:
+        """Return the choices of a group."""
+
+    def groups(self) -> list[str]:
+        """Return the names of all groups."""
+
+
 class CompositionBuilder:
     """Collects the state of one composition while it is built."""
 
-    def __init__(self, composer: Composer, overrides: Sequence[str]) -> None:
+    def __init__(self, composer: SearchPath, overrides: Sequence[str]) -> None:
         self.composer = composer
         self.repository = Repository(composer.loader.repository)
         self.given = tuple(overrides)

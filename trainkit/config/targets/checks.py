@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
 
-from trainkit.config.check.alternatives import OtherChoices
 from trainkit.config.composition import Composition
 from trainkit.config.provenance import KeyPath, dotted
 from trainkit.config.secrets.references import dereferenced, is_reference
+from trainkit.config.targets.alternatives import OtherChoices
 from trainkit.config.targets.build import (
     GROUP_KEYS,
     INJECTED,

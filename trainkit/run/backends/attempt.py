@@ -16,7 +16,7 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.worker_group import ProcessExit
-from trainkit.run.rendezvous.external_restarts import ExternalRestart, record_relaunch
+from trainkit.run.supervisor.external_restarts import ExternalRestart, record_relaunch
 from trainkit.run.supervisor.failure import Failure, root_cause
 
 __all__ = [

@@ -20,8 +20,8 @@ from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.folder.skipped import skipped_in
 from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.signals import StopFlag, status_of_error, stop_error
-from trainkit.run.rendezvous.store import HostedStore
+from trainkit.run.process.store import HostedStore
+from trainkit.run.signals import StopFlag, status_of_error, stop_error
 from trainkit.trainer.ownership import free_name
 
 __all__ = ["run_on"]

@@ -24,9 +24,9 @@ from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
 from trainkit.run.hang_detection.watch import Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
-from trainkit.run.process.signals import EXIT_CODES, Reason, signal_of
+from trainkit.run.process.network import socket_environ
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.run.rendezvous.network import socket_environ
+from trainkit.run.signals import EXIT_CODES, Reason, signal_of
 from trainkit.run.supervisor.failure import hanging, root_cause
 
 __all__ = ["WorkerInfo", "run_rank", "worker_payload"]

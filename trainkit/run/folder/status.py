@@ -22,7 +22,7 @@ from trainkit.cluster.host import Machine, ProcessId
 from trainkit.errors import TrainkitError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.process.signals import EXIT_CODES, status_of_error
+from trainkit.run.signals import EXIT_CODES, status_of_error
 
 __all__ = ["ENDED", "FILE", "RunStatus", "StatusFile", "read_status"]
 

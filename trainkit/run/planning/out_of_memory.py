@@ -15,8 +15,8 @@ from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, Traink
 from trainkit.report.numbers import num_bytes
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
+from trainkit.run.planning.memory_errors import MemoryKind, memory_kind
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.process.memory_errors import MemoryKind, memory_kind
 from trainkit.strategies.model_transforms import shaping_problems
 
 __all__ = ["explain_oom"]

@@ -28,7 +28,7 @@ from typing import Any, Final
 from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_descriptor
 from trainkit.run.process import parent_death_pipe
-from trainkit.run.process.signals import stop_signals
+from trainkit.run.signals import stop_signals
 from trainkit.trainer import failpoints
 
 __all__ = ["HEADER", "ForkServer", "SpawnRequest", "enter_child", "preload", "send"]

@@ -15,7 +15,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.errors import UnreadableError
 from trainkit.reading import open_descriptor, read_bytes
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.pauses import Pauses
+from trainkit.run.process.pauses import Pauses
 from trainkit.trainer import failpoints
 from trainkit.trainer.failpoints import PHASES, Phase
 

@@ -13,7 +13,7 @@ from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.rendezvous.network import own_address, socket_environ
+from trainkit.run.process.network import own_address, socket_environ
 
 __all__ = ["configure_network", "identity_for", "redirect_output"]
 

@@ -19,7 +19,7 @@ from trainkit.cluster.host import ProcessId
 from trainkit.reading import open_regular
 from trainkit.report.train_log import unrecorded
 from trainkit.run.process import parent_death_pipe
-from trainkit.run.process.signals import stop_signals
+from trainkit.run.signals import stop_signals
 
 __all__ = ["Process", "ProcessExit", "WorkerGroup"]
 

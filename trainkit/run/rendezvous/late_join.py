@@ -29,13 +29,13 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.setup import identity_for, redirect_output
-from trainkit.run.process.signals import Reason, StopFlag, stop_error
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.consistency import config_digest, config_mismatches
 from trainkit.run.rendezvous.store_client import StoreClient
 from trainkit.run.rendezvous.wait import WaitReporter
-from trainkit.run.runner import run_task
 from trainkit.run.session.async_evaluator import training_has_ended
+from trainkit.run.signals import Reason, StopFlag, stop_error
+from trainkit.run.task import run_task
 from trainkit.strategies.base import Strategy
 from trainkit.trainer import failpoints
 

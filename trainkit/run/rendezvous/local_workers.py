@@ -26,9 +26,9 @@ from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
 from trainkit.run.hang_detection.watch import Watch
-from trainkit.run.process.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.process.worker_groups import ENTRY, worker_group_factory
+from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 
 __all__ = ["VARIABLE", "LocalWorkerGroup", "launch_environment_from"]

@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 from trainkit.bounded_json import parse_json
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import LinkError
-from trainkit.run.rendezvous.network import reachable
-from trainkit.run.rendezvous.store import store_of_launch
+from trainkit.run.process.network import reachable
+from trainkit.run.process.store import store_of_launch
 from trainkit.run.rendezvous.wait import WaitReporter
 from trainkit.time_limits import Pending, call_within
 

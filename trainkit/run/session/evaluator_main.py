@@ -28,10 +28,10 @@ from trainkit.redaction import masked_output
 from trainkit.report.train_log import lasting_output
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.run.process.signals import EXIT_CODES, StopFlag
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, training_has_ended
+from trainkit.run.session.await_evaluator import bring_up_to_date
 from trainkit.run.session.outcome import best_and_last
-from trainkit.run.supervisor.await_evaluator import bring_up_to_date
+from trainkit.run.signals import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
 
 __all__ = ["main"]

@@ -11,7 +11,7 @@ from trainkit.reading import read_map
 from trainkit.run.folder.rollbacks import rollbacks_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport
-from trainkit.run.process.signals import REASONS, status_of_error
+from trainkit.run.signals import REASONS, status_of_error
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import is_checkpoint
 

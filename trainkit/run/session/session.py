@@ -19,7 +19,6 @@ from trainkit.run.folder.rollbacks import record_rollback
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.run.process.signals import REASONS
 from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import Checkpointer
 from trainkit.run.session.evaluation import EvalRunner
@@ -27,6 +26,7 @@ from trainkit.run.session.last_save import LastSave
 from trainkit.run.session.outcome import progress_of, status_of
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
 from trainkit.run.session.triggers import at_sync_points, every_n_steps, every_steps_or_epochs
+from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Placed
 from trainkit.trainer.checkpoint import Loaded

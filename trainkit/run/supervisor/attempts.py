@@ -21,9 +21,9 @@ from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEv
 from trainkit.run.hang_detection.stacks import stacks_of
 from trainkit.run.hang_detection.watch import Watch
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.process.signals import Reason, StopFlag, resize_signal, signal_of
+from trainkit.run.process.store import Rendezvous
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.run.rendezvous.store import Rendezvous
+from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.save_grace import wait_for_owner_save

@@ -21,8 +21,8 @@ from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.watch import OverdueRank
 from trainkit.run.process.error_report import ErrorReport
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
-from trainkit.run.process.signals import EXIT_CODES
 from trainkit.run.process.worker_group import ProcessExit
+from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.collective_records import waited_for
 
 __all__ = ["Failure", "Kind", "hanging", "is_clean", "root_cause", "unresponsive_rank"]

@@ -17,8 +17,8 @@ from trainkit.errors import Problem
 from trainkit.redaction import redacted_argument
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.remote import FOLDER, Remote
+from trainkit.sweeps.job_sources import JobSource
 from trainkit.sweeps.launching import Launching
-from trainkit.sweeps.loop.job_sources import JobSource
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.sweep import Sweep
 

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Final
 
 from trainkit.errors import ConfigError, DataError, HangupError, StoppedError, TerminatedError
-from trainkit.run.process.signals import is_ignored
+from trainkit.run.signals import is_ignored
 
 __all__ = ["HANGUP", "NOT_TRIED_AGAIN", "STOPPED", "died", "signals_to"]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.run.folder.lock import locked
-from trainkit.run.process.signals import stop_error, stop_signals
+from trainkit.run.signals import stop_error, stop_signals
 from trainkit.storage import reporting
-from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
+from trainkit.sweeps.job_sources import JobSource, SweepJob
 from trainkit.sweeps.loop.processes import Starter, start_fresh
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.stopping import STOPPED

@@ -16,7 +16,7 @@ import signal
 import time
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Final
+from typing import Final, Literal, Protocol
 
 from trainkit.errors import TrainkitError
 from trainkit.report.numbers import figure
@@ -24,16 +24,13 @@ from trainkit.run.folder.lock import discard_lock
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import read_status
 from trainkit.run.process.worker_group import ProcessExit
-from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
-from trainkit.sweeps.loop.processes import JobCommand, JobProcess
-from trainkit.sweeps.loop.slots import SlotLease
+from trainkit.sweeps.job_sources import JobSource, SweepJob
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess, Starter
+from trainkit.sweeps.loop.slots import SlotLease, Slots
 from trainkit.sweeps.loop.stopping import HANGUP, NOT_TRIED_AGAIN, STOPPED, died, signals_to
 from trainkit.sweeps.results.metric_stream import Watch, last_line
-from trainkit.sweeps.results.sweep_state import is_complete
+from trainkit.sweeps.results.sweep_state import SweepState, is_complete
 from trainkit.sweeps.screen import JobLine, Screen, State, View
-
-if TYPE_CHECKING:
-    from trainkit.sweeps.loop.sweep import Sweep
 
 __all__ = ["LOG", "SweepLoop"]
 
@@ -59,6 +56,23 @@ class _Running:
     stopped_by_search: bool = False
 
 
+class SweepOfLoop(Protocol):
+    """What the loop needs of the sweep whose jobs it runs."""
+
+    slots: Slots
+    record: SweepState
+    asked: set[str]
+    retries: int
+    on_error: Literal["continue", "stop"]
+
+    @property
+    def start(self) -> Starter:
+        """Starts the process of a job."""
+
+    def note(self) -> None:
+        """Write the current state."""
+
+
 class SweepLoop:
     """One call of `Sweep.run`.
 
@@ -68,7 +82,7 @@ class SweepLoop:
         screen: displays them.
     """
 
-    def __init__(self, sweep: Sweep, source: JobSource, screen: Screen) -> None:
+    def __init__(self, sweep: SweepOfLoop, source: JobSource, screen: Screen) -> None:
         self._sweep, self._source, self._screen = sweep, source, screen
         self._news: SimpleQueue[ProcessExit | int] = SimpleQueue()
         self._running: dict[int, _Running] = {}

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from trainkit.errors import AbsentFileError
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
-from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SWEEP_FILE, read_jobs
 from trainkit.trainer.ownership import set_aside
 

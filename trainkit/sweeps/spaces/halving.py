@@ -14,7 +14,7 @@ from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import redacted_argument
-from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.metric_stream import figure_at
 
 __all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]

@@ -13,7 +13,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.errors import ConfigError, Problem
-from trainkit.sweeps.loop.job_sources import JobSource, SweepJob
+from trainkit.sweeps.job_sources import JobSource, SweepJob
 from trainkit.sweeps.spaces.request import SweepRequest, asked
 
 __all__ = ["sweep"]

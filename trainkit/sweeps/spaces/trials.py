@@ -27,7 +27,7 @@ from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.schema import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
-from trainkit.sweeps.loop.job_sources import SweepJob
+from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.metric_stream import MetricRows
 from trainkit.sweeps.spaces.halving import JobOf

@@ -41,7 +41,7 @@ def exit_code(result: Mapping[str, Any]) -> int:
         >>> exit_code({"status": "stopped"})
         130
     """
-    from trainkit.run.process.signals import EXIT_CODES  # noqa: PLC0415 - the training has imported it
+    from trainkit.run.signals import EXIT_CODES  # noqa: PLC0415 - the training has imported it
 
     if str(result.get("reason")).startswith("stop_at_step"):
         return 0
@@ -57,7 +57,7 @@ def _sweep(call: Call) -> int:
 
     _refuse_launch()
     call = expand_folds(call)
-    if points := sweep_points(call):
+    if points := sweep_points(call.overrides, call.config_dirs, call.packages):
         refuse_open_folds(points)
         _distinct(call, len(points))
         from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch

@@ -93,7 +93,7 @@ class Call:
         """
         from trainkit.verbs.support.points import checked_points  # noqa: PLC0415
 
-        return checked_points(self)
+        return checked_points(self.overrides, self.config_dirs, self.packages)
 
     def check_arity(self, *, arguments: int = 0, overrides: bool = True) -> None:
         """Refuse arguments that this verb does not take.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import Composer, foreign_keys
@@ -13,29 +13,26 @@ from trainkit.config.secrets.keys import secret_keys
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret
 
-if TYPE_CHECKING:
-    from trainkit.verbs.support.call import Call
-
 __all__ = ["checked_points", "sweep_points"]
 
 
-def checked_points(call: Call) -> list[Composition]:
-    """Compose and check every combination of the comma lists of a call."""
-    composer = Composer(call.config_dirs, call.packages)
-    return _checked(composer, composer.points(call.overrides))
+def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
+    """Compose and check every combination of the comma lists of some arguments."""
+    composer = Composer(config_dirs, packages)
+    return _checked(composer, composer.points(overrides))
 
 
-def sweep_points(call: Call) -> list[Composition]:
+def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
     """Compose and check the points of a sweep: all points, or for a search a few points that hold every value.
 
     Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
     """
     from trainkit.sweeps.spaces.request import asked  # noqa: PLC0415 - for sweeps only
 
-    composer = Composer(call.config_dirs, call.packages)
-    _refuse_swept_settings(composer, call.overrides)
-    points = _checked(composer, asked(composer, call.overrides).points)
-    _refuse_swept_secrets(composer, call.overrides, points)
+    composer = Composer(config_dirs, packages)
+    _refuse_swept_settings(composer, overrides)
+    points = _checked(composer, asked(composer, overrides).points)
+    _refuse_swept_secrets(composer, overrides, points)
     return points
 
 

@@ -33,7 +33,7 @@ def run(call: Call) -> int:
     checkpoint, out = _checkpoint(call.flags), call.flags.get("out")
     board, count = ranked(call)
     target = Path(call.arguments[0]).expanduser() / "ensemble" if out is None else Path(out).expanduser()
-    from trainkit.sweeps.loop.job_sources import free_folder  # noqa: PLC0415 - for this only
+    from trainkit.sweeps.job_sources import free_folder  # noqa: PLC0415 - for this only
     from trainkit.sweeps.results.ensemble import best_of, combine, export, score  # noqa: PLC0415 - imports torch
 
     entries = best_of(board, 3 if count is None else count)

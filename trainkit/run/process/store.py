@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 from trainkit.cluster.address import Address, is_loopback
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import ConfigError, Problem
-from trainkit.run.rendezvous.network import own_address
+from trainkit.run.process.network import own_address
 
 __all__ = ["HostedStore", "Rendezvous", "store_of_launch"]
 

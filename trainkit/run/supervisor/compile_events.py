@@ -7,8 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from trainkit.run.hang_detection.self_watch import BeatCounter
 from trainkit.run.process.heartbeat import Beats
+from trainkit.run.supervisor.self_watch import BeatCounter
 
 __all__ = ["report_compiling"]
 

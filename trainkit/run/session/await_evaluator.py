@@ -21,11 +21,11 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.error_report import read_error_report
 from trainkit.run.process.heartbeat import read_heartbeat
-from trainkit.run.process.signals import REASONS
 from trainkit.run.session.async_evaluator import evaluate_checkpoints, evaluated_so_far
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end, reported_end
 from trainkit.run.session.outcome import best_and_last
 from trainkit.run.session.session import TaskSession
+from trainkit.run.signals import REASONS
 
 __all__ = ["await_evaluator", "bring_up_to_date", "describe", "evaluate_all", "findings_of"]
 

@@ -1,0 +1,235 @@
+"""Run one task of a run: one rank from its plan to `result.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainkit.cluster.identity import Identity
+from trainkit.config.identity import fingerprint
+from trainkit.config.schema import RunConfig
+from trainkit.errors import AbsentFileError, StorageError
+from trainkit.numerics.determinism import reproducible_process
+from trainkit.reading import read_map
+from trainkit.run.begin import Result
+from trainkit.run.folder.proof_records import last_proof
+from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.build import build_callbacks
+from trainkit.run.planning.out_of_memory import explain_oom
+from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.run.process.heartbeat import Beats, beats_of
+from trainkit.run.session.auxiliary import run_auxiliary
+from trainkit.run.session.await_evaluator import evaluate_all, findings_of
+from trainkit.run.session.outcome import Report, best_and_last, failure_of, reported, unless_exit
+from trainkit.run.session.restore import restore_or_init
+from trainkit.run.session.session import TaskSession
+from trainkit.run.signals import StopFlag
+from trainkit.run.supervisor.compile_events import report_compiling
+from trainkit.run.supervisor.self_watch import BeatCounter
+from trainkit.storage import reporting
+from trainkit.strategies.flight_recorder import FlightRecorder
+
+__all__ = ["run_task"]
+
+
+def run_task(
+    cfg: RunConfig,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    stop: StopFlag,
+    plan: RunPlan | None = None,
+    confirm: Callable[[], None] | None = None,
+    report: Report | None = None,
+    follow: Callable[[Callable[[], int]], None] | None = None,
+    beats: BeatCounter | None = None,
+) -> Result:
+    """Run one task of a run in this process.
+
+    Args:
+        cfg: the resolved config.
+        identity: rank and task of this process.
+        folder: the run folder; rank 0 owns it.
+        stop: requests that this process stops.
+        plan: the plan of `cfg`, if the caller has made it.
+        confirm: raises if another worker group owns the folder now; called before anything is written to it.
+        report: sends an error to the parent and the other ranks, before this rank leaves the group or closes anything;
+            None: there are no others.
+        follow: receives a function that returns the current step, once the training can begin.
+        beats: counts the heartbeats of a run of one process; None: heartbeats are written to the run folder for other
+            processes.
+
+    Returns:
+        Content of result.json on rank 0; None on other ranks.
+
+    Raises:
+        TrainkitError: the training failed; rank 0 has recorded it in result.json.
+    """
+    task = _TaskRun(
+        cfg=cfg,
+        identity=identity,
+        folder=folder,
+        stop=stop,
+        plan=plan,
+        confirm=confirm,
+        report=report,
+        follow=follow,
+        beats=beats,
+    )
+    recorder = FlightRecorder(folder.collectives_of, identity.task.rank, task.step) if identity.store else nullcontext()
+    with reproducible_process(enabled=cfg.numerics.reproducible), recorder:
+        return task.run()
+
+
+@dataclass(kw_only=True)
+class _TaskRun:
+    """One task of a run in this process; the fields are the arguments of `run_task`."""
+
+    cfg: RunConfig
+    identity: Identity
+    folder: RunFolder
+    stop: StopFlag
+    plan: RunPlan | None
+    confirm: Callable[[], None] | None
+    report: Report | None
+    follow: Callable[[Callable[[], int]], None] | None
+    beats: BeatCounter | None
+    begun: float = field(default_factory=time.perf_counter)
+    session: TaskSession | None = None
+
+    def step(self) -> int:
+        """Return the current step; -1 before the session is open."""
+        return -1 if self.session is None else self.session.run.state.step
+
+    def run(self) -> Result:
+        """Run the task to its end."""
+        try:
+            heartbeat = self.beats or beats_of(self.identity, self.folder)
+            plan = self.plan or make_plan(self.cfg)
+            if self.identity.task.rank in plan.auxiliary_ranks:
+                self._run_auxiliary(plan, heartbeat)
+                return None
+            with reporting(self.folder.path), explain_oom(plan, self.identity.task, lambda: None):
+                session = self.session = self._open(plan, heartbeat)
+        except BaseException as error:
+            lost = reported(error, self.report)
+            ending = unless_exit(error, self.report, None)
+            if self.identity.task.rank == 0:
+                with contextlib.suppress(OSError):
+                    self.folder.write_result({"skipped_steps": [], **failure_of(ending, self.folder, lost=lost)})
+            if ending is not error:
+                raise ending from error
+            raise
+        result = self._train(session, plan, heartbeat)
+        _close_and_record(session, result, self.folder, requested=lambda: self.stop.requested)
+        return result if self.identity.task.rank == 0 else None
+
+    def _run_auxiliary(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> None:
+        work = evaluate_all if self.identity.task.is_evaluator else run_auxiliary
+        with report_compiling(heartbeat):
+            work(
+                plan,
+                self.identity,
+                self.folder,
+                requested=lambda: self.stop.requested,
+                on_phase=heartbeat or _ignore_heartbeat,
+            )
+
+    def _open(self, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> TaskSession:
+        session = TaskSession(
+            plan,
+            identity=self.identity,
+            folder=self.folder.path,
+            callbacks=build_callbacks(plan.cfg),
+            fingerprint=fingerprint(plan.cfg),
+            stop_requested=lambda: self.stop.requested,
+            notes=(*_notes(self.folder), *_lost_replica_note(plan, self.identity)),
+            check_fence=self.confirm,
+            on_phase=heartbeat,
+            within_steps=heartbeat is not None and heartbeat.within_steps,
+        )
+        try:
+            restore_or_init(session, self.folder.checkpoints)
+        except BaseException as error:
+            reported(error, self.report)
+            session.close(failed=True)
+            raise
+        return session
+
+    def _train(self, session: TaskSession, plan: RunPlan, heartbeat: Beats | BeatCounter | None) -> dict[str, Any]:
+        """Train, and return the content of result.json; if that fails, save, record the error, and raise it."""
+        folder, task = self.folder, self.identity.task
+        try:
+            for one in (self.follow, None if self.beats is None else self.beats.follow):
+                if one is not None:
+                    one(lambda: session.run.state.step)
+            with (
+                reporting(folder.path),
+                explain_oom(plan, task, lambda: session.run.state.step),
+                report_compiling(heartbeat),
+            ):
+                trained = session.train()
+            total = time.perf_counter() - self.begun
+            return {**trained, "seconds_total": total, **_checkpoint_paths(folder, plan)}
+        except BaseException as error:
+            error.add_note(f"rank {task.rank}, step {session.run.state.step}")
+            lost = reported(error, self.report)
+            session.save_last(error)
+            ending = unless_exit(error, self.report, session.run.state.step)
+            failed = {**session.progress(), **failure_of(ending, folder, lost=lost), **_checkpoint_paths(folder, plan)}
+            _close_and_record(session, failed, folder, ending)
+            if ending is not error:
+                raise ending from error
+            raise
+
+
+def _ignore_heartbeat(phase: str, step: int) -> None:
+    """Ignore a heartbeat, where no process reads it."""
+
+
+def _close_and_record(
+    session: TaskSession,
+    result: dict[str, Any],
+    folder: RunFolder,
+    error: BaseException | None = None,
+    requested: Callable[[], str | None] = lambda: None,
+) -> None:
+    """Leave the process group, write the result, and call `run_end` of the callbacks, except after a second Ctrl-C.
+
+    If the run has already failed, write errors are suppressed here: the error that ended the run is raised instead.
+    """
+    session.close(failed=error is not None)
+    suppressed = () if error is None else (OSError, StorageError)
+    with contextlib.suppress(*suppressed):
+        if session.run.is_owner:
+            session.check_fence()
+            if session.plan.has_evaluator:
+                result |= findings_of(session, folder, failed=error is not None, requested=requested)
+                session.check_fence()
+            folder.write_result(result)
+    for callback in session.callbacks if not isinstance(error, KeyboardInterrupt) else ():
+        with contextlib.suppress(*suppressed):
+            callback.run_end(session.run, result)
+
+
+def _lost_replica_note(plan: RunPlan, identity: Identity) -> tuple[str, ...]:
+    """Return a note about lost replicas, if there are any."""
+    planned, present = len(plan.tasks), identity.num_ranks
+    return (f"goes on with {present} of {planned} replicas: they share the shards of each step",) * (present < planned)
+
+
+def _checkpoint_paths(folder: RunFolder, plan: RunPlan) -> dict[str, Any]:
+    """Return the checkpoint paths, the resume command, and the last proof of this training on this placement."""
+    return {**best_and_last(folder), "resume": folder.resume_command, "proved": last_proof(plan)}
+
+
+def _notes(folder: RunFolder) -> list[str]:
+    try:
+        notes: list[str] = read_map(folder.environment, {"notes": list})["notes"]
+    except AbsentFileError:  # a rank that was started by hand
+        return []
+    return [note for note in notes if isinstance(note, str)]
