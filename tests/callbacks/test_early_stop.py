@@ -13,14 +13,14 @@ from trainkit.errors import ConfigError
 
 
 def reason_after(
-    values: Iterable[float | None],
+    values: Iterable[float],
     *,
-    metric: str = "val/accuracy",
-    mode: str = "max",
+    metric: str | None = "val/accuracy",
+    mode: str | None = "max",
     stop: EarlyStop | None = None,
     folder: Path = Path(),
     **settings: Any,
-) -> str:
+) -> str | None:
     run = run_double(folder, step=10, eval={"metric": metric, "mode": mode})
     stop = stop or EarlyStop(**settings)
     for value in values:

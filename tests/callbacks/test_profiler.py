@@ -8,6 +8,7 @@ import torch
 
 from tests.callbacks.run_double import run_double
 from trainkit.callbacks.profiler import Profiler
+from trainkit.strategies.base import Status, StepOutcome
 
 
 def profiled(folder: Path, *, until: int, **settings: Any) -> Path:
@@ -16,7 +17,7 @@ def profiled(folder: Path, *, until: int, **settings: Any) -> Path:
     for step in range(1, until + 1):
         torch.zeros(step).cumsum(0)
         run.state.step = step
-        profiler.step_end(run, None)
+        profiler.step_end(run, StepOutcome(step=step, status=Status.applied, loss_sum=None, weight=0.0))
     profiler.run_end(run, {})
     return folder / "profile"
 

@@ -71,8 +71,13 @@ def test_every_rank_takes_part_where_the_model_is_computed_together(
 ) -> None:
     run = writing_run(tmp_path)
     run.is_owner, run.computes_together = False, True
-    asked = []
-    monkeypatch.setattr(Sample, "text", lambda _, asking: asked.append(asking) or "text")
+    asked: list[Run] = []
+
+    def text(_: Sample, asking: Run) -> str:
+        asked.append(asking)
+        return "text"
+
+    monkeypatch.setattr(Sample, "text", text)
     Sample().train_end(run, {"status": "finished"})
 
     assert asked == [run]

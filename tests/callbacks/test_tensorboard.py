@@ -26,7 +26,7 @@ def read(folder: Path) -> EventAccumulator:
 
 
 def written(
-    folder: Path, *, step: int = 0, steps: tuple[int, ...] = (10,), example: torch.Tensor | None = None
+    folder: Path, *, step: int = 0, steps: tuple[int, ...] = (10,), example: tuple[torch.Tensor, ...] | None = None
 ) -> EventAccumulator:
     run, board = run_double(folder, step=step), TensorBoard()
     board.run_start(run)

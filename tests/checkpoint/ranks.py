@@ -6,14 +6,16 @@ import resource
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from tests.support.pool import Place
 from trainkit.errors import CheckpointError
+from trainkit.storage import file_limit
 from trainkit.strategies.groups.collective import GroupCollective
-from trainkit.strategies.groups.gather_objects import all_gather_object as _tell_all
+from trainkit.strategies.groups.gather_objects import all_gather_object
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 from trainkit.trainer import failpoints
 from trainkit.trainer.checkpoint import Retention, ShardedSaver, sha256_of_pieces
@@ -113,18 +115,17 @@ def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     large = torch.zeros(1 << 16)
     pieces = {f"param/{place.rank}": [TensorShard.whole(large)]}
-    saver, asked = ShardedSaver(root, together(place)), space.file_limit
+    saver = ShardedSaver(root, together(place))
+    limit = file_limit if asks_before else lambda: None
     try:
-        if not asks_before:
-            space.file_limit = lambda: None
         if place.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, before[1]))
-        saver.save(step=2, pieces=pieces, meta={})
-        saver.close()
+        with mock.patch.object(space, "file_limit", limit):
+            saver.save(step=2, pieces=pieces, meta={})
+            saver.close()
     except CheckpointError as error:
         return str(error)
     finally:
-        space.file_limit = asked
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     return "saved"
@@ -132,16 +133,17 @@ def fill_the_disk(place: Place, root: Path, asks_before: bool) -> str:
 
 def save_apart(place: Place, root: Path) -> str:
     """Each rank has a folder of its own, as on hosts that share none."""
-    module._PATIENCE_S = 0.1  # type: ignore[misc]
-    if place.rank == 1:
-        module.all_gather_object = lambda content, everyone: [  # type: ignore[assignment]
+
+    def gather_moved(content: Any, everyone: Any) -> list[Any]:
+        return [
             text.replace(str(root), f"{root}/elsewhere") if isinstance(text, str) and text.startswith("/") else text
-            for text in _tell_all(content, everyone)
+            for text in all_gather_object(content, everyone)
         ]
-    try:
-        ShardedSaver(root, together(place)).save(step=2, pieces=held(place), meta={})
-    except CheckpointError as error:
-        return str(error)
-    finally:
-        module._PATIENCE_S, module.all_gather_object = 10.0, _tell_all  # type: ignore[misc]
+
+    gather = gather_moved if place.rank == 1 else all_gather_object
+    with mock.patch.multiple(module, _PATIENCE_S=0.1, all_gather_object=gather):
+        try:
+            ShardedSaver(root, together(place)).save(step=2, pieces=held(place), meta={})
+        except CheckpointError as error:
+            return str(error)
     return "saved"

@@ -9,7 +9,7 @@ import torch
 from tests.support.present import present
 from trainkit.errors import CheckpointError
 from trainkit.trainer import failpoints
-from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load
+from trainkit.trainer.checkpoint import BackgroundSaver, Retention, background, list_complete, load, save
 from trainkit.trainer.manifest import Checkpoint
 
 
@@ -17,7 +17,7 @@ from trainkit.trainer.manifest import Checkpoint
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits for this event."""
     gate = threading.Event()
-    write = background.save
+    write = save
 
     def wait_and_save(*args: Any, **kwargs: Any) -> Checkpoint:
         assert gate.wait(10)

@@ -39,7 +39,7 @@ def zero_all(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
-DAMAGE = {
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a flipped bit": (lambda path: flip_bit(path, 10_000), "is not what was written (SHA-256 differs)"),
     "a flipped bit in the header": (lambda path: flip_bit(path, 20), "is not what was written (SHA-256 differs)"),
     "a flipped bit in the length": (lambda path: flip_bit(path, 3), "is not what was written (SHA-256 differs)"),
@@ -113,7 +113,11 @@ def test_a_checkpoint_of_a_newer_format_is_refused_not_guessed(two: Path, monkey
     monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 2)
     save(two, step=3, tensors={}, meta={})
     monkeypatch.setattr("trainkit.trainer.manifest.FORMAT", 1)
-    for read in (lambda: load(two / "step_00000003"), lambda: newest_valid(two, pytest.fail)):
+    readers: tuple[Callable[[], object], ...] = (
+        lambda: load(two / "step_00000003"),
+        lambda: newest_valid(two, pytest.fail),
+    )
+    for read in readers:
         with pytest.raises(CheckpointError, match="has format 2; this version of trainkit reads format 1"):
             read()
 

@@ -10,7 +10,9 @@ from tests.support.present import present
 from trainkit.trainer.checkpoint import Retention, list_complete, newest_valid, save
 
 
-def save_all(root: Path, metrics: Sequence[float | None], retention: Retention) -> tuple[list[int], list[str]]:
+def save_all(
+    root: Path, metrics: Sequence[float | None], retention: Retention
+) -> tuple[list[int], dict[str, str | None]]:
     for step, metric in enumerate(metrics, start=1):
         save(root, step=step, tensors={}, meta={}, metric=metric, retention=retention)
     names = json.loads((root / "index.json").read_text())

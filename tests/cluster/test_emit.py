@@ -53,8 +53,8 @@ def run(cwd: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
         command = ["bash", "-c", script, "bash", *arguments]
         done = subprocess.run(command, env={"PATH": path, **variables}, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        command, *words = done.stdout.splitlines()
-        return [command.rpartition("/")[2], *words]
+        called, *words = done.stdout.splitlines()
+        return [called.rpartition("/")[2], *words]
 
     return call
 
@@ -114,7 +114,7 @@ def test_a_batch_script_starts_a_task_a_gpu(emit: Callable[..., str], run: Calla
 
 
 def test_a_train_job_gives_each_node_its_processes_and_the_shared_volume(emit: Callable[..., str]) -> None:
-    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+    from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob  # type: ignore[import-untyped]
 
     text = emit("kubernetes", *FLAGS["kubernetes"], "--namespace", "me", "--time", "01:00:00", *TWO_HOSTS)
     document = yaml.safe_load(text)
@@ -160,7 +160,9 @@ def test_a_task_of_skypilot_tells_torchrun_who_it_is(emit: Callable[..., str], r
 def test_a_container_links_its_runs_to_what_is_shared(
     emit: Callable[..., str], run: Callable[..., list[str]], cwd: Path
 ) -> None:
-    trainer = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"]["trainer"]
+    trainer: dict[str, list[str]] = yaml.safe_load(emit("kubernetes", *FLAGS["kubernetes"], *TWO_HOSTS))["spec"][
+        "trainer"
+    ]
     shell, flag, script, *words = [*trainer["command"], *trainer["args"]]
     assert (shell, flag) == ("sh", "-c")
     assert run(script, *words[1:]) == ["torchrun", "-m", "trainkit", "strategy=multi_worker_mirrored"]

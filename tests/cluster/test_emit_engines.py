@@ -42,7 +42,8 @@ def trainkit(*arguments: str, cwd: Path) -> str:
 
 def result_in(folder: Path) -> dict[str, Any]:
     (found,) = folder.glob("outputs/digits/*/result.json")
-    return json.loads(found.read_text())
+    result: dict[str, Any] = json.loads(found.read_text())
+    return result
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
@@ -60,7 +61,7 @@ def mirrored(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The bits of the same training on one host."""
     folder = tmp_path_factory.mktemp("mirrored")
     trainkit("strategy=mirrored", "strategy.replicas=2", *SAME, cwd=folder)
-    return result_in(folder)["weights_sha256"]
+    return str(result_in(folder)["weights_sha256"])
 
 
 def test_the_torchrun_script_trains_to_the_same_bits_as_mirrored(cwd: Path, mirrored: str) -> None:

@@ -7,7 +7,7 @@ from tests.cluster.refusals import refused
 from tests.support.present import present
 from trainkit.cluster.spec import Spec
 
-FOUR = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
+FOUR: dict[str, Any] = {"chief": "a:1", "worker": ("b:1", "b:2"), "evaluator": ("c:1",)}
 
 
 def tf_config(cluster: object, task: object) -> dict[str, str]:

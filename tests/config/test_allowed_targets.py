@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,19 +161,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_model(model_name: str, **_: object) -> nn.Module:
         return nn.Identity()
 
-    models = types.ModuleType("torchvision.models")
+    models: Any = types.ModuleType("torchvision.models")
     resnet18.__module__, create_model.__module__ = "torchvision.models.resnet", "timm.models._factory"
     models.resnet18, models.get_model = resnet18, create_model
     models.list_models = lambda: ["resnet18"]
     models.get_model_builder = {"resnet18": resnet18}.__getitem__
-    timm, torchvision = types.ModuleType("timm"), types.ModuleType("torchvision")
+    timm: Any = types.ModuleType("timm")
+    torchvision: Any = types.ModuleType("torchvision")
     timm.create_model = create_model
     for name, module in (("timm", timm), ("torchvision", torchvision), ("torchvision.models", models)):
         monkeypatch.setitem(sys.modules, name, module)
     torchvision.models = models
 
 
-def test_builders_of_torchvision_and_timm_are_called(fake: Path) -> None:
+def test_builders_of_torchvision_and_timm_are_called(fake: None) -> None:
     assert isinstance(build({"_target_": "torchvision.models.resnet18"}, "model"), nn.Identity)
     assert isinstance(build({"_target_": "timm.create_model", "model_name": "resnet18"}, "model"), nn.Identity)
 
@@ -196,7 +198,7 @@ def test_builders_of_torchvision_and_timm_are_called(fake: Path) -> None:
         ),
     ],
 )
-def test_timm_is_given_names_of_its_own_alone(fake: Path, more: dict[str, str], rule: str) -> None:
+def test_timm_is_given_names_of_its_own_alone(fake: None, more: dict[str, str], rule: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build({"_target_": "timm.create_model", **more}, "model")
     assert str(caught.value.problems[0]) == rule

@@ -103,6 +103,6 @@ def test_a_signature_tells_keys_defaults_and_whether_there_may_be_more() -> None
 
 def test_a_class_whose_annotations_do_not_resolve_still_has_keys() -> None:
     class Odd:
-        def __init__(self, size: "Nowhere" = 3) -> None: ...  # noqa: F821
+        def __init__(self, size: "Nowhere" = 3) -> None: ...  # type: ignore[name-defined]  # noqa: F821
 
     assert signature_keys(Odd) == ("size",)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 
@@ -33,7 +34,7 @@ CANDIDATES = (
 )
 
 
-def run_level_keys(kind: type[RunConfig] = RunConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+def run_level_keys(kind: Any = RunConfig, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     for field in fields(kind):
         hint = plain(hints_of(kind)[field.name])
         if is_dataclass(hint):

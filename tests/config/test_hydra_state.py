@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import yaml
@@ -20,7 +20,7 @@ from trainkit.config.paths import shipped_conf
 
 
 def state() -> tuple[object, ...]:
-    base = Singleton._instances.get(version.VersionBase)
+    base: Any = Singleton._instances.get(version.VersionBase)
     return (
         GlobalHydra.instance().is_initialized(),
         HydraConfig.instance().cfg,

@@ -2,6 +2,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_another_key_that_quotes_a_secret_hides_it() -> None:
 
 
 def test_switches_and_absence_are_no_secrets() -> None:
-    values = {"data": {"token": None, "api_key": True, "secret": "", "auth": {}}}
+    values: dict[str, Any] = {"data": {"token": None, "api_key": True, "secret": "", "auth": {}}}
     assert redacted(values) == (values, {})
 
 

@@ -51,7 +51,7 @@ def test_a_device_map_of_one_device_gives_blocks_the_objects_themselves(named: s
 
 
 def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -> None:
-    model = refused_models.REFUSED["ListBetweenBlocks"]()
+    model: Any = refused_models.REFUSED["ListBetweenBlocks"]()
     moved: list[ObjectSnapshot] = []
     model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
     model.second.register_forward_hook(placing._check_given("second", moved))

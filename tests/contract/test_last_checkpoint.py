@@ -26,7 +26,7 @@ PHASES = ("data", "forward", "reduce", "update")
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], dict[str, Any]]:
     return {strategy: run(tmp_path_factory.mktemp("whole"), *FIXED, *strategy) for strategy in ((), (CENTRAL,))}
 
 
@@ -42,7 +42,7 @@ def counts(folder: Path) -> list[int]:
     return next(state["counts"] for name, state in meta["callbacks"].items() if name.endswith("Failing"))
 
 
-def ends_alike(folder: Path, whole: dict[str, Any], saved_at: int, *overrides: str) -> None:
+def ends_alike(folder: Path, whole: dict[tuple[str, ...], dict[str, Any]], saved_at: int, *overrides: str) -> None:
     """The last checkpoint is that of a step, and the run that goes on from it ends as one that was not disturbed."""
     assert [one.step for one in list_complete(folder / "checkpoints")][:1] == [saved_at]
     assert json.loads((folder / "result.json").read_text())["steps"] == saved_at
@@ -71,7 +71,7 @@ LONG = pytest.mark.long
     ],
 )
 def test_an_error_of_a_callback_saves_the_step_before_it(
-    tmp_path: Path, whole: dict[str, Any], hook: str, step: int
+    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], hook: str, step: int
 ) -> None:
     failing.planted.add((hook, step))
     with pytest.raises(RuntimeError, match="planted"):
@@ -82,7 +82,7 @@ def test_an_error_of_a_callback_saves_the_step_before_it(
 @pytest.mark.parametrize("strategy", [(), pytest.param((CENTRAL,), marks=LONG)], ids=["one_device", "central_storage"])
 @pytest.mark.parametrize("phase", ["backward", *(pytest.param(one, marks=LONG) for one in PHASES)])
 def test_an_error_within_a_step_saves_the_step_before_it(
-    tmp_path: Path, whole: dict[str, Any], phase: str, strategy: tuple[str, ...]
+    tmp_path: Path, whole: dict[tuple[str, ...], dict[str, Any]], phase: str, strategy: tuple[str, ...]
 ) -> None:
     """By backward the first shard has moved the statistics of batch normalisation: they are put back."""
     failpoints.reload({"TRAINKIT_FAIL": f"step=5,phase={phase},action=raise"})

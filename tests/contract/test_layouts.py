@@ -27,7 +27,7 @@ CHANNELS_LAST = Case(task="channels_last", global_size=8, micro_size=2)
 TRANSPOSED = Case(task="transposed", global_size=16, micro_size=8)
 BASES = pytest.mark.parametrize("base", [CHANNELS_LAST, TRANSPOSED], ids=["channels_last", "transposed"])
 TIED = Case(task="transposed_tied", optimizer="adamw", global_size=8, micro_size=2)
-REPRODUCIBLE = {"precision": "fp32", "reproducible": True, "optimizer": "adamw", "max_norm": 0.5}
+REPRODUCIBLE: dict[str, Any] = {"precision": "fp32", "reproducible": True, "optimizer": "adamw", "max_norm": 0.5}
 
 
 def _sha256s(pool: Pool, case: Case) -> list[str]:

@@ -93,7 +93,7 @@ def test_a_step_that_is_finite_when_trained_again_leaves_no_trace(strategy: str,
 
 
 def test_a_second_bad_step_since_the_restored_checkpoint_ends_the_run(tmp_path: Path) -> None:
-    settings = (*POISONED, "numerics.on_nonfinite=rollback", "eval.every_epochs=null", "steps=9")
+    settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=rollback", "eval.every_epochs=null", "steps=9")
     settings = tuple(one for one in settings if not one.startswith("checkpoint."))
     with pytest.raises(NonFiniteError) as caught:
         run(tmp_path / "run", *settings)
@@ -112,7 +112,7 @@ def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
     def die(*_: Any) -> None:
         raise RuntimeError("killed")
 
-    settings = (*POISONED, "numerics.on_nonfinite=rollback", "steps=3")
+    settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=rollback", "steps=3")
     with monkeypatch.context() as patched:
         patched.setattr(MetricsFile, "rolled_back", die)
         with pytest.raises(RuntimeError, match="killed"):
@@ -124,7 +124,7 @@ def test_a_run_killed_in_a_rollback_leaves_the_step_out_when_resumed(
 
 
 def test_a_resumed_run_still_lists_what_was_left_out_before(tmp_path: Path) -> None:
-    settings = (*POISONED, "numerics.on_nonfinite=skip", "steps=3")
+    settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=skip", "steps=3")
     run(tmp_path / "run", *settings, "stop_at_step=2")
     result = run(tmp_path / "run", *settings, "resume=auto")
     assert [one["step"] for one in result["skipped_steps"]] == [1]
@@ -145,7 +145,7 @@ def test_a_rolled_back_run_logs_each_step_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loader", ["loader.num_workers=1", "data=stream_of_points"])
 def test_every_way_of_reading_can_go_back(loader: str, tmp_path: Path) -> None:
-    settings = (*POISONED, "numerics.on_nonfinite=rollback", "steps=7", "checkpoint.every_steps=3")
+    settings: tuple[str, ...] = (*POISONED, "numerics.on_nonfinite=rollback", "steps=7", "checkpoint.every_steps=3")
     if loader.startswith("data="):
         settings = (
             *ODD,

@@ -162,12 +162,13 @@ def test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words(named: s
 
 
 def test_every_model_that_is_refused_has_its_words() -> None:
-    (mark,) = test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words.pytestmark
+    case: Any = test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words
+    (mark,) = case.pytestmark
     assert {named for named, _ in mark.args[1]} == set(refused_models.REFUSED)
 
 
 def test_looking_at_a_model_leaves_its_attributes_and_all_generators_as_they_were() -> None:
-    model = object_models.BlockThatCounts()
+    model: Any = object_models.BlockThatCounts()
     state = torch.get_rng_state()
     assert Pipeline().problems_with(model, PlanContext(sample=POINT)) == []
     assert (model.first.calls, model.first.sizes) == (0, [0])

@@ -28,6 +28,7 @@ def keyed_loss_sum(case: Case) -> reference.LossSum:
     def loss_sum(model: nn.Module, batch: reference.Sample) -> tuple[torch.Tensor, float]:
         inputs, targets = batch
         step, shard = next(calls)
+        assert isinstance(model, nn.Sequential)
         first, activation, dropout, last = model
         hidden = activation(first(inputs))
         torch.manual_seed(reference.chain(case.seed, step, shard, block) & 0xFFFFFFFF)

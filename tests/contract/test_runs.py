@@ -16,7 +16,7 @@ POINTS = ("model=net", "data=points", "batch.global_size=16", "batch.micro_size=
 
 def points_oracle(**settings: Any) -> reference.Trained:
     data = zoo.Points()
-    known = {"model": zoo.Net(), "optimizer": reference.sgd(), "rate": lambda _: 0.1, "num_steps": 9}
+    known: dict[str, Any] = {"model": zoo.Net(), "optimizer": reference.sgd(), "rate": lambda _: 0.1, "num_steps": 9}
     samples = [data[index] for index in range(37)]
     return reference.train(samples=samples, loss_sum=zoo.classes_sum, global_size=16, seed=3, **(known | settings))
 

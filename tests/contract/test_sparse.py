@@ -113,7 +113,7 @@ def test_momentum_of_sparse_gradients_is_saved_as_a_dense_tensor(pool: Pool) -> 
 
 
 def test_what_is_spared_is_measured() -> None:
-    grad = torch.sparse_coo_tensor([[3, 3, 7]], torch.ones(3, 4), (100, 4))
+    grad = torch.sparse_coo_tensor(torch.tensor([[3, 3, 7]]), torch.ones(3, 4), (100, 4))
     total, sent = gather_sparse(grad, torch.zeros(100, 4), sparse_dim=1, collective=LocalCollective())
     assert total.coalesce().indices().tolist() == [[3, 7]]
     assert sent == 2 * (4 + 4 * 4)  # an index of 4 bytes and 4 floats a row
@@ -122,7 +122,9 @@ def test_what_is_spared_is_measured() -> None:
 
 
 def test_numbers_of_sparse_gradients_are_changed_in_place() -> None:
-    grads, values = with_values([torch.ones(2), None, torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,))])
+    grads, values = with_values(
+        [torch.ones(2), None, torch.sparse_coo_tensor(torch.tensor([[1, 1]]), [1.0, 2.0], (3,))]
+    )
     torch._foreach_mul_(values, 2.0)
     assert present(grads[0]).tolist() == [2.0, 2.0]
     assert present(grads[2]).to_dense().tolist() == [0.0, 6.0, 0.0]
@@ -133,7 +135,8 @@ def figures_of(place: Place, case: Case) -> dict[str, float]:
     placed = rank._place(0)
     rank._steps(placed, 1)
     rank.strategy.leave(placed)
-    return placed.step_metrics
+    figures: dict[str, float] = placed.step_metrics
+    return figures
 
 
 def test_a_step_says_how_dense_its_sparse_gradients_are_and_what_that_spares(pool: Pool) -> None:

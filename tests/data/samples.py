@@ -25,7 +25,7 @@ class Squares:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
         self.reads += 1
         return torch.tensor([float(index)]), index * index
 

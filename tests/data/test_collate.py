@@ -9,7 +9,9 @@ from trainkit.errors import DataError
 
 
 def test_numbers_arrays_and_tensors_become_tensors_and_text_stays() -> None:
-    samples = [{"x": np.float32([i, i]), "n": i, "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)]
+    samples = [
+        {"x": np.array([i, i], dtype=np.float32), "n": i, "f": i / 2, "ok": True, "t": f"s{i}"} for i in range(2)
+    ]
 
     batch = collate(samples, [0, 1])
 

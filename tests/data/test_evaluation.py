@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -47,6 +48,7 @@ def test_random_samples_are_the_same_at_each_evaluation() -> None:
 def test_stopping_early_leaves_no_process() -> None:
     running = iter(batches(Squares(10), num_workers=1))
     next(running)
+    assert isinstance(running, Generator)
     running.close()
 
 

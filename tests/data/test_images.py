@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def idx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         files = {f"{stem}-images-idx3-ubyte": bytes(16 + count * 784), f"{stem}-labels-idx1-ubyte": bytes(8 + count)}
         for name, content in files.items():
             (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content, 1))
-            monkeypatch.setitem(fashion_mnist._SHA256, name, fashion_mnist.hashlib.sha256(content).hexdigest())
+            monkeypatch.setitem(fashion_mnist._SHA256, name, hashlib.sha256(content).hexdigest())
     return tmp_path
 
 

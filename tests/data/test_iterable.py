@@ -49,7 +49,7 @@ class SavedLines(Lines):
         self.at = state["at"]
 
 
-def numbers(loader: Loader, step: int, shards: tuple[int, int] = (0, 1)) -> list[list[int]]:
+def numbers(loader: Loader, step: int, shards: tuple[int, ...] = (0, 1)) -> list[list[int]]:
     return [batch[0].tolist() for batch in loader.fetch(Ticket(step, shards))]
 
 

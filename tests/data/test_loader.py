@@ -111,7 +111,7 @@ def test_a_ticket_without_shards_reads_nothing() -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"num_workers": 2}], ids=["direct", "workers"])
 def test_augmentation_depends_on_seed_epoch_and_sample_only(settings: dict[str, int]) -> None:
-    whole = {}
+    whole: dict[tuple[int, int], set[tuple[float, float]]] = {}
     for start in (0, 4):
         loader = make_loader(Noisy(9), **settings)
         for step in range(start, 6):
@@ -157,7 +157,7 @@ def test_an_empty_dataset_is_named() -> None:
 
 
 class Broken(Squares):
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, float]:
         if index == 5:
             raise OSError("disk gone")
         return super().__getitem__(index)

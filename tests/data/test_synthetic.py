@@ -10,10 +10,17 @@ from trainkit.data.sets.synthetic import Synthetic, SyntheticTokens
 from trainkit.errors import ConfigError
 
 
+def tensors(data: Synthetic) -> tuple[torch.Tensor, torch.Tensor]:
+    samples, labels = collated(data)
+    assert isinstance(samples, torch.Tensor)
+    assert isinstance(labels, torch.Tensor)
+    return samples, labels
+
+
 @pytest.mark.parametrize("shape", [[6], [2, 8, 8], [3, 20, 20]])
 def test_samples_are_the_same_whole_or_one_by_one(shape: list[int]) -> None:
     data = Synthetic(split="train", shape=shape, num_samples=12)
-    samples, labels = collated(data)
+    samples, labels = tensors(data)
 
     assert samples.shape == (12, *shape)
     assert torch.equal(samples[7], data[7][0])
@@ -22,7 +29,7 @@ def test_samples_are_the_same_whole_or_one_by_one(shape: list[int]) -> None:
 
 def test_samples_lie_nearest_to_the_prototype_of_their_class() -> None:
     data = Synthetic(split="val", shape=[64], val_samples=200, noise=0.5)
-    samples, labels = collated(data)
+    samples, labels = tensors(data)
 
     nearest = torch.cdist(samples, data._prototypes).argmin(1)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ def test_a_text_is_numbered_by_its_sorted_characters(text: Path) -> None:
     data = TextFile(path=text, split="train", context=4)
 
     assert data.characters == "abcdefghij"
-    assert data[1] == (pytest.approx([4, 5, 6, 7]), pytest.approx([5, 6, 7, 8]))
+    expected: Any = (pytest.approx([4, 5, 6, 7]), pytest.approx([5, 6, 7, 8]))
+    assert data[1] == expected
     assert data.decode(data.encode("fade!")) == "fade"
 
 
@@ -105,8 +107,9 @@ def test_an_address_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatc
 def test_a_text_that_does_not_do_is_refused(
     text: Path, settings: dict[str, Path] | dict[str, int], message: str
 ) -> None:
+    given: dict[str, Any] = {"path": text, "split": "train", **settings}
     with pytest.raises(DataError, match=message):
-        TextFile(**{"path": text, "split": "train", **settings})
+        TextFile(**given)
 
 
 def test_the_library_of_the_interpreter_is_a_text_of_bytes() -> None:
@@ -119,7 +122,7 @@ def test_the_library_of_the_interpreter_is_a_text_of_bytes() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["uint16", "uint32"])
-def test_tokens_are_read_from_a_memory_map(tmp_path: Path, dtype: str) -> None:
+def test_tokens_are_read_from_a_memory_map(tmp_path: Path, dtype: Literal["uint16", "uint32"]) -> None:
     np.arange(20).astype(f"<{dtype[0]}{int(dtype[4:]) // 8}").tofile(tmp_path / "train.bin")
     np.arange(8).astype(dtype).tofile(tmp_path / "val.bin")
 

@@ -37,7 +37,8 @@ class Gathered:
 
 
 def states() -> tuple[Any, ...]:
-    return torch.default_generator.get_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()  # noqa: NPY002
+    numpys: Any = np.random.get_state()  # noqa: NPY002
+    return torch.default_generator.get_state().tolist(), random.getstate(), numpys[1].tolist()
 
 
 def read(dataset: Any, *, steps: range = range(3), **settings: Any) -> list[Any]:

@@ -69,7 +69,7 @@ def mounted(place: Path, options: str) -> Iterator[Path]:
         PermissionError: this process may not mount; says why.
     """
     place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", options, "none", place]
+    command = ["mount", "-t", "tmpfs", "-o", options, "none", str(place)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     if done.returncode:
         raise PermissionError(done.stderr.strip())

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def _exchange() -> None:
     dist.all_reduce(torch.ones(5))
 
 
-ACTIONS = {
+ACTIONS: dict[str, Callable[[], object]] = {
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "exited 0": lambda: os._exit(0),
     "sys.exit": lambda: sys.exit(0),

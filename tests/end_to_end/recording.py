@@ -47,7 +47,8 @@ def samples_by_step(log: Path, *, num_samples: int, global_size: int) -> dict[in
     """The samples that each step was made of; a step that was computed again counts once, the last time."""
     per_epoch = -(-num_samples // global_size)
     found: dict[int, list[int]] = {}
-    step, taken = 0, []
+    step = 0
+    taken: list[int] = []
     for line in log.read_text().splitlines():
         word, number = line.split()
         if word == "start":

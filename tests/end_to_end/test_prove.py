@@ -1,6 +1,7 @@
 """`trainkit prove` says the same training of ours, and another one of a user's broken strategy."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,7 +167,7 @@ def tensors(*values: float) -> dict[int, dict[str, torch.Tensor]]:
     return {step: {"param/w": torch.tensor([value, 1.0], dtype=torch.float64)} for step, value in enumerate(values, 1)}
 
 
-def verdict(found: dict[int, dict[str, torch.Tensor]], **more: object) -> tuple[str, int | None]:
+def verdict(found: dict[int, dict[str, torch.Tensor]], **more: Any) -> tuple[str, int | None]:
     (one,) = compare(tensors(1.0, 1.0), found, **more)
     return one.verdict, one.first_step
 

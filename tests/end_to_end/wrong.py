@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.models.mlp import Mlp
 from trainkit.numerics.batch import Ticket
@@ -45,7 +45,9 @@ class Drifting(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         self.passes += 1
         if self.training and self.passes == 4 and os.environ.get("TRAINKIT_RANK") == "1":
-            self.layers[-1].bias.data[0] += 1e-6
+            last = self.layers[-1]
+            assert isinstance(last, nn.Linear)
+            last.bias.data[0] += 1e-6
         return super().forward(inputs)
 
 

@@ -8,7 +8,6 @@ from tests.run import fake_worker
 from trainkit.run.backends import worker as rank
 
 if __name__ == "__main__":
-    rank._WORKER = (sys.executable, str(Path(fake_worker.__file__)))
-    rank._POLL_S = 0.02
+    setattr(rank, "_WORKER", (sys.executable, str(Path(fake_worker.__file__))))  # noqa: B010 - it is Final
     cargo, place, attempt = map(json.loads, sys.argv[1:])
     rank.run_rank(cargo, rank.WorkerInfo(**place), attempt)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import pytest
 
@@ -24,9 +24,10 @@ from trainkit.run.backends.attempt import begin_attempt, wait_for_attempt
 from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.driver import run_on
 from trainkit.run.folder.run_folder import RunFolder
+from trainkit.run.planning.plan import RunPlan
 
 
-def started_rank(job: BackendJob, number: int, attempt: list[str] | None) -> subprocess.Popen:
+def started_rank(job: BackendJob, number: int, attempt: list[str] | None) -> subprocess.Popen[bytes]:
     place = {"rank": number, "num_ranks": job.num_ranks, "local_rank": number, "num_local": job.num_ranks}
     command = [sys.executable, "-m", "tests.engines.started", *map(json.dumps, (job.payload, place, attempt))]
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -73,7 +74,7 @@ def train(
 ) -> dict[str, Any]:
     cfg = RunConfig.from_dict({"supervisor": {"max_restarts": 1, **supervisor}})
     tasks = tuple(Task(role="worker", index=number, rank=number) for number in range(num_ranks))
-    return run_on(engine or Simple(), SimpleNamespace(tasks=tasks, cfg=cfg), folder)
+    return run_on(engine or Simple(), cast("RunPlan", SimpleNamespace(tasks=tasks, cfg=cfg)), folder)
 
 
 def test_the_ranks_run_to_the_end_and_rank_0_is_heard(
@@ -141,12 +142,12 @@ def test_a_request_to_stop_reaches_the_ranks(
     folder: RunFolder, fake: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake("steps=1000 pause=0.01")
-    requested = []
+    requested: list[Any] = []
 
-    class Flag(contextlib.nullcontext):
-        requested = None
+    class Flag(contextlib.nullcontext[Any]):
+        requested: str | None = None
 
-        def __enter__(self) -> Self:
+        def __enter__(self) -> Any:
             requested.append(self)
             return self
 

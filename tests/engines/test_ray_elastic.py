@@ -24,7 +24,7 @@ RUN = (
 ELASTIC = ("strategy=mirrored", "strategy.replicas=2", "elastic.min_replicas=1", "elastic.retry_s=3")
 
 
-def train(folder: str, *more: str) -> subprocess.Popen:
+def train(folder: str, *more: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "trainkit", *RUN, f"hydra.run.dir={folder}", "quiet=true", *more]
     return subprocess.Popen(command)
 

@@ -14,6 +14,7 @@ import pytest
 
 from tests.engines.test_engines import needs
 from tests.launchers.one_node_slurm import program, slurm
+from tests.support.present import present
 from tests.support.settings import latest
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -28,7 +29,8 @@ def trainkit(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
 
 
 def result(folder: str | Path) -> dict[str, Any]:
-    return json.loads((Path(folder) / "result.json").read_text())
+    found: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
+    return found
 
 
 def below(cwd: Path) -> list[str]:
@@ -99,12 +101,12 @@ def test_a_job_that_is_preempted_saves_and_goes_on(cwd: Path, one_node: None) ->
         time.sleep(0.1)
     (submitted,) = Path("sweep/.jobs/submitit").glob("*_submitted.pkl")
     job = submitted.name.removesuffix("_submitted.pkl")
-    subprocess.run([program("scancel"), "--signal=USR2", job], check=True)
+    subprocess.run([present(program("scancel")), "--signal=USR2", job], check=True)
     while not Path("sweep/0/result.json").exists():
         time.sleep(0.1)
     assert result("sweep/0")["status"] == "preempted"
     Path("slow").unlink()
-    now = [program("scontrol"), "update", f"JobId={job}", "StartTime=now"]
+    now = [present(program("scontrol")), "update", f"JobId={job}", "StartTime=now"]
     while sweep.poll() is None:  # what is queued again waits for two minutes, unless it is told not to
         subprocess.run(now, capture_output=True, check=False)
         time.sleep(1)

@@ -5,10 +5,9 @@ import io
 import os
 import socket
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
-from tests.end_to_end.attribution import Outcome
 from tests.support.pool import Place
 from tests.support.settings import latest
 
@@ -29,6 +28,10 @@ def variables(place: Place, port: int) -> dict[str, str]:
         "RANK": str(place.rank), "WORLD_SIZE": str(place.num_ranks), "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }  # fmt: skip
+
+
+Outcome = tuple[dict[str, Any] | None, tuple[str, int, str] | None, str]
+"""What it returned, what it raised, what it printed."""
 
 
 def train(place: Place, folder: str, port: int, *overrides: str, environ: dict[str, str] | None = None) -> Outcome:

@@ -26,7 +26,8 @@ class Cluster:
     """The processes of a spec, in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.processes = folder, {}
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[str]] = {}
         ports = dict(zip(ROLES, (free_port() for _ in ROLES), strict=True))
         self.members = {role.partition(":")[0]: [f"127.0.0.1:{port}"] for role, port in ports.items()}
 

@@ -34,7 +34,7 @@ def environ(**more: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"} | more
 
 
-def start(*command: str, **variables: str) -> subprocess.Popen:
+def start(*command: str, **variables: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     return subprocess.Popen(command, env=environ(**variables), stdout=pipe, stderr=pipe, text=True)
 
@@ -53,7 +53,7 @@ def detected(text: str) -> str:
 
 
 def sha256(folder: str | Path) -> str:
-    return json.loads((Path(folder) / "result.json").read_text())["weights_sha256"]
+    return str(json.loads((Path(folder) / "result.json").read_text())["weights_sha256"])
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,8 @@ def wait_for_ever(patience: WaitReporter) -> None:
 
 
 def test_who_is_missing_is_told_now_and_then_and_the_wait_ends() -> None:
-    said, clock = [], Clock()
+    said: list[str] = []
+    clock = Clock()
     who = "worker:1 (10.0.0.2:2222)"
     patience = WaitReporter(lambda: who, timeout_s=60.0, log=said.append, clock=clock, sleep=clock.sleep)
     with pytest.raises(HangError) as caught:

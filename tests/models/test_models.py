@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from trainkit.models.mlp import Mlp
 from trainkit.models.resnet import ResNet
 from trainkit.numerics.drawing import blocks_of
 
-TINY = {"vocab_size": 11, "context": 8, "num_layers": 2, "num_heads": 2, "width": 8}
+TINY: dict[str, Any] = {"vocab_size": 11, "context": 8, "num_layers": 2, "num_heads": 2, "width": 8}
 
 
 def count(model: nn.Module) -> int:
@@ -33,7 +33,7 @@ def test_an_mlp_flattens_images_and_names_its_layers_in_order() -> None:
 
 
 @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
-def test_resnets_have_as_many_parameters_as_published(depth: int, parameters: int) -> None:
+def test_resnets_have_as_many_parameters_as_published(depth: Literal[18, 34, 50, 101], parameters: int) -> None:
     with torch.device("meta"):
         assert count(ResNet(depth=depth)) == parameters
 
@@ -41,8 +41,10 @@ def test_resnets_have_as_many_parameters_as_published(depth: int, parameters: in
 def test_a_resnet_starts_as_its_shortcuts() -> None:
     model = ResNet(depth=18, num_classes=5)
 
-    assert all(not block.last_norm.weight.any() for block in model.blocks)
-    assert all(block.last_norm.weight.all() for block in ResNet(depth=18, zero_init_last_gamma=False).blocks)
+    zeroed: Any = model.blocks
+    others: Any = ResNet(depth=18, zero_init_last_gamma=False).blocks
+    assert all(not block.last_norm.weight.any() for block in zeroed)
+    assert all(block.last_norm.weight.all() for block in others)
     assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 5)
 
 
@@ -69,7 +71,8 @@ def test_a_gpt_ties_its_embedding_to_its_output() -> None:
     model = Gpt(**TINY)
 
     assert model.head.output.weight is model.embed.tokens.weight
-    assert float(model.blocks[0].mlp.project.weight.detach().std()) == pytest.approx(0.01, rel=0.3)
+    blocks: Any = model.blocks
+    assert float(blocks[0].mlp.project.weight.detach().std()) == pytest.approx(0.01, rel=0.3)
 
 
 def test_a_gpt_is_cut_at_its_blocks() -> None:

@@ -1,5 +1,7 @@
 """The order of samples and the cut of batches."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -92,7 +94,7 @@ def test_lanes_are_visited_from_left_to_right_of_the_tree() -> None:
 def test_two_of_three_sizes_give_the_third(
     given: dict[str, int], replicas: int, lanes: int | None, expected: BatchSizes
 ) -> None:
-    sizes = {"global_size": None, "micro_size": None, "accumulation": None, **given}
+    sizes: dict[str, Any] = {"global_size": None, "micro_size": None, "accumulation": None, **given}
     assert resolve_batch(**sizes, num_replicas=replicas, lanes=lanes) == expected
 
 
@@ -100,13 +102,14 @@ def test_two_of_three_sizes_give_the_third(
 def test_a_replica_that_needs_several_shards_to_be_busy_gets_them_where_the_batch_is_large_enough(
     global_size: int, micro_size: int
 ) -> None:
-    sizes = {"global_size": global_size, "micro_size": None, "accumulation": None}
+    sizes: dict[str, Any] = {"global_size": global_size, "micro_size": None, "accumulation": None}
     found = resolve_batch(**sizes, num_replicas=2, lanes=None, shards_a_replica=8)
     assert found == BatchSizes(global_size=global_size, micro_size=micro_size)
 
 
 def test_fewer_shards_than_replicas_is_a_problem_with_the_size_that_occupies_all() -> None:
     found = resolve_batch(global_size=100, micro_size=50, accumulation=None, num_replicas=4, lanes=None)
+    assert isinstance(found, list)
     (problem,) = found
     assert str(problem) == (
         "batch.micro_size=50: cuts a step of 100 samples into 2 shards, fewer than the 4 replicas. "
@@ -116,6 +119,7 @@ def test_fewer_shards_than_replicas_is_a_problem_with_the_size_that_occupies_all
 
 def test_a_micro_size_beyond_the_batch_is_a_problem() -> None:
     found = resolve_batch(global_size=100, micro_size=128, accumulation=None, num_replicas=1, lanes=None)
+    assert isinstance(found, list)
     assert [str(problem) for problem in found] == [
         "batch.micro_size=128: larger than batch.global_size=100. Use 100 or less."
     ]

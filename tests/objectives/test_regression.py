@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 import torch
@@ -17,7 +18,9 @@ FOUND, WANTED = torch.tensor([[1.0, 2.0], [3.0, 7.0]]), torch.tensor([[1.5, 2.0]
     ("error", "torch_says"),
     [("mse", functional.mse_loss), ("l1", functional.l1_loss), ("huber", functional.huber_loss)],
 )
-def test_sum_over_weight_is_the_mean_of_torch(error: str, torch_says: Callable[..., torch.Tensor]) -> None:
+def test_sum_over_weight_is_the_mean_of_torch(
+    error: Literal["mse", "l1", "huber"], torch_says: Callable[..., torch.Tensor]
+) -> None:
     loss = Regression(error=error).score(FOUND, WANTED)
 
     torch.testing.assert_close(loss.loss_sum / loss.weight, torch_says(FOUND, WANTED))

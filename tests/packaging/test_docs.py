@@ -5,6 +5,7 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ def blocks() -> list[Block]:
     return found
 
 
-def parameters() -> list:
+def parameters() -> list[Any]:
     found = []
     for block in blocks():
         marks = [pytest.mark.long] if block.long else []

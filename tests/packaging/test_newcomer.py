@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,9 @@ def trainkit(
     return run
 
 
-def result(folder: str) -> dict:
-    return json.loads(Path(folder, "result.json").read_text())
+def result(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(Path(folder, "result.json").read_text())
+    return found
 
 
 def test_a_users_recipe_trains_their_model_on_their_data(

@@ -87,11 +87,12 @@ def test_a_finished_run_has_nothing_left() -> None:
 
 
 def test_the_bar_shows_the_step_of_this_moment() -> None:
-    console = Console(file=io.StringIO(), width=110, force_terminal=True, color_system=None)
+    file = io.StringIO()
+    console = Console(file=file, width=110, force_terminal=True, color_system=None)
     line = TerminalLine(console=console, step_now=lambda: 1250)
     line.update(READING)
     line.close()
-    assert "1,250/5,800  loss 0.1235  val/accuracy 0.9722" in console.file.getvalue()
+    assert "1,250/5,800  loss 0.1235  val/accuracy 0.9722" in file.getvalue()
 
 
 def test_a_pipe_gets_plain_lines() -> None:

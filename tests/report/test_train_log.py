@@ -13,7 +13,6 @@ from rich.console import Console
 
 from trainkit.errors import TrainingError
 from trainkit.redaction import remember
-from trainkit.report import train_log
 from trainkit.report.live import Reading, live_line
 from trainkit.report.train_log import TrainLog, recorded_output
 
@@ -64,7 +63,7 @@ def test_a_full_disk_ends_nothing_and_is_told_later(log: Path, monkeypatch: pyte
     with recorded_output(log) as opened:
         print("before")
         with monkeypatch.context() as full:
-            full.setattr(train_log.os, "write", refuse)
+            full.setattr(os, "write", refuse)
             opened.write(["lost", "lost too"])
         print("after")
     assert log.read_text().splitlines() == ["before", "(2 lines before this one could not be written)", "after"]

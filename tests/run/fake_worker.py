@@ -38,7 +38,7 @@ def raise_planted(rank: int) -> None:
     if int(planted_rank) == rank:
         if kind == "ConfigError":
             raise errors.ConfigError([errors.Problem(key="data.path", value=message, rule="does not exist.")])
-        raise getattr(errors, kind, None)(message) if hasattr(errors, kind) else RuntimeError(message)
+        raise getattr(errors, kind, RuntimeError)(message)
 
 
 def wait_for_the_others(folder: RunFolder, identity: Identity, step: int, stop: StopFlag) -> None:
@@ -85,7 +85,8 @@ def run(
     sys.stdout.flush()
     heart = Heartbeat(folder.heartbeat_of(rank))
     if rank > 0 and os.environ.get("FAKE_ROLES"):
-        return assist(folder, identity, heart)
+        assist(folder, identity, heart)
+        return None
     found = list_complete(folder.checkpoints)
     for step in range(found[0].step if found else 0, int(SETTINGS.get("steps", 4))):
         if stop.requested:

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainkit.cluster.tasks import Task
 from trainkit.run.folder.run_folder import RunFolder
@@ -32,7 +32,7 @@ def run_fakes(folder: RunFolder, num_ranks: int, **settings: Any) -> dict[str, A
 def run_roles(folder: RunFolder, roles: str, **settings: Any) -> dict[str, Any]:
     """A chief that trains, and tasks that assist it; workers and the evaluator are replaced alone."""
     os.environ["FAKE_ROLES"] = roles
-    counts = Counter()
+    counts: Counter[str] = Counter()
     tasks = [Task(role="chief", index=0, rank=0)]
     for rank, role in enumerate(roles.split(), start=1):
         tasks.append(Task(role=role, index=counts[role], rank=rank))
@@ -45,7 +45,7 @@ def run_roles(folder: RunFolder, roles: str, **settings: Any) -> dict[str, Any]:
 
 
 def run_tasks(
-    folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: str = "auto", **settings: Any
+    folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: float | Literal["auto"] = "auto", **settings: Any
 ) -> dict[str, Any]:
     folder.path.mkdir(exist_ok=True)
     limits = TimeLimits(hang_timeout_s=hang_timeout_s)

@@ -44,8 +44,8 @@ class Clock:
 
 
 def awaited(
-    folder: RunFolder, clock: Clock, *, limit_s: float = 1000.0, requested: Callable[[], object] = lambda: None
-) -> str | None:
+    folder: RunFolder, clock: Clock, *, limit_s: float = 1000.0, requested: Callable[[], str | None] = lambda: None
+) -> EvaluatorEnd:
     return await_evaluator(folder, 2, limit_s=limit_s, requested=requested, clock=clock, sleep=clock.sleep)
 
 
@@ -116,7 +116,7 @@ def test_the_closing_lines_say_what_was_not_evaluated(tmp_path: Path) -> None:
     assert closing_lines({"status": "finished", "evaluator": found}, tmp_path)[1] == (
         "  evaluator  timed out: too slow; not evaluated, and not considered for best: step_00000040"
     )
-    done = {"status": "finished", "reason": None, "evaluated": 4, "not_evaluated": []}
+    done: dict[str, Any] = {"status": "finished", "reason": None, "evaluated": 4, "not_evaluated": []}
     assert not any("evaluator" in line for line in closing_lines({"status": "finished", "evaluator": done}, tmp_path))
 
 
@@ -132,7 +132,7 @@ def finished(folder: RunFolder, fail: str, *overrides: str) -> tuple[dict[str, A
     command = quick.command(*RUN, f"hydra.run.dir={folder.path}", *overrides)
     environ = os.environ | {"TRAINKIT_FAIL": f"rank=2,phase=evaluate,{fail}"}
     done = subprocess.run(command, cwd=folder.path.parent, env=environ, capture_output=True, text=True, check=True)
-    return folder.read_result(), done.stdout
+    return present(folder.read_result()), done.stdout
 
 
 def test_an_evaluator_that_is_killed_and_comes_again_names_the_best_checkpoint(tmp_path: Path) -> None:

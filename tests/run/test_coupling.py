@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ def mlp(**settings: object) -> Mlp:
 
 class Changed(nn.Module):
     """An MLP whose outputs go through a function."""
+
+    mean: Tensor
 
     def __init__(self, change: Callable[[Changed, Tensor], Tensor]) -> None:
         super().__init__()
@@ -80,7 +83,7 @@ def test_models(model: nn.Module, found: str) -> None:
     assert probe(model, Classification(), samples()).text == found
 
 
-def losing(score: Callable[[Model, Tensor, Tensor], Loss]) -> Objective:
+def losing(score: Callable[[Any, Tensor, Tensor], Loss]) -> Objective:
     class Own(Objective):
         def loss(self, model: Model, batch: object) -> Loss:
             return score(model, *split_batch(batch))

@@ -74,6 +74,7 @@ class Ragged:
 
 def test_samples_of_one_shape_are_looked_for() -> None:
     found = cut_facts._samples_of_one_shape(Ragged(alike=4))
+    assert not isinstance(found, str)
     assert [inputs.shape for inputs, _ in found] == [(6,)] * 8
     assert len({index for _, index in found}) == 8
     why = "there are not 4 samples of one shape among the first 32"

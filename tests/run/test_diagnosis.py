@@ -1,11 +1,12 @@
 """Which wrong rule a step follows, from the gradients of its shards: made by hand, without a training."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.support.present import present
 from trainkit.config.schema import RunConfig
 from trainkit.run.diagnosis import causes
 from trainkit.run.diagnosis.causes import Cause
@@ -68,7 +69,7 @@ WRONG_GRADIENTS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tenso
     "averaged over replicas": (causes.AVERAGED, lambda s: {name: s.gradient[name] / 2 for name in NAMES}),
     "averaged over shards": (causes.AVERAGED, lambda s: {name: s.gradient[name] / 3 for name in NAMES}),
     "read as contiguous": (causes.LAYOUT, lambda s: {"w": read_as_contiguous(s.gradient["w"], (1, 3))}),
-    "drawn alike": (causes.DRAWN_ALIKE, lambda s: combine(s.drawn_alike(), [1 / 9] * 3)),
+    "drawn alike": (causes.DRAWN_ALIKE, lambda s: combine(present(s.drawn_alike)(), [1 / 9] * 3)),
 }
 
 
@@ -117,7 +118,7 @@ def test_replicas_that_drift_apart_are_explained_by_their_first_step() -> None:
 WRONG_BUFFERS: dict[str, tuple[Cause, Callable[[StepEvidence], dict[str, Tensor]]]] = {
     "averaged alike": (
         causes.BUFFERS_UNWEIGHTED,
-        lambda s: {"mean": sum(one.buffers["mean"] for one in s.shards) / 3},
+        lambda s: {"mean": sum((one.buffers["mean"] for one in s.shards), torch.zeros(4)) / 3},
     ),
     "rank 0": (
         causes.BUFFERS_OF_ONE,
@@ -144,7 +145,7 @@ def replay(*, max_norm: float | None = 0.3) -> Replay:
         model.weight.copy_(wave((3, 4), 0.4))
         model.bias.copy_(wave((3,), 0.6))
     optimizer = {"_target_": "torch.optim.AdamW", "lr": 0.1, "weight_decay": 0.2, "fused": True}
-    params = {"weight": model.weight, "bias": model.bias}
+    params = dict(model.named_parameters())
     state = {f"optimizer/{slot}/{name}": wave(tuple(param.shape), 2.0).abs() * 0.1 for name, param in params.items()
              for slot in ("exp_avg", "exp_avg_sq")}  # fmt: skip
     state |= {f"optimizer/step/{name}": torch.tensor(3.0) for name in params}
@@ -163,7 +164,7 @@ def linear_step() -> StepEvidence:
     return StepEvidence(step=0, shards=shards, num_replicas=2, strides={"weight": (1, 3), "bias": (1,)})
 
 
-WRONG_UPDATES: dict[str, tuple[Cause, Callable[[StepEvidence, Replay], dict[str, Tensor]]]] = {
+WRONG_UPDATES: dict[str, tuple[Cause, Callable[[StepEvidence, Replay], Mapping[str, Tensor]]]] = {
     "rate by replicas": (causes.RATE, lambda s, r: r.step(clipped(s.gradient, 0.3), rate=2.0)),
     "decay by shards": (causes.DECAY_PER_SHARD, lambda s, r: r.step(clipped(s.gradient, 0.3), decay=3.0)),
     "decay, one by one": (causes.DECAY_PER_SHARD, lambda s, r: r.step(clipped(s.gradient, 0.3), times=2)),

@@ -54,7 +54,7 @@ def planned(folder: RunFolder, **checkpoint: Any) -> RunPlan:
     return make_plan(replace(cfg, checkpoint=replace(cfg.checkpoint, **checkpoint)))
 
 
-def evaluate(folder: RunFolder, requested: Callable[[], object] = lambda: None) -> None:
+def evaluate(folder: RunFolder, requested: Callable[[], str | None] = lambda: None) -> None:
     evaluate_checkpoints(planned(folder), EVALUATOR, folder, requested=requested, on_phase=lambda phase, step: None)
 
 
@@ -122,7 +122,7 @@ def test_it_waits_for_checkpoints_until_there_is_a_result(run: RunFolder) -> Non
 
     def requested() -> None:
         if next(asked, "over") == "over":
-            run.write_result(result)
+            run.write_result(present(result))
 
     evaluate(run, requested)
     assert len(rows(run.evaluations)) == 3
@@ -159,7 +159,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.Captur
 BESIDE = ["recipe=null", "strategy=parameter_server", "strategy.evaluator=true"]
 
 
-def refused(splits: Mapping[str, Any], *overrides: str) -> list[str]:
+def refused(splits: Mapping[str, Any] | None, *overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         make_plan(trainkit.compose([*BESIDE, *overrides]).cfg, splits=splits)
     return str(caught.value).splitlines()[1:]

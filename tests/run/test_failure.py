@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.verdicts import plain
 from trainkit.cluster.host import ProcessId
-from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError
+from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import Limit
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
@@ -20,6 +20,7 @@ from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
 from trainkit.run.process.secondary_errors import is_after_effect
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
+from trainkit.trainer.failpoints import Phase
 
 RESET = "[gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:27059: Connection reset by peer."
 TIMED_OUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5000ms for recv operation to complete"
@@ -30,7 +31,7 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path)
 
 
-def beat(folder: RunFolder, rank: int, step: int, phase: str = "forward") -> None:
+def beat(folder: RunFolder, rank: int, step: int, phase: Phase = "forward") -> None:
     heart = Heartbeat(folder.heartbeat_of(rank))
     heart.beat(step, phase)
     heart.close()
@@ -53,7 +54,7 @@ def raised_in_c(kind: type[Exception], text: str) -> Exception:
     raise AssertionError
 
 
-def raised(error: Exception, module: str = __name__) -> Exception:
+def raised(error: BaseException, module: str = __name__) -> BaseException:
     """The error as a `raise` statement of a module raises it."""
     try:
         exec("def fail(error): raise error\nfail(error)", {"__name__": module, "error": error})
@@ -146,6 +147,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
             exec(code, {"__name__": module, "TrainingError": TrainingError})
         except TrainingError as error:
             return is_after_effect(error)
+        raise AssertionError
 
     assert fail("trainkit.strategies.reducers.shared_segment")
     assert not fail("my_package.model")
@@ -279,7 +281,7 @@ def test_a_silent_death_shows_the_end_of_the_log(folder: RunFolder) -> None:
         ConfigError([Problem(key="a.b", value=3, rule="too large.", origin="x.yaml:2"), Problem(key="c", rule="odd.")]),
     ],
 )
-def test_an_error_of_ours_arrives_as_it_was_raised(folder: RunFolder, error: Exception) -> None:
+def test_an_error_of_ours_arrives_as_it_was_raised(folder: RunFolder, error: TrainkitError) -> None:
     say(folder, 1, error)
     found = root_cause(folder, [exited(1, error.exit_code)], [])
     assert found.is_permanent

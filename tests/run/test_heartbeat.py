@@ -5,11 +5,11 @@ import pytest
 
 from tests.support.present import present
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
-from trainkit.trainer.failpoints import PHASES
+from trainkit.trainer.failpoints import PHASES, Phase
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: str) -> None:
+def test_a_beat_is_read_as_it_was_written(tmp_path: Path, phase: Phase) -> None:
     heart = Heartbeat(tmp_path / "rank_0")
     heart.beat(1 << 40, phase)
     pulse = present(read_heartbeat(tmp_path / "rank_0"))

@@ -6,6 +6,7 @@ from tests.support.present import present
 from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.process.heartbeat import HeartbeatReading
 from trainkit.run.process.pauses import Pauses
+from trainkit.trainer.failpoints import Phase
 
 
 class Steps:
@@ -14,7 +15,7 @@ class Steps:
     def __init__(self) -> None:
         self.pauses, self.moment, self.step = Pauses(), 0.0, 0
 
-    def beat(self, phase: str, lasts_s: float = 0.0) -> None:
+    def beat(self, phase: Phase, lasts_s: float = 0.0) -> None:
         self.pauses.note(phase, self.step, moment=self.moment)
         self.moment += lasts_s
 
@@ -34,7 +35,7 @@ class Steps:
         self.beat("data")
         return present(TimeLimits().limit_of(self.pulse("data"))).seconds
 
-    def pulse(self, phase: str) -> HeartbeatReading:
+    def pulse(self, phase: Phase) -> HeartbeatReading:
         pauses = self.pauses
         return HeartbeatReading(
             moment=0.0, step=self.step, phase=phase, longest_s=pauses.longest_s, is_first=pauses.is_first
@@ -122,7 +123,7 @@ def test_orders_with_idle_times_between_them_are_steps_too() -> None:
     assert steps.limit_s == 30  # 10 x 2 s; the idle times do not count
 
 
-KEYS = {
+KEYS: dict[Phase | None, str] = {
     None: "start_timeout_s=600",
     "start": "start_timeout_s=600",
     "join": "start_timeout_s=600",
@@ -136,7 +137,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize(("phase", "key"), KEYS.items())
-def test_each_phase_names_its_key_and_the_remedy(phase: str | None, key: str) -> None:
+def test_each_phase_names_its_key_and_the_remedy(phase: Phase | None, key: str) -> None:
     limit = present(TimeLimits().limit_of(None if phase is None else HeartbeatReading(moment=1.0, step=3, phase=phase)))
     assert limit.remedy(limit.seconds + 1) == f"The limit is supervisor.{key}: raise it if the rank was healthy."
 

@@ -24,7 +24,7 @@ ALLOCATOR = RuntimeError(
 )
 
 
-def told(*arguments: str, error: Exception = ALLOCATOR, step: int = 3) -> list[str]:
+def told(*arguments: str, error: Exception = ALLOCATOR, step: int | None = 3) -> list[str]:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with pytest.raises(OutOfMemoryError) as caught, explain_oom(plan, plan.tasks[0], lambda: step):
         raise error

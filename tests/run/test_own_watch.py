@@ -13,6 +13,7 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
+from trainkit.trainer.failpoints import Phase
 
 HASTY = TimeLimits(hang_timeout_s=0.4, start_timeout_s=0.4, eval_timeout_s=0.4)
 GIVEN = "The limit is supervisor.hang_timeout_s=0.4: raise it if the rank was healthy."
@@ -35,7 +36,7 @@ def test_a_sleep_without_an_end_is_interrupted_where_it_sleeps(folder: RunFolder
     with SelfWatch(HASTY, folder, read=lambda _: beats.count()), pytest.raises(HangError) as caught:
         time.sleep(60)
     assert str(caught.value) == f"rank 0 has made no progress for 0 s in step 7 (data). {GIVEN}"
-    assert caught.traceback[0].path.name == "test_own_watch.py"
+    assert Path(caught.traceback[0].path).name == "test_own_watch.py"
 
 
 def test_an_endless_loop_is_interrupted(folder: RunFolder) -> None:
@@ -82,7 +83,8 @@ def test_another_rank_of_the_host_is_waited_for_and_then_named(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainkit.run.supervisor.self_watch._OTHERS_S", 0.2)
-    for rank, phase in enumerate(("reduce", "forward")):
+    phases: tuple[Phase, ...] = ("reduce", "forward")
+    for rank, phase in enumerate(phases):
         heart = Heartbeat(folder.heartbeat_of(rank))
         heart.beat(6, "data")
         heart.beat(7, phase)

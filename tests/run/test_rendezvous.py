@@ -14,7 +14,7 @@ def listeners(port: int) -> list[str]:
 
 
 def test_the_store_listens_on_loopback_only_and_every_attempt_has_its_own_keys() -> None:
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     with HostedStore() as hosted:
         hosted.open()

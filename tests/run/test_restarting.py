@@ -35,7 +35,7 @@ def killed(step: int, begun_at: int, reached: int) -> Fault:
     return Fault(step=step, begun_at=begun_at, reached=reached, newer=reached > begun_at)
 
 
-def failed(step: int, begun_at: int, reached: int, **what: Any) -> str:
+def failed(step: int, begun_at: int, reached: int, **what: Any) -> Fault:
     return replace(killed(step, begun_at, reached), raised=raised(step=step, **what))
 
 
@@ -122,7 +122,8 @@ def test_a_group_that_is_started_again_from_outside_is_recorded_and_refused_once
     folder: RunFolder,
 ) -> None:
     folder.path.mkdir()
-    answers, before = [], []
+    answers: list[str | None] = []
+    before: list[dict[str, Any]] = []
     for _ in range(2):
         folder.begin()
         folder.live.mkdir(parents=True)

@@ -8,6 +8,7 @@ import pytest
 
 from trainkit.run.signals import (
     EXIT_CODES,
+    Reason,
     StopFlag,
     signal_of,
     status_of_error,
@@ -64,10 +65,10 @@ def test_the_first_reason_counts_and_is_told_once() -> None:
 def test_a_stop_overrides_a_change_of_size() -> None:
     with StopFlag(signals=worker_signals()) as stop:
         interrupt(signal.SIGWINCH)
-        assert stop.requested == "resized"
+        changed = stop.requested
         interrupt(signal.SIGINT)
         interrupt(signal.SIGWINCH)
-    assert stop.requested == "stopped"
+    assert (changed, stop.requested) == ("resized", "stopped")
 
 
 def test_only_a_worker_with_a_supervisor_listens_for_a_change_of_size() -> None:
@@ -108,7 +109,7 @@ def test_outside_the_main_thread_the_flag_can_only_be_asked() -> None:
 def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopFlag() as stop, signals_to(pytest.fail):
+        with StopFlag() as stop, signals_to(lambda number: pytest.fail(str(number))):
             interrupt(signal.SIGHUP)
         assert stop.requested is None
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
@@ -117,7 +118,8 @@ def test_a_sighup_that_nohup_ignores_stays_ignored() -> None:
 
 
 def test_every_reason_has_its_signal_its_error_and_its_exit_code() -> None:
-    for reason, number, code in (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129)):
+    known: tuple[tuple[Reason, int, int], ...] = (("stopped", 2, 130), ("preempted", 15, 143), ("hangup", 1, 129))
+    for reason, number, code in known:
         error = stop_error(reason, "asked to end")
         assert (signal_of(reason), error.exit_code, EXIT_CODES[reason]) == (number, code, code)
         assert status_of_error(error) == reason

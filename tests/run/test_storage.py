@@ -179,7 +179,7 @@ def test_events_that_are_refused_are_refused_once(tmp_path: Path) -> None:
     events = EventFile(tmp_path)
     events.scalars({"train/loss": 0.5}, step=1, wall_time=0.0)
     events._file.close()
-    events._file = _Full()
+    events._file = _Full()  # type: ignore[assignment]
     with pytest.raises(StorageError, match=r"events.out.tfevents.* cannot be written: No space left on device"):
         events.close()
     events.close()
@@ -212,7 +212,7 @@ def test_a_download_that_does_not_fit_is_about_storage_and_leaves_nothing(
 
 def test_a_download_that_breaks_is_about_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = _Answer(b"")
-    answer.read = lambda _: (_ for _ in ()).throw(ConnectionResetError("reset"))  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(answer, "read", lambda _: (_ for _ in ()).throw(ConnectionResetError("reset")))
     monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: answer)
     with pytest.raises(DataError, match=r"cannot download"):
         fetch("https://example.org/data.gz", tmp_path / "data.gz", accept=lambda _: None)

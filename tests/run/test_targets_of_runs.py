@@ -55,7 +55,7 @@ def edited(runs: Path, cwd: Path) -> Callable[[str], Path]:
     return edit
 
 
-ENTRIES = {
+ENTRIES: dict[str, Callable[[], object]] = {
     "resume": lambda: main(["resume", "runs/0"]),
     "resume=": lambda: main([*RUN, "resume=runs/0"]),
     "top --then": lambda: main(["top", "runs", "--then"]),

@@ -14,6 +14,7 @@ from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.watch import Watch
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.failure import hanging
+from trainkit.trainer.failpoints import Phase
 
 
 class Scene:
@@ -41,7 +42,7 @@ class Scene:
             threads=lambda _pid, _phase: dict(self.threads),
         )
 
-    def beat(self, *steps_and_phases: tuple[int, str], first: bool = False) -> "Scene":
+    def beat(self, *steps_and_phases: tuple[int, Phase], first: bool = False) -> "Scene":
         for rank, (step, phase) in enumerate(steps_and_phases):
             heart = self.hearts.setdefault(rank, Heartbeat(self.folder.heartbeat_of(rank)))
             if not first:

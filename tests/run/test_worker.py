@@ -12,7 +12,7 @@ FAKE = Path(__file__).with_name("fake_worker.py")
 
 def work(folder: RunFolder, **environ: str) -> subprocess.CompletedProcess[str]:
     folder.path.mkdir(exist_ok=True)
-    command = [sys.executable, FAKE, str(folder.resolved)]
+    command = [sys.executable, str(FAKE), str(folder.resolved)]
     return subprocess.run(
         command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=30, check=False
     )

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from threading import Thread
+from typing import Any
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_thousands_of_frames_of_garbage_harm_nobody(frames: int) -> None:
         equal(farm.chief.state(), expected)
 
 
-def bad_requests() -> list[tuple[str, dict, list]]:
+def bad_requests() -> list[tuple[str, dict[str, Any], list[Any]]]:
     """What a peer with the token must not get away with."""
     half = {"have": "1", "dtype": "float32"}
     return [

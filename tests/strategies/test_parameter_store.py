@@ -26,7 +26,7 @@ from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 COUNTS = [1, 2, 4]
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
     "momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, fused=True),
     "adamw": partial(torch.optim.AdamW, lr=0.01, fused=True),
@@ -36,6 +36,8 @@ OPTIMIZERS = {
 
 class Net(nn.Module):
     """Sizes that no server count divides: a large matrix, small ones, a frozen one, statistics."""
+
+    table: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +111,7 @@ def test_sums_over_lanes_have_the_bits_of_the_lane_reducer(shards: int, servers:
     reducer = DeterministicReducer(lanes=8, rank=0, num_ranks=1)
     held = ((lane, part) for lane, part in partials if lane < shards) if shards >= 8 else None
     held = held or ((lane, clones(pushed[lane])) for lane in lane_order(8) if lane < shards)
-    expected = reducer.reduce(held, num_shards=shards, packing=packing)
+    expected = [present(total) for total in reducer.reduce(held, num_shards=shards, packing=packing)]
     norms = torch.stack(torch._foreach_norm(expected, 2.0))
     with serving(model, optimizer_of("sgd"), servers=servers) as farm:
         for shard, grads in enumerate(pushed):
@@ -143,14 +145,14 @@ def test_a_sum_is_normalised_looked_at_unscaled_and_clipped_in_the_order_of_a_lo
         farm.chief.apply(version=1, lr_factor=1.0, factor=factor)
         state = farm.chief.state()
     for (name, param), grad in zip(trained(model), gradients(model, 1), strict=True):
-        expected = grad * torch.tensor(0.3) * (1 / 8) * torch.tensor(factor)
+        expected = present(grad) * torch.tensor(0.3) * (1 / 8) * torch.tensor(factor)
         assert torch.equal(state[f"param/{name}"], param.detach().clone().add_(expected, alpha=-0.1))
 
 
 def test_a_sum_that_is_not_finite_is_discarded_and_changes_nothing() -> None:
     model = Net()
     grads = gradients(model, 1)
-    grads[-1][0] = float("nan")
+    present(grads[-1])[0] = float("nan")
     with serving(model, optimizer_of("momentum"), servers=2) as farm:
         farm.chief.push("a", grads)
         assert not farm.chief.sum(["a"], check_finite=True).finite

@@ -55,13 +55,14 @@ def test_each_server_carries_its_share_of_the_traffic(servers: int) -> None:
 
 
 def test_what_is_not_trained_travels_once() -> None:
-    model = nn.Sequential(nn.Linear(100, 100).requires_grad_(False), nn.Linear(100, 2))
+    fixed = nn.Linear(100, 100).requires_grad_(False)
+    model = nn.Sequential(fixed, nn.Linear(100, 2))
     with serving(model, optimizer_of("sgd")) as farm:
         worker = farm.client()
         first = moved(worker, lambda: worker.pull(tensors_of(model)))[0]
         second = moved(worker, lambda: worker.pull(tensors_of(model)))[0]
         with torch.no_grad():
-            model[0].bias.fill_(3.0)
+            fixed.bias.fill_(3.0)
         farm.chief.load_state(state_of(model), version=7)
         other = nn.Sequential(nn.Linear(100, 100).requires_grad_(False), nn.Linear(100, 2))
         assert worker.pull(tensors_of(other)) == 7
@@ -166,7 +167,7 @@ def test_the_traffic_of_a_table_grows_with_the_rows_touched_and_not_with_the_tab
             wanted = torch.randperm(rows, generator=torch.Generator().manual_seed(1))[:count]
             grads = sparse_gradients(model, wanted.tolist(), 1)
 
-            def act(grads: dict[str, torch.Tensor] = grads, wanted: torch.Tensor = wanted) -> None:
+            def act(grads: list[torch.Tensor] = grads, wanted: torch.Tensor = wanted) -> None:
                 worker.push("a", grads)
                 worker.pull_rows(0, wanted)
                 worker.pull(into)

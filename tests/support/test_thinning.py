@@ -1,11 +1,12 @@
 """Thinned matrices keep every pair of values and every killer of a mutant."""
 
 from itertools import product
+from typing import Any
 
 from tests.support.thinning import covering, killers
 
 
-def cases(*axes: str) -> list[frozenset[tuple[str, str]]]:
+def cases(*axes: str) -> list[frozenset[Any]]:
     return [
         frozenset((f"{i}{a}", f"{j}{b}") for i, a in enumerate(chosen) for j, b in enumerate(chosen) if i < j)
         for chosen in product(*axes)

@@ -19,6 +19,7 @@ import pytest
 
 import hydra_plugins.trainkit_engines as plugin
 import trainkit
+from tests.support.present import present
 from trainkit.config.compose import Composer
 from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
@@ -39,7 +40,8 @@ pathlib.Path(sys.argv[1]).touch(); time.sleep(60)
 
 def engine_class(launcher: str) -> type[JobBackend]:
     module, name = ENGINES[launcher]
-    return getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
+    found: type[JobBackend] = getattr(import_module(f"trainkit.sweeps.backends.{module}"), name)
+    return found
 
 
 def described(folder: Path, code: str, *words: object, driver: Driver | None = None) -> Path:
@@ -59,8 +61,8 @@ class InThreads:
 
     def __init__(self, loses: bool = False) -> None:
         self.loses = loses
-        self.threads = []
-        self.asked = []
+        self.threads: list[threading.Thread] = []
+        self.asked: list[int] = []
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Self:
         self.asked.append(slots)
@@ -79,7 +81,8 @@ class InThreads:
 
 @contextlib.contextmanager
 def started(folder: Path, code: str, *words: object, loses: bool = False) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    ends, engine = SimpleQueue(), InThreads(loses)
+    ends: SimpleQueue[Any] = SimpleQueue()
+    engine = InThreads(loses)
     remote = Remote(folder, lambda _: 2)
     with remote.connected(engine):
         command = [sys.executable, "-c", code, *map(str, words)]
@@ -100,7 +103,8 @@ def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(
 
 
 def test_a_secret_reaches_a_job_and_no_file(tmp_path: Path) -> None:
-    ends, engine, code = SimpleQueue(), InThreads(), "import os, sys; sys.exit(len(os.environ['PIN']))"
+    ends: SimpleQueue[Any] = SimpleQueue()
+    engine, code = InThreads(), "import os, sys; sys.exit(len(os.environ['PIN']))"
     remote, log = Remote(tmp_path, lambda _: 1), tmp_path / "0" / "output.log"
     with remote.connected(engine):
         command = [sys.executable, "-c", code]
@@ -211,8 +215,8 @@ def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nothing_but_a_function_of_a_module_is_pickled() -> None:
-    assert inspect.getmodule(run_described).__name__ == "trainkit.sweeps.backends.job_spec"
-    assert callable(run_described.checkpoint)
+    assert present(inspect.getmodule(run_described)).__name__ == "trainkit.sweeps.backends.job_spec"
+    assert callable(getattr(run_described, "checkpoint", None))
 
 
 def test_a_cluster_with_a_launcher_is_handed_a_single_run_too_and_its_job_trains() -> None:

@@ -47,7 +47,8 @@ def refused(folder: Path, **flags: str) -> str:
 
 
 def figures(folder: Path) -> dict[str, Any]:
-    return yaml.safe_load((folder / "model.yaml").read_text())["figures"]
+    found: dict[str, Any] = yaml.safe_load((folder / "model.yaml").read_text())["figures"]
+    return found
 
 
 def two(sweep: Path, root: Path) -> Path:
@@ -177,6 +178,8 @@ def test_every_member_computes_on_a_device_of_its_own() -> None:
 
 
 class _Constant(nn.Module):
+    outputs: torch.Tensor
+
     def __init__(self, outputs: torch.Tensor) -> None:
         super().__init__()
         self.register_buffer("outputs", outputs)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,9 @@ LOSS = MonitoredMetric(metric="val/loss", mode="min")
 class Runs:
     """Stands for the launcher: every job reaches its rung at once, with the loss that its point has there."""
 
-    def __init__(self, root: Path, loss: Callable[[str, int], float], *, length: int = 9) -> None:
-        self.root, self.loss, self.length, self.log = root, loss, length, []
+    def __init__(self, root: Path, loss: Callable[[str, int], float | None], *, length: int = 9) -> None:
+        self.root, self.loss, self.length = root, loss, length
+        self.log: list[tuple[str, int | None]] = []
 
     def job(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
         folder = self.root / str(number) if going_on is None else going_on.folder
@@ -34,13 +35,13 @@ class Runs:
         (job.folder / "result.json").write_text(json.dumps(result))
 
     def halving(self, points: Sequence[str], **settings: Any) -> Halving:
-        settings = {"reduction": 3, "rungs": 3, "goal": LOSS} | settings
+        known: dict[str, Any] = {"reduction": 3, "rungs": 3, "goal": LOSS} | settings
         lengths = [self.length] * len(points)
-        return Halving(points=[(point,) for point in points], lengths=lengths, job=self.job, **settings)
+        return Halving(points=[(point,) for point in points], lengths=lengths, job=self.job, **known)
 
-    def all_of(self, source: Halving, codes: Iterable[tuple[str, int]] = ()) -> list[tuple[str, int | None]]:
+    def all_of(self, source: Halving, codes: Mapping[str, int] | None = None) -> list[tuple[str, int | None]]:
         while (job := source.next()) is not None:
-            code = dict(codes).get(job.name, 0)
+            code = (codes or {}).get(job.name, 0)
             self.train(job)
             source.ended(job, code)
         assert source.exhausted
@@ -74,7 +75,7 @@ def test_a_job_that_goes_on_keeps_its_folder_and_shows_its_point_alone(tmp_path:
 def test_the_choice_does_not_depend_on_which_job_ends_first(tmp_path: Path) -> None:
     runs = Runs(tmp_path, lambda point, step: 1.0)  # all equal: the earlier point goes on
     source = runs.halving(["seed=0", "seed=1", "seed=2"], rungs=2)
-    jobs = [source.next() for _ in range(3)]
+    jobs = [present(source.next()) for _ in range(3)]
     for job in reversed(jobs):
         runs.train(job)
         source.ended(job, 0)

@@ -142,7 +142,7 @@ def test_a_job_that_will_not_stop_is_ended(tmp_path: Path) -> None:
 
 def test_the_search_stops_a_job_in_good_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     class Search(JobList):
-        heard = ()
+        heard: tuple[tuple[str, int], ...] = ()
 
         def watch(self, job: SweepJob) -> bool:
             return job.name == "0" and (job.folder / "here").exists()

@@ -29,7 +29,8 @@ def swept(*arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "sweep.json").read_text())["jobs"]
+    found: list[dict[str, Any]] = json.loads((folder / "sweep.json").read_text())["jobs"]
+    return found
 
 
 def metrics(folder: Path) -> list[tuple[str, str, str]]:

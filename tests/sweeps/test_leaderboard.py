@@ -21,7 +21,7 @@ def made(
     *,
     accuracy: float | None = None,
     status: str = "finished",
-    seconds: float = 6.13,
+    seconds: float | None = 6.13,
     eval_keys: str = "{metric: val/accuracy}",
 ) -> Path:
     folder = root / name

@@ -9,16 +9,16 @@ import pytest
 from rich.console import Console
 
 from trainkit.sweeps.results.metric_stream import Progress, Watch, last_line
-from trainkit.sweeps.screen import JobLine, PlainScreen, TableScreen, View, table_of
+from trainkit.sweeps.screen import JobLine, PlainScreen, State, TableScreen, View, table_of
 
 
 def shown(view: View, height: int = 20) -> list[str]:
-    console = Console(file=io.StringIO(), width=80, highlight=False)
-    console.print(table_of(view, height=height))
-    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+    file = io.StringIO()
+    Console(file=file, width=80, highlight=False).print(table_of(view, height=height))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
-def lines(*states: str) -> list[JobLine]:
+def lines(*states: State) -> list[JobLine]:
     return [JobLine(name=str(number), label=f"seed={number}", state=state) for number, state in enumerate(states)]
 
 
@@ -47,13 +47,14 @@ def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
 ) -> None:
     PlainScreen().say("job 0 starts", passing=True)
     assert capsys.readouterr().out == "job 0 starts\n"
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, highlight=False)
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, highlight=False)
     table = TableScreen(console)
     table.say("job 0 starts", passing=True)
     table.say("job 1 failed [sic]")
     table.close()
-    assert "job 1 failed [sic]" in console.file.getvalue()
-    assert "starts" not in console.file.getvalue()
+    assert "job 1 failed [sic]" in file.getvalue()
+    assert "starts" not in file.getvalue()
 
 
 def run_folder(folder: Path, config: str, *rows: dict[str, Any]) -> Watch:

@@ -149,7 +149,7 @@ def test_an_absent_optuna_is_told_with_the_line_that_installs_it(
     ]
 
 
-def drawn(composer: Composer, *arguments: str, trials: int) -> list[tuple[str, ...]]:
+def drawn(composer: Composer, *arguments: str, trials: int) -> list[list[str]]:
     return drawing.sample(composer.space(arguments), trials=trials, seed=7)
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def called(*arguments: object, overrides: Sequence[str] = (), **flags: str) -> int:
+def called(*arguments: object, overrides: tuple[str, ...] = (), **flags: str) -> int:
     return top.run(Call(verb="top", arguments=tuple(map(str, arguments)), flags=flags, overrides=overrides))
 
 

@@ -38,7 +38,8 @@ def order(folder: Path, news: SimpleQueue[Any], *arguments: str) -> JobCommand:
 
 
 def result_of(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / name / "result.json").read_text())
+    result: dict[str, Any] = json.loads((folder / name / "result.json").read_text())
+    return result
 
 
 def test_a_fork_computes_what_a_fresh_process_does(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_fork_ends_with_its_sweep(tmp_path: Path) -> None:
 
 
 def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> None:
-    news: queue.SimpleQueue = queue.SimpleQueue()
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start.group.kill()
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
@@ -85,7 +86,7 @@ def test_a_job_starts_afresh_where_the_warm_process_has_died(tmp_path: Path) -> 
 
 
 def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path: Path) -> None:
-    news: queue.SimpleQueue = queue.SimpleQueue()
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with WarmStarter({}) as start:
         start.group.signal(signal.SIGSTOP)
         job = start(order(tmp_path, news, "-m", "trainkit", "--version"))
@@ -94,7 +95,7 @@ def test_a_job_is_ended_at_once_though_the_warm_process_hangs(tmp_path: Path) ->
 
 
 def test_a_job_that_is_no_training_starts_afresh(tmp_path: Path) -> None:
-    news: queue.SimpleQueue = queue.SimpleQueue()
+    news: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with WarmStarter({}) as start:
         job = start(order(tmp_path, news, "-c", "print(3)"))
         assert (news.get().code, (tmp_path / LOG).read_text()) == (0, "3\n")
