@@ -1,7 +1,117 @@
 """The names, sizes and imports of the code keep the rules of the house (docs/decisions/0026-rooms.md)."""
 
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Final
+
 from scripts import words
+from tests.packaging.conftest import ROOT
+
+LONG_FILES: Final = {"trainkit/config/schema.py", "trainkit/strategies/base.py"}
+"""Files of more than 400 lines. This set and those below only shrink."""
+LONG_FUNCTIONS: Final = {
+    "trainkit/run/equivalence/proving.py prove",
+    "trainkit/run/planning/plan.py make_plan",
+    "trainkit/run/rendezvous/join.py train_external",
+    "trainkit/run/supervisor/supervisor.py supervise",
+}
+DEEP_CLASSES: Final = {
+    "CentralStorage",
+    "DataParallel",
+    "DeviceMap",
+    "Fsdp",
+    "LocalSgd",
+    "Mirrored",
+    "MultiWorkerMirrored",
+    "OneDevice",
+    "Pipeline",
+    "ReductionOptions",
+    "Sharded",
+    "TensorParallel",
+    "TensorReplica",
+    "Tpu",
+}
+"""Classes that stand at the end of a chain of more than three classes of trainkit."""
+CYCLES: Final = {("trainkit.strategies.parameter_server.strategy", "trainkit.strategies.parameter_server.validation")}
+
+
+@cache
+def trees() -> Mapping[str, ast.Module]:
+    """Return the syntax tree of each module of trainkit, by its path."""
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in ROOT.glob("trainkit/**/*.py")}
+
+
+def dotted(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def test_no_old_name_is_left() -> None:
     assert [*words.found_names(words.NAMES), *words.found_modules()] == []
+
+
+def test_files_and_functions_are_short() -> None:
+    assert {path for path in trees() if len((ROOT / path).read_text().splitlines()) > 400} <= LONG_FILES
+    assert {
+        f"{path} {node.name}"
+        for path, tree in trees().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    } <= LONG_FUNCTIONS
+
+
+def test_a_folder_holds_at_most_fifteen_modules() -> None:
+    folders = [Path(path).parent for path in trees() if not path.endswith("__init__.py")]
+    assert [folder for folder in {*folders} if folders.count(folder) > 15] == []
+
+
+def test_chains_of_classes_are_short() -> None:
+    bases: dict[str, set[str]] = {}
+    for path, tree in trees().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[f"{path} {node.name}"] = {
+                    found for base in node.bases if (found := defined_at(path, ast.unparse(base).partition("[")[0]))
+                }
+
+    def depth(name: str) -> int:
+        return 1 + max((depth(base) for base in bases.get(name, ())), default=0)
+
+    assert {name.rpartition(" ")[2] for name in bases if depth(name) > 3} <= DEEP_CLASSES
+
+
+def defined_at(path: str, name: str) -> str | None:
+    """Return `PATH NAME` of a class that a module of trainkit names; None for one of another library."""
+    tree = trees()[path]
+    if any(isinstance(node, ast.ClassDef) and node.name == name for node in ast.walk(tree)):
+        return f"{path} {name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("trainkit"):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    file = words.file_of(node.module).relative_to(ROOT).as_posix()
+                    return defined_at(file, alias.name)
+    return None
+
+
+def test_no_module_imports_itself_in_the_end() -> None:
+    """Imports within functions and those for type checkers count too."""
+    modules = {dotted(path): tree for path, tree in trees().items()}
+    graph = {name: {*imported(tree, modules)} - {name} for name, tree in modules.items()}
+    for first, second in CYCLES:
+        graph[first].discard(second)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        raise AssertionError(" -> ".join(reversed(error.args[1]))) from None
+
+
+def imported(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from (name if name in modules else node.module for name in names)
