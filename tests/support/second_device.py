@@ -23,7 +23,7 @@ class There(torch.Tensor):
     here: Tensor
 
     @staticmethod
-    def __new__(cls, here: Tensor) -> Self:
+    def __new__(cls: type[Self], here: Tensor) -> Self:
         there: Self = torch.Tensor._make_wrapper_subclass(cls, here.shape, here.stride(), dtype=here.dtype, device=META)
         there.here = here
         return there
