@@ -112,6 +112,7 @@ def imported(tree: ast.Module, modules: Mapping[str, ast.Module]) -> Iterator[st
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in modules)
-        elif isinstance(node, ast.ImportFrom) and node.module in modules:
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module in modules:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in modules else node.module for name in names)
+            package = node.module
+            yield from (name if name in modules else package for name in names)
