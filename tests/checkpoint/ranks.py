@@ -141,7 +141,7 @@ def save_apart(place: Place, root: Path) -> str:
         ]
 
     gather = gather_moved if place.rank == 1 else all_gather_object
-    with mock.patch.multiple(module, _PATIENCE_S=0.1, all_gather_object=gather):
+    with mock.patch.multiple(module, _VISIBLE_TIMEOUT_S=0.1, all_gather_object=gather):
         try:
             ShardedSaver(root, together(place)).save(step=2, pieces=held(place), meta={})
         except CheckpointError as error:

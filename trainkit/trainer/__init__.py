@@ -1,1 +1,1 @@
-"""The loop over tickets, and what it keeps: state, evaluation, checkpoints."""
+"""The training loop over tickets, with its state, evaluation and checkpoints."""

@@ -1,4 +1,4 @@
-"""Deleting checkpoints and the temporary folders of saves: those of the run that saves, and no others."""
+"""Delete checkpoints and temporary folders of saves: only those of the run that saves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 
 from trainkit.errors import CheckpointError
 from trainkit.trainer.manifest import Checkpoint, folder_name, list_all, list_complete, read_manifest, step_of
-from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, set_aside, tell
+from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice, set_aside
 
 __all__ = [
     "delete",
@@ -18,23 +18,23 @@ __all__ = [
     "delete_temporary_folders",
     "make_room",
     "owner_of",
-    "pass_over",
+    "set_aside_newer",
     "temporary_folder_of",
     "unmark",
 ]
 
 _TEMPORARY: Final = ".tmp_"
-"""How the names of folders begin that are being written or deleted."""
+"""Name prefix of folders that are being written or deleted."""
 _OLD: Final = "old_"
 _WRITTEN: Final = re.compile(r"rank_\d{5,}\.safetensors|(index|meta|manifest)\.json")
-"""The files of a checkpoint, beside its token."""
+"""The files of a checkpoint, except its token."""
 
 
 def owner_of(root: Path) -> OwnershipToken:
     """Return the run that a `checkpoints` folder belongs to.
 
-    The folder above it holds the token. Where it does not, as in a folder that holds checkpoints alone, the token is
-    that of the checkpoints, if all are of one run and training; else a new one, which owns nothing.
+    The parent folder holds the token. If it does not, as in a folder that holds checkpoints alone, the token is that of
+    the checkpoints, if all are of one run and training; else a new one, which owns nothing.
     """
     owner = OwnershipToken.found(root.parent)
     if owner is not None:
@@ -48,7 +48,7 @@ def owner_of(root: Path) -> OwnershipToken:
 
 
 def temporary_folder_of(root: Path, step: int) -> Path:
-    """Return the name of a temporary folder for a checkpoint; another run's is left where it is."""
+    """Return the name of a temporary folder for a checkpoint; an existing one of another run is not used."""
     return free_name(root / f"{_TEMPORARY}{folder_name(step)}")
 
 
@@ -59,12 +59,12 @@ def delete_temporary_folders(root: Path, owner: OwnershipToken) -> None:
 
 
 def delete_temporary_folder(draft: Path, owner: OwnershipToken) -> None:
-    """Delete a temporary folder of this run; a file in it that the run did not write is kept."""
+    """Delete a temporary folder of this run; files in it that the run did not write are kept."""
     _delete(draft, owner, draft.name.removeprefix(_TEMPORARY).removeprefix(_OLD))
 
 
 def delete(checkpoint: Checkpoint, owner: OwnershipToken) -> None:
-    """Delete a complete checkpoint, if this run wrote it; a file in it that the run did not write is kept.
+    """Delete a complete checkpoint, if this run wrote it; files in it that the run did not write are kept.
 
     Raises:
         OSError: the file system refuses; the checkpoint stays.
@@ -74,11 +74,11 @@ def delete(checkpoint: Checkpoint, owner: OwnershipToken) -> None:
 
 
 def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
-    """Rename what is in the place of a new checkpoint.
+    """Rename an existing path with the name of a new checkpoint.
 
     Returns:
-        The temporary folder to delete once the new one is complete, where this run has saved the same step before;
-        None where nothing is there, or it was set aside.
+        The temporary folder to delete once the new one is complete, if this run has saved the same step before; None if
+        nothing was there, or it was set aside.
 
     Raises:
         OSError: the file system refuses.
@@ -96,7 +96,7 @@ def make_room(final: Path, owner: OwnershipToken | None) -> Path | None:
 
 def _retired(folder: Path, owner: OwnershipToken) -> Path:
     """Rename a checkpoint before it is deleted: a kill halfway leaves no folder that looks like a damaged one."""
-    with contextlib.suppress(OSError):  # of a full disk: the space is needed more than the token
+    with contextlib.suppress(OSError):  # on a full disk the space is needed more than the token
         owner.mark(folder)
     return folder.rename(free_name(folder.with_name(f"{_TEMPORARY}{_OLD}{folder.name}")))
 
@@ -107,20 +107,22 @@ def _delete(folder: Path, owner: OwnershipToken, name: str, *, proven: bool = Fa
         with contextlib.suppress(OSError):
             folder.rename(kept)
             unmark(kept)
-            tell(f"{kept} holds what this run did not write into its {name}, which is deleted: {', '.join(left)}.")
+            print_notice(
+                f"{kept} holds what this run did not write into its {name}, which is deleted: {', '.join(left)}."
+            )
 
 
 def unmark(folder: Path) -> None:
-    """Take the token file out of a checkpoint that is complete: its manifest holds the token."""
+    """Remove the token file from a complete checkpoint: its manifest holds the token."""
     with contextlib.suppress(OSError):
         (folder / MARK).unlink()
 
 
-def pass_over(root: Path, owner: OwnershipToken, *, step: int) -> None:
+def set_aside_newer(root: Path, owner: OwnershipToken, *, step: int) -> None:
     """Set aside the checkpoints of this run that are newer than the one just written.
 
-    The run went on from an older checkpoint, since they could not be read or were damaged. They would push what is
-    whole out of the last k, and a resume would take them for later states of this training.
+    The run continued from an older checkpoint, because the newer ones were unreadable or damaged. They would displace
+    complete ones from the last k, and a resume would take them for later states of this training.
     """
     for folder, entry in list_all(root):
         if step_of(folder) > step and isinstance(entry, Checkpoint) and owner.wrote(entry.owner):

@@ -1,4 +1,4 @@
-"""Evaluation: every sample exactly once, on any number of ranks, as sums."""
+"""Evaluation: every sample is evaluated exactly once, on any number of ranks, and summed."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ __all__ = ["evaluate"]
 def evaluate(
     placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
 ) -> dict[str, float]:
-    """Score the model on a split; collective.
+    """Evaluate the model on a split; collective.
 
-    What the model or the objective draws depends on (seed, number of the batch, block): the same in every evaluation.
+    Random numbers of the model or the objective depend on (seed, batch number, block): they are the same in every
+    evaluation.
 
     Args:
-        placed: the model; in training mode again afterwards.
-        objective: gives the loss and the metrics.
+        placed: the executor; its model is in training mode again afterwards.
+        objective: computes the loss and the metrics.
         batches: this rank's batches, on its device: together the ranks have every sample once.
-        split: names the figures, `val/loss`.
-        num_counted: how many of the batches count, the first ones; None: all. The rest are there for other ranks, who
-            run the model together with this one.
+        split: prefix of the metric names, `val/loss`.
+        num_counted: how many of the first batches count; None: all. The others exist because other ranks run the model
+            together with this one.
 
     Returns:
         `split/loss`, the mean over all targets, and each metric, the same on every rank.

@@ -1,17 +1,17 @@
-"""What looks on while a training goes: the callback, and the run it sees.
+"""Callbacks: hooks that are called during a training, and the view of the run that they receive.
 
-run_start          before the first step, everything placed
+run_start          before the first step, when everything is placed
   step_end         after every step (only callbacks that override it are called)
-  log              a row of figures, every `log_every_steps`
-  eval_end         figures of an evaluation
-  checkpoint_saved a checkpoint stands complete in the run folder
+  log              with a row of metrics, every `log_every_steps`
+  eval_end         with the metrics of an evaluation
+  checkpoint_saved a checkpoint in the run folder is complete
   rolled_back      the training continues from an earlier step
-train_end          after the last step, while the ranks still stand together
-run_end            with the result, however the run ended
+train_end          after the last step, before the ranks leave the process group run_end            with the result,
+however the run ended
 
-Every hook is called on every rank, in order. A callback looks on: what it changes it must change alike on every rank
-(`run.request_stop`), and what it writes it writes where `run.is_owner`. The model is for `train_end` and the hooks
-before it; where `run.computes_together`, whoever runs it does so on every rank, with the same inputs.
+Every hook is called on every rank, in order. A callback that changes something must change it alike on every rank
+(`run.request_stop`); files are written where `run.is_owner`. The model may be used up to `train_end`; if
+`run.computes_together`, it must be run on every rank with the same inputs.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from trainkit.trainer.state import State
 __all__ = ["Callback", "Row", "Run", "overriding"]
 
 Row = Mapping[str, float]
-"""Figures by name: step, epoch, samples, seconds, train/loss, lr, samples_per_s, data_wait, ..."""
+"""Metrics by name: step, epoch, samples, seconds, train/loss, lr, samples_per_s, data_wait, ..."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run as its callbacks see it."""
+    """The view of a run that callbacks receive."""
 
     folder: Path
-    """Where it keeps everything."""
+    """The run folder."""
     cfg: RunConfig
     """The resolved config."""
     summary: Mapping[str, str]
@@ -54,80 +54,83 @@ class Run:
     rate: LearningRate
     """The learning rate of every step."""
     state: State
-    """How far it is."""
+    """The progress of the training."""
     is_owner: bool
     """Whether this rank writes files."""
     model: nn.Module
-    """The model, where the strategy placed it."""
+    """The model on its devices."""
     device: torch.device
-    """Where batches are."""
+    """The device of the batches."""
     collective: Collective
     """Sums over the data ranks."""
     computes_together: bool = False
-    """Whether the ranks must run the model together, since each holds but a part of it."""
+    """Whether the ranks must run the model together, because it is sharded."""
     notes: tuple[str, ...] = ()
-    """What the summary says besides: what was displaced, shadowed, resumed."""
+    """Additional lines of the startup summary: keys that were overridden or shadowed, what is resumed."""
     datasets: Mapping[str, Any] = field(default_factory=dict)
     """Split -> dataset."""
     example: Any = None
     """The batch of the first shard that this rank computed; None before."""
     findings: Callable[[], Mapping[str, Any]] = dict
-    """What the strategy has found, as result.json will say it; `counts` in it: how often each number was seen."""
+    """Returns the strategy's entries for result.json; `counts` in them: how often each number occurred."""
     stop_reason: str | None = None
     """Why the run is about to end early."""
 
     def request_stop(self, reason: str) -> None:
-        """End after this step; must be called alike on every rank. The first reason counts."""
+        """End the run after this step; must be called alike on every rank. The first reason counts."""
         self.stop_reason = self.stop_reason or reason
 
     def example_batch(self) -> Any:
-        """The first batch, where it is still at hand."""
+        """Return the first batch; None before the first step."""
         return self.example
 
 
 class Callback:
-    """Looks on; every hook does nothing until overridden."""
+    """The base class of callbacks; every hook does nothing until it is overridden."""
 
     prints: ClassVar[bool] = False
-    """Whether it writes on the screen, which `quiet=true` leaves out."""
+    """Whether it prints to the terminal; such callbacks are left out with `quiet=true`."""
     decides_by_figures: ClassVar[bool] = False
-    """Whether what it does to the training goes by evaluations, which then have to be made where the training is."""
+    """Whether it changes the training by evaluation results; the evaluation must then run in the training process."""
 
     def run_start(self, run: Run) -> None:
-        """Before the first step."""
+        """Handle the start, before the first step."""
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
-        """After every step; on the hot path."""
+        """Handle the end of a step; on the hot path."""
 
     def log(self, run: Run, row: Row) -> None:
-        """A row of figures was made."""
+        """Handle a row of metrics."""
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """The model was evaluated."""
+        """Handle the metrics of an evaluation."""
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
-        """A checkpoint is complete; on the owner only, since only it writes them."""
+        """Handle a complete checkpoint; called on rank 0 only, which writes it."""
 
     def rolled_back(self, run: Run, step: int) -> None:
-        """Continue from an earlier step, where `run.state` is by now, since `step` was not finite.
+        """Continue from an earlier step, the current one of `run.state`, because `step` was not finite.
 
-        What `state` gave for that checkpoint is restored before. Figures of later steps come again.
+        The state that `state` returned for that checkpoint is restored before. Metrics of later steps are reported
+        again.
         """
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """The training ended as it should; on every rank, which may still exchange. `result` as in `run_end`."""
+        """Handle a regular end of the training; on every rank, before the process group ends. `result` as in
+        `run_end`.
+        """
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """The run ended; `result` is what result.json holds."""
+        """Handle the end of the run; `result` is the content of result.json."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of this callback: JSON."""
+        """Return the state of this callback for a checkpoint, as JSON."""
         return {}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state` gave."""
+        """Restore the state that `state` returned."""
 
 
 def overriding(callbacks: Sequence[Callback], hook: str) -> list[Any]:
-    """The bound hooks of those callbacks that override it, in order."""
+    """Return the bound hooks of the callbacks that override a hook, in order."""
     return [getattr(one, hook) for one in callbacks if getattr(type(one), hook) is not getattr(Callback, hook)]

@@ -1,12 +1,12 @@
-"""Planted failures, for tests of what happens when a process dies, hangs or errs at a known moment.
+"""Failpoints: planted failures, to test what happens when a process dies, hangs or raises at a known moment.
 
     TRAINKIT_FAIL="rank=1,step=3,phase=backward,action=kill"
 
-Several, parted by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank; without
-`step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `life` only that life of a task
-that is started again alone; with `while` only as long as that file exists. Actions: kill (SIGKILL), stop (SIGSTOP),
-hang (sleeps for ever), raise (RuntimeError), full (no space left on device), exit (ends the process with code 7,
-without a word), slow (sleeps for a twentieth of a second and goes on).
+Several are separated by `;`. Without `rank` it is rank 0; with `index` the task of that index, whatever its rank;
+without `step` or `phase` every one; with `attempt` only that attempt of the supervisor; with `life` only that restart
+of a task that is restarted alone; with `while` only as long as that file exists. Actions: kill (SIGKILL), stop
+(SIGSTOP), hang (sleeps for ever), raise (RuntimeError), full (no space left on device), exit (ends the process with
+code 7, without an error report), slow (sleeps for 0.05 s and continues).
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ Phase = Literal[
     "start", "join", "load", "callback", "evaluate", "save", "data", "compile", "forward", "backward", "reduce",
     "update", "end", "idle",
 ]  # fmt: skip
-"""What a rank is doing, in the order in which it comes at one number of completed updates.
+"""The phases of a rank, in their order within one number of completed updates.
 
-`join`: it meets the other ranks and places the model. `load`: it restores a checkpoint. `callback`: it shows figures or
-a checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training is over. `idle`: it waits to be asked
-for something.
+`join`: joins the process group and places the model. `load`: restores a checkpoint. `callback`: passes metrics or a
+checkpoint to the callbacks. `compile`: torch.compile works. `end`: the training has ended. `idle`: waits for requests.
 """
 
 PHASES: Final[tuple[Phase, ...]] = get_args(Phase)
@@ -52,7 +51,7 @@ class Failpoint:
     marker: str | None = None
 
     def concerns(self, environ: Mapping[str, str]) -> bool:
-        """Whether it is planted in the process of this environment."""
+        """Return whether this failpoint applies to the process of an environment."""
         if self.attempt is not None and str(self.attempt) != environ.get("TRAINKIT_ATTEMPT", "0"):
             return False
         if self.life is not None and str(self.life) != environ.get("TRAINKIT_LIFE", "0"):
@@ -63,12 +62,12 @@ class Failpoint:
         return str(self.rank) == rank
 
     def matches(self, phase: str, step: int) -> bool:
-        """Whether this moment is the planted one."""
+        """Return whether this failpoint applies to a phase and step."""
         now = self.phase in (None, phase) and self.step in (None, step)
         return now and (self.marker is None or os.path.exists(self.marker))  # noqa: PTH110 - no path is wanted
 
     def fail(self, phase: str, step: int) -> None:
-        """Do it."""
+        """Execute the action."""
         if self.action == "raise":
             raise RuntimeError(f"failpoint in {phase} of step {step}")
         if self.action == "full":
@@ -85,10 +84,10 @@ class Failpoint:
 
 
 def parse(text: str) -> tuple[Failpoint, ...]:
-    """Read failpoints.
+    """Parse failpoints.
 
     Raises:
-        ConfigError: a key, number, phase or action that does not exist.
+        ConfigError: a key, number, phase or action does not exist.
 
     Example:
         >>> parse("step=3,phase=save,action=kill")
@@ -102,10 +101,10 @@ def _parse_one(text: str) -> Failpoint:
     numbers = {
         key: int(pairs[key]) for key in ("rank", "index", "step", "attempt", "life") if pairs.get(key, "").isdigit()
     }
-    words = {key: value for key, value in pairs.items() if key not in numbers}
-    phase = words.pop("phase", None)
-    action, marker = words.pop("action", ""), words.pop("while", None)
-    if words or action not in ACTIONS or phase not in (None, *PHASES):
+    unknown = {key: value for key, value in pairs.items() if key not in numbers}
+    phase = unknown.pop("phase", None)
+    action, marker = unknown.pop("action", ""), unknown.pop("while", None)
+    if unknown or action not in ACTIONS or phase not in (None, *PHASES):
         rule = (
             "write rank=N,index=N,step=N,attempt=N,life=N,phase=PHASE,while=FILE,action=ACTION with one of the phases "
             f"{', '.join(PHASES)} and one of the actions {', '.join(ACTIONS)}."
@@ -122,21 +121,21 @@ _armed: tuple[Failpoint, ...] = _of_this_process(os.environ)
 
 
 def reload(environ: Mapping[str, str]) -> None:
-    """Read the failpoints again: a process whose environment changed since the import, as in a test."""
-    global _armed  # noqa: PLW0603 - one switch a process, read on the hot path
+    """Read the failpoints again, because the environment changed after the import, as in a test."""
+    global _armed  # noqa: PLW0603 - one switch per process, read on the hot path
     _armed = _of_this_process(environ)
 
 
 def armed() -> bool:
-    """Whether any failure is planted in this process."""
+    """Return whether any failpoint is armed in this process."""
     return bool(_armed)
 
 
 def hit(phase: Phase, step: int) -> None:
-    """Say that a phase begins; costs a comparison where nothing is planted.
+    """Report that a phase begins; costs one comparison if nothing is armed.
 
     Args:
-        phase: what begins.
+        phase: the phase that begins.
         step: updates completed so far.
     """
     if _armed:

@@ -1,4 +1,4 @@
-"""Steps that are left out because a loss or gradient is not finite: which they are, and when there are too many."""
+"""Steps that are skipped because a loss or gradient is not finite: record them, and end a run with too many."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from trainkit.strategies.base import LeftOut
 __all__ = ["REMEDY", "LeftOutSteps", "RollbackNeeded", "Suspect", "listed"]
 
 REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
-"""What helps where losses or gradients are not finite; the beginning of a sentence."""
+"""The remedy for losses or gradients that are not finite; the beginning of a sentence."""
 _MOST_STEPS: Final = 1000
-"""Steps that are listed one by one; those after them are counted."""
+"""Number of steps that are listed; further ones are only counted."""
 _MOST_SAMPLES: Final = 256
-"""Samples of a step that are listed."""
+"""Number of samples that are listed per step."""
 _FIRST_JUDGED: Final = 100
-"""The share of steps that are left out is judged from this step on."""
+"""The share of skipped steps is checked from this step on."""
 _KEPT: Final = ("count", "first", "last", "steps")
 
 
-class RollbackNeeded(Exception):  # noqa: N818 - a request to the session, which no user sees
+class RollbackNeeded(Exception):  # noqa: N818 - a request to the session, never shown to users
     """A step is not finite for the first time: restore the last checkpoint, and train up to it again."""
 
     def __init__(self, step: int) -> None:
@@ -37,45 +37,45 @@ class Suspect:
     """A step that was not finite, and that is trained again."""
 
     step: int
-    """Updates before it."""
+    """Updates completed before it."""
     checkpoint: int
     """The step of the checkpoint that was restored for it."""
 
 
 class LeftOutSteps:
-    """Counts the steps that are left out, and ends a run that leaves out too many; alike on every rank.
+    """Counts the skipped steps, and ends a run that skips too many; the same on every rank.
 
     Args:
-        settings: what the config says of numbers that are not finite.
-        samples_of: gives the samples of a ticket.
+        settings: the settings for numbers that are not finite.
+        samples_of: returns the samples of a ticket.
     """
 
     def __init__(self, settings: NumericsConfig, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
         self._settings, self._samples_of = settings, samples_of
         self.count = 0
-        """Steps left out."""
+        """Number of skipped steps."""
         self.steps: list[dict[str, Any]] = []
-        """`step`, `samples` and `num_samples` of each, as result.json has them."""
+        """`step`, `samples` and `num_samples` of each, as in result.json."""
         self.first = self.last = -1
-        """The latest steps in a row that were left out."""
+        """The first and last of the latest consecutive skipped steps."""
         self.suspect: Suspect | None = None
         """With `rollback`, the step for which the last checkpoint was restored."""
 
     @property
     def in_a_row(self) -> int:
-        """The length of the latest row of steps that were left out."""
+        """The number of the latest consecutive skipped steps."""
         return self.last - self.first + 1 if self.count else 0
 
     def samples_of(self, tickets: Sequence[Ticket], most: int = _MOST_SAMPLES) -> tuple[list[int], int]:
-        """Return the first samples of tickets, and how many there are in all."""
+        """Return the first samples of tickets, and the number of all."""
         found = [int(sample) for ticket in tickets for sample in self._samples_of(ticket)]
         return found[:most], len(found)
 
     def take(self, found: LeftOut) -> None:
-        """Count a step, or have it trained again.
+        """Count a step, or request that it is trained again.
 
         Raises:
-            NonFiniteError: too many steps in a row; with `rollback`, a second one since the restored checkpoint.
+            NonFiniteError: too many consecutive steps; with `rollback`, a second one since the restored checkpoint.
             RollbackNeeded: with `rollback`, the step was not finite for the first time.
         """
         if self._settings.on_nonfinite == "rollback":
@@ -90,7 +90,7 @@ class LeftOutSteps:
             )
 
     def judge_share(self, step: int) -> None:
-        """End the run where more steps were left out than it may.
+        """End the run if more steps were skipped than allowed.
 
         Args:
             step: steps done.
@@ -108,25 +108,25 @@ class LeftOutSteps:
         )
 
     def train_again(self, suspect: Suspect | None) -> None:
-        """Remember the step that is trained for the second time; None: there is none."""
+        """Record the step that is trained for the second time; None: there is none."""
         self.suspect = suspect
 
     def saved(self, step: int) -> None:
-        """Forget the suspect once a checkpoint holds what came after it."""
+        """Clear the suspect once a checkpoint of a later step is saved."""
         if self.suspect is not None and step > self.suspect.step:
             self.suspect = None
 
     def findings(self) -> dict[str, Any]:
-        """Return what result.json holds: each step with its samples, and how many are not listed."""
+        """Return the entries of result.json: each step with its samples, and how many are not listed."""
         rest = self.count - len(self.steps)
         return {"skipped_steps": list(self.steps), **({"skipped_steps_not_listed": rest} if rest else {})}
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {name: list(self.steps) if name == "steps" else getattr(self, name) for name in _KEPT}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from what `to_json` gave; nothing where it is of an earlier version."""
+        """Restore the state that `to_json` returned; states of earlier versions may lack keys."""
         self.count, self.steps = saved.get("count", 0), list(saved.get("steps", ()))
         self.first, self.last = saved.get("first", -1), saved.get("last", -1)
 

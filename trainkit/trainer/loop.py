@@ -1,4 +1,4 @@
-"""The loop over tickets, the same for every strategy."""
+"""The training loop over tickets, the same for every strategy."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ __all__ = ["Trigger", "TriggerSchedule", "train"]
 
 @dataclass(kw_only=True)
 class Trigger:
-    """Something done between steps, now and then."""
+    """An action between steps, at intervals."""
 
     act: Callable[[], None]
-    """Does it; may be collective, so occasions fall on the same steps on every rank."""
+    """The action; may be collective, so that triggers are due at the same steps on every rank."""
     next_after: Callable[[int], int]
-    """The step after which it is due next, from the step it is at."""
+    """Returns the step after which it is due next, from the current step."""
     due: int = 0
     """The step after which it is due."""
 
 
 class TriggerSchedule:
-    """The occasions of a run, looked at only when one is due."""
+    """The triggers of a run, checked only when one is due."""
 
-    def __init__(self, occasions: Sequence[Trigger], step: int) -> None:
-        self._occasions = list(occasions)
-        for occasion in self._occasions:
-            occasion.due = occasion.next_after(step)
-        self.next_step = min((one.due for one in self._occasions), default=1 << 62)
+    def __init__(self, triggers: Sequence[Trigger], step: int) -> None:
+        self._triggers = list(triggers)
+        for trigger in self._triggers:
+            trigger.due = trigger.next_after(step)
+        self.next_step = min((one.due for one in self._triggers), default=1 << 62)
 
     def is_due(self, act: Callable[[], None], step: int) -> bool:
-        """Return whether something that is done now and then is still to be done after a step."""
-        return any(one.act == act and one.due <= step for one in self._occasions)
+        """Return whether an action is still due after a step."""
+        return any(one.act == act and one.due <= step for one in self._triggers)
 
     def act(self, step: int) -> None:
-        """Do what is due, in order."""
-        for occasion in self._occasions:
-            if step >= occasion.due:
-                occasion.act()
-                occasion.due = occasion.next_after(step)
-        self.next_step = min((one.due for one in self._occasions), default=1 << 62)
+        """Run the actions that are due, in order."""
+        for trigger in self._triggers:
+            if step >= trigger.due:
+                trigger.act()
+                trigger.due = trigger.next_after(step)
+        self.next_step = min((one.due for one in self._triggers), default=1 << 62)
 
 
 def train(
@@ -62,16 +62,17 @@ def train(
     """Train until `last_step`, or until the run is asked to stop.
 
     Args:
-        run: what callbacks see; its state advances.
+        run: the view that callbacks receive; its state advances.
         strategy: computes tickets.
-        placed: what the strategy placed here.
-        data: gives their batches.
+        placed: the executor of this rank.
+        data: provides the batches of tickets.
         training: plan, objective and update rule.
-        callbacks: look on.
-        journal: keeps the outcomes.
-        timeline: what happens between steps.
+        callbacks: their hooks are called.
+        journal: accumulates the outcomes.
+        timeline: the triggers between steps.
         last_step: updates after which to end.
-        interrupted: why this process, being the only one, shall stop now; ranks of a group agree on the timeline.
+        interrupted: returns why this process, if it is the only one, must stop now; the ranks of a group agree by a
+            trigger.
     """
     state, step_end = run.state, overriding(callbacks, "step_end")
     if state.step >= last_step:

@@ -1,15 +1,15 @@
-"""What a complete checkpoint is: a folder with a manifest that holds the size and SHA-256 of each of its files.
+"""The definition of a complete checkpoint: a folder with a manifest that holds the size and SHA-256 of each of its
+files.
 
     checkpoints/
       step_00001234/
-        rank_00000.safetensors   tensors; one file a writing rank
-        index.json               tensor name -> shape, dtype, pieces (file, offset, size, and its key there where it is
-                                 not the name: a rank that holds several); tied names
-        meta.json                what the engine wants back: counters, loss scale, ...
-        manifest.json            written last
+        rank_00000.safetensors   tensors; one file per writing rank index.json               tensor name -> shape,
+        dtype, pieces (file, offset, size, and the key in the file if it is not the name, because the rank holds several
+        pieces); tied names meta.json                state of the trainer: counters, loss scale, ... manifest.json
+        written last
       index.json                 {"last": "step_00001234", "best": null}: names, not copies; derived from the manifests
 
-Reading manifests needs no torch: a list of runs and the supervisor's look at progress cost nothing.
+Reading manifests does not import torch: listing runs and the supervisor's progress checks are cheap.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ __all__ = [
 ]
 
 FORMAT: Final = 1
-"""The version of the layout; a reader refuses what is newer than itself."""
+"""The version of the layout; a reader refuses newer versions."""
 
 MANIFEST: Final = "manifest.json"
 _FOLDER: Final = re.compile(r"step_([0-9]{8,18})")
 _PLAIN_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _MAX_BYTES: Final = 64 << 20
-"""Of a manifest, which has a hundred bytes for each file of the checkpoint."""
+"""Size limit of a manifest, which has about a hundred bytes for each file of the checkpoint."""
 _SHA256: Final = re.compile(r"[0-9a-f]{64}")
 _KEYS: Final[Mapping[str, Kind]] = {
     "step": int,
@@ -66,12 +66,12 @@ _KEYS: Final[Mapping[str, Kind]] = {
 
 
 class NewerFormatError(CheckpointError):
-    """A checkpoint that is whole, but written by a later version: never to be passed over for an older one."""
+    """A complete checkpoint written by a later version: it must never be skipped in favour of an older one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What the manifest says of a file."""
+    """The manifest's record of a file."""
 
     num_bytes: int
     sha256: str
@@ -79,25 +79,25 @@ class FileRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint, as its manifest tells."""
+    """A complete checkpoint, as described by its manifest."""
 
     folder: Path
     step: int
     """Updates completed."""
     position: Any = None
-    """Where the training goes on: the engine's own, any JSON."""
+    """Position of the training, any JSON of the trainer."""
     fingerprint: str | None = None
     """The hash of the maths keys of the run that wrote it."""
     metric: float | None = None
-    """The value that best is judged by, where it was known when this was saved."""
+    """The monitored metric, if it was known at the save."""
     owner: str | None = None
     """The token of the run that wrote it; None before tokens existed."""
     files: Mapping[str, FileRecord]
-    """Every file but the manifest itself."""
+    """All files except the manifest itself."""
 
 
 def folder_name(step: int) -> str:
-    """The name of a checkpoint's folder.
+    """Return the name of a checkpoint's folder.
 
     Example:
         >>> folder_name(1234)
@@ -107,7 +107,7 @@ def folder_name(step: int) -> str:
 
 
 def manifest_bytes(checkpoint: Checkpoint) -> bytes:
-    """The content of a manifest: JSON with a hash of itself, so that a flipped bit in a step is damage as well."""
+    """Return the content of a manifest: JSON with a hash of itself, so that every flipped bit is detected."""
     content = {
         "format": FORMAT,
         "step": checkpoint.step,
@@ -120,7 +120,7 @@ def manifest_bytes(checkpoint: Checkpoint) -> bytes:
         },
         **({} if checkpoint.owner is None else {"owner": checkpoint.owner}),
     }
-    content = json.loads(json.dumps(content))  # keys become text: what is hashed is what a reader will hash
+    content = json.loads(json.dumps(content))  # keys become strings, as in what a reader hashes
     return json.dumps({**content, "sha256": _own_hash(content)}, indent=2).encode()
 
 
@@ -135,7 +135,7 @@ def is_checkpoint(name: str) -> bool:
 
 
 def step_of(folder: Path) -> int:
-    """The step that the name of a checkpoint's folder tells.
+    """Return the step in the name of a checkpoint's folder.
 
     Example:
         >>> step_of(Path("checkpoints/step_00001234"))
@@ -148,7 +148,8 @@ def read_manifest(folder: Path) -> Checkpoint:
     """Read a checkpoint's manifest, and compare the sizes of its files with it.
 
     Raises:
-        CheckpointError: no manifest, a damaged one, one of a newer format, or a file that is absent or of another size.
+        CheckpointError: there is no manifest, it is damaged or of a newer format, or a file is absent or of another
+            size.
     """
     try:
         content = read_json(folder / MANIFEST, limit=_MAX_BYTES)
@@ -170,7 +171,7 @@ def _parse(folder: Path, content: Any) -> Checkpoint:
         raise damaged(folder, f"{MANIFEST} is not what was written (SHA-256 differs)")
     try:
         return _checked(folder, content)
-    except ValueError as error:  # whoever crafts a manifest can hash it as well
+    except ValueError as error:  # the hash alone does not protect against a crafted manifest
         raise damaged(folder, f"{MANIFEST} is not what was written ({error})") from None
 
 
@@ -185,7 +186,7 @@ def _checked(folder: Path, content: dict[str, Any]) -> Checkpoint:
         raise ValueError(f"its format is {number} and its step {content['step']}")
     expect_maps(list(content["files"].values()), {"bytes": int, "sha256": str})
     for name, entry in content["files"].items():
-        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: never out of the folder
+        if not _PLAIN_NAME.fullmatch(name):  # a name is joined to a path: it must not lead out of the folder
             raise CheckpointError(f"checkpoint {folder} names a file outside itself: {name[:80]!a}.")
         if entry["bytes"] < 0 or not _SHA256.fullmatch(entry["sha256"]):
             raise ValueError(f"of {name} it holds no size and SHA-256")
@@ -226,16 +227,15 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """The error of a checkpoint that is not what was written."""
+    """Return the error of a checkpoint whose content differs from what was written."""
     return CheckpointError(f"checkpoint {folder} is damaged: {what}.")
 
 
 def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
     """Yield the checkpoint folders of a run, newest first, complete or not.
 
-    Complete checkpoints of other runs are left out, where the folder above `root` has a token (`OwnershipToken`). Of a
-    folder whose manifest cannot be read nobody knows who wrote it: it is yielded with the error. An absent folder holds
-    none.
+    Complete checkpoints of other runs are skipped if the folder above `root` has a token (`OwnershipToken`). A folder
+    with an unreadable manifest may be of any run: it is yielded with the error. An absent folder holds none.
 
     Raises:
         CheckpointError: `root` is a symbolic link, or cannot be read.
@@ -248,7 +248,8 @@ def list_all(root: Path) -> Iterator[tuple[Path, Checkpoint | CheckpointError]]:
 def foreign(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints below `root` that another run wrote, newest first.
 
-    One without a token is of another run if the run has saved any with its token, and began when there were tokens.
+    A checkpoint without a token is of another run if this run has saved any with its token, and began when tokens
+    existed.
     """
     return _of_others(root, list(_entries(root)))
 
@@ -263,7 +264,7 @@ def _of_others(root: Path, entries: list[tuple[Path, Checkpoint | CheckpointErro
 
 
 def has_saved(root: Path) -> bool:
-    """Whether a run may have completed a checkpoint below `root`; False only for a run with a token and no index."""
+    """Return whether a run may have completed a checkpoint below `root`; False only if it has a token and no index."""
     return OwnershipToken.found(root.parent) is None or (root / "index.json").exists()
 
 
@@ -285,7 +286,7 @@ def _folders_in(root: Path) -> list[Path]:
 
 
 def _of_its_step(folder: Path) -> Checkpoint:
-    """Read the manifest of a folder whose name tells a step, which must be that of the manifest."""
+    """Read the manifest of a folder; the step in its name must be that of the manifest."""
     try:
         refuse_link(folder)
     except UnreadableError as error:
@@ -297,15 +298,15 @@ def _of_its_step(folder: Path) -> Checkpoint:
 
 
 def list_complete(root: Path) -> list[Checkpoint]:
-    """The complete checkpoints below `root`, newest first; an absent folder holds none.
+    """Return the complete checkpoints below `root`, newest first; an absent folder holds none.
 
-    Complete: the manifest is whole and every file has its size. Content is verified when it is loaded.
+    Complete: the manifest is valid and every file has its size. The content is verified when it is loaded.
     """
     return [entry for _, entry in list_all(root) if isinstance(entry, Checkpoint)]
 
 
 def better(metric: float | None, than: float | None, mode: str) -> bool:
-    """Whether a metric beats another; one that is absent or NaN beats nothing and is beaten by any number."""
+    """Return whether a metric beats another; an absent metric or NaN beats nothing and is beaten by any number."""
     if metric is None or math.isnan(metric):
         return False
     if than is None or math.isnan(than):

@@ -1,4 +1,4 @@
-"""The journal: losses wait on the device until a row of figures is due, then are summed over ranks at once."""
+"""Accumulate losses on the device until a row of metrics is due, then sum them over all ranks at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["MetricsAccumulator"]
 
 
 class MetricsAccumulator:
-    """Collects the outcomes of steps and makes rows of them.
+    """Collects the outcomes of steps and aggregates them into rows.
 
     Args:
-        run: what is trained.
-        placed: the replica of this rank.
-        waited: seconds that this rank has waited for data so far.
+        run: the view of the run.
+        placed: the executor of this rank.
+        waited: returns the seconds that this rank has waited for data so far.
     """
 
     def __init__(self, run: Run, placed: Placed, waited: Callable[[], float]) -> None:
@@ -35,11 +35,11 @@ class MetricsAccumulator:
         self._mark = time.perf_counter()
 
     def note(self, outcome: StepOutcome) -> None:
-        """Keep an outcome; nothing is read from the device."""
+        """Store an outcome; nothing is read from the device."""
         self._outcomes.append(outcome)
 
     def pause(self) -> None:
-        """Stop the clock of the training: an evaluation or a save begins."""
+        """Stop the clock of the training, because an evaluation or a save begins."""
         self._run.state.seconds += time.perf_counter() - self._mark
 
     def proceed(self) -> None:
@@ -47,13 +47,13 @@ class MetricsAccumulator:
         self._mark = time.perf_counter()
 
     def is_sound(self) -> bool:
-        """Return whether no step since the last row shows here what `flush` would refuse; waits for the device."""
+        """Return whether this rank sees no step since the last row that `flush` would refuse; waits for the device."""
         applied = [one for one in self._outcomes if one.status is not Status.skipped]
         finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
         return finite and (self._placed.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
 
     def flush(self) -> dict[str, float] | None:
-        """A row over the steps since the last one; None where there was none. Collective, waits for the device.
+        """Aggregate the steps since the last row; None if there are none. Collective, waits for the device.
 
         `train/loss` is the mean over all targets of these steps, over all shards and ranks.
 
@@ -64,17 +64,17 @@ class MetricsAccumulator:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        by_rank = [seen.cpu() for seen in self._placed.data_ranks.gather(self._seen(outcomes))]
+        by_rank = [measured.cpu() for measured in self._placed.data_ranks.gather(self._measured(outcomes))]
         losses, weights, norms, skips = _added(by_rank).tolist()
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
             if not math.isfinite(losses[place]) or not math.isfinite(norms[place]) or not weights[place]:
-                at = [rank for rank, seen in enumerate(by_rank) if not math.isfinite(seen[0, place])]
+                at = [rank for rank, measured in enumerate(by_rank) if not math.isfinite(measured[0, place])]
                 self._refuse(outcomes[place], losses[place], weights[place], norms[place], ranks=at)
         return self._row(outcomes, sum(losses[i] for i in applied), sum(weights[i] for i in applied))
 
-    def _seen(self, outcomes: list[StepOutcome]) -> Tensor:
-        """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step weighs nothing."""
+    def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
+        """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step has weight zero."""
         device = self._placed.device
         zero = torch.zeros((), device=device)
         skips = [one.status is Status.skipped for one in outcomes]
@@ -141,7 +141,7 @@ class MetricsAccumulator:
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the order of the ranks, which makes the bits the same on all of them."""
+    """Return the sum in the order of the ranks, so that all ranks compute the same bits."""
     total = torch.zeros_like(parts[0])
     for part in parts:
         total += part

@@ -1,11 +1,11 @@
-"""Ownership on disk: a run deletes and replaces only what carries its token.
+"""Ownership on disk: a run deletes and replaces only files that carry its token.
 
     RUN/.owner                     the token of the run; it moves with a copy of the folder
-    RUN/live/.owner                the same token in each folder that the run makes and later deletes
+    RUN/live/.owner                the same token in each folder that the run creates and later deletes
     checkpoints/.tmp_step_N/.owner while a checkpoint is written; a complete one has the token in its manifest
 
-A folder without the token of the run is left where it is. A path whose name the run needs is renamed, never deleted,
-and a line on the terminal names both paths. A file system error while a token is read means "not owned".
+A folder without the token of the run is never deleted. A path whose name the run needs is renamed, and a line on the
+terminal names both paths. A file system error while a token is read means "not owned".
 
 Source: docs/decisions/0022-tokens-in-folders.md
 """
@@ -28,19 +28,19 @@ from typing import Final
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import read_map
 
-__all__ = ["FOLDERS", "MARK", "OwnershipToken", "free_name", "set_aside", "tell"]
+__all__ = ["FOLDERS", "MARK", "OwnershipToken", "free_name", "print_notice", "set_aside"]
 
 MARK: Final = ".owner"
 """The file that holds the token."""
 FOLDERS: Final = ("live", "logs")
-"""The folders of a run that get another name where the usual one is taken."""
+"""The folders of a run that get another name if the usual one is taken."""
 _MAX_BYTES: Final = 4096
 _TOKEN: Final = re.compile(r"[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnershipToken:
-    """The identity of a run in the folders that it makes.
+    """The identity of a run in the folders that it creates.
 
     Example:
         >>> import tempfile
@@ -52,15 +52,15 @@ class OwnershipToken:
     """
 
     token: str
-    """32 hexadecimal digits, drawn once for a run."""
+    """32 hexadecimal digits, generated once for a run."""
     adopts: bool = False
-    """Whether the run began before tokens existed: a checkpoint without a token counts as its own if it verifies."""
+    """Whether the run began before tokens existed: a valid checkpoint without a token counts as its own."""
     folders: Mapping[str, str] = field(default_factory=dict)
-    """Usual name of a folder -> its name in this run, where the usual one was taken: {"live": "live-2"}."""
+    """Usual name of a folder -> its name in this run, if the usual one was taken: {"live": "live-2"}."""
 
     @classmethod
     def new(cls, *, adopts: bool = False) -> OwnershipToken:
-        """Draw a token."""
+        """Generate a token."""
         return cls(token=uuid.uuid4().hex, adopts=adopts)
 
     @classmethod
@@ -82,7 +82,7 @@ class OwnershipToken:
 
     @classmethod
     def found(cls, folder: Path) -> OwnershipToken | None:
-        """Read the token in a folder; None if there is none that can be read."""
+        """Read the token in a folder; None if there is no readable one."""
         try:
             return cls.read(folder)
         except UnreadableError:
@@ -90,12 +90,12 @@ class OwnershipToken:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the fields are what a run writes: a name out of a file must not lead out of the run folder."""
+        """Whether the fields are valid: a name read from a file must not lead out of the run folder."""
         names = (re.fullmatch(rf"{usual}-[0-9]+", str(self.folders.get(usual, f"{usual}-2"))) for usual in FOLDERS)
         return bool(_TOKEN.fullmatch(self.token)) and all(names)
 
     def mark(self, folder: Path) -> None:
-        """Write the token into a folder, flushed to the disk; a kill leaves the whole file or none of this name.
+        """Write the token into a folder, flushed to the disk; a kill leaves either the complete file or none.
 
         Raises:
             OSError: the file system refuses.
@@ -112,7 +112,7 @@ class OwnershipToken:
             raise
 
     def make(self, folder: Path) -> None:
-        """Make a folder that carries the token.
+        """Create a folder with the token.
 
         Raises:
             OSError: the file system refuses, or the name is taken; nothing is left.
@@ -125,26 +125,26 @@ class OwnershipToken:
             raise
 
     def wrote(self, token: str | None) -> bool:
-        """Whether a checkpoint that verifies, with this token in its manifest, is one of this run."""
+        """Return whether a valid checkpoint with this token in its manifest is one of this run."""
         return token == self.token or (token is None and self.adopts)
 
     def owns(self, folder: Path) -> bool:
-        """Whether this is a folder, not a link to one, with the token of this run."""
+        """Return whether a path is a folder, not a link to one, with the token of this run."""
         mark = OwnershipToken.found(folder) if _is_folder(folder) else None
         return mark is not None and mark.token == self.token
 
     def remove(self, folder: Path, written: re.Pattern[str], *, proven: bool = False) -> list[str]:
-        """Delete a folder that carries the token; a file in it that the run did not write is kept.
+        """Delete a folder with the token; files in it that the run did not write are kept.
 
-        The token goes last, so that what a kill or an error leaves is deleted by the next call.
+        The token is deleted last, so that the rest after a kill or an error is deleted by the next call.
 
         Args:
             folder: deleted if this run owns it, else left as it is.
             written: the names of the files that the run writes there.
-            proven: whether the caller knows otherwise that this run made the folder, by its manifest.
+            proven: whether the caller knows from the manifest that this run created the folder.
 
         Returns:
-            The names of what else the folder holds; if there are any, it stays with them.
+            The names of other files in the folder; if there are any, it stays with them.
         """
         if not (self.owns(folder) or (proven and _is_folder(folder))):
             return []
@@ -161,15 +161,15 @@ class OwnershipToken:
         return left
 
     def remove_tree(self, folder: Path) -> None:
-        """Delete a folder that carries the token with all that is in it: what programs that the run starts write."""
+        """Delete a folder with the token and all its content, which programs started by the run have written."""
         if self.owns(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a path to `NAME.aside`, `NAME.aside-2` ... and name both on the terminal; returns the new one.
+    """Rename a path to `NAME.aside`, `NAME.aside-2` ... and print both paths on the terminal; return the new one.
 
-    A symbolic link is renamed itself; nothing that it names is touched.
+    A symbolic link itself is renamed; its target is not touched.
 
     Args:
         path: exists.
@@ -180,21 +180,21 @@ def set_aside(path: Path, why: str) -> Path:
     """
     target = free_name(path.with_name(f"{path.name}.aside"))
     path.rename(target)
-    tell(f"{path} {why}: renamed to {target}.")
+    print_notice(f"{path} {why}: renamed to {target}.")
     return target
 
 
 def free_name(path: Path) -> Path:
-    """Return the path, or the path with -2, -3 ... : the first that does not exist, not even as a broken link."""
+    """Return the path, or the path with -2, -3 ...: the first that does not exist, not even as a broken link."""
     if not os.path.lexists(path):
         return path
     names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
     return next(name for name in names if not os.path.lexists(name))
 
 
-def tell(line: str) -> None:
-    """Show a line on the terminal."""
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+def print_notice(line: str) -> None:
+    """Print a line on the terminal."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 def _is_folder(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""How far a training is."""
+"""The progress of a training."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["State"]
 
 @dataclass(kw_only=True)
 class State:
-    """What a resumed run continues from, besides tensors."""
+    """The state that a resumed run continues from, besides tensors."""
 
     plan: BatchPlan
     """How steps are cut."""
     step: int = 0
-    """Updates completed, and steps left out."""
+    """Updates completed, and steps skipped."""
     seconds: float = 0.0
-    """Seconds of training, over all attempts; evaluation and saving left out."""
+    """Seconds of training, over all attempts; without evaluation and saving."""
     best: float | None = None
     """The best `eval.metric` so far."""
     retries: int = 0
-    """Tries at a step that overflowed."""
+    """Repetitions of steps that overflowed."""
     left_out: LeftOutSteps = field(default_factory=lambda: LeftOutSteps(NumericsConfig(), lambda _ticket: ()))
-    """Steps left out because they are not finite."""
+    """Steps skipped because they are not finite."""
 
     @property
     def epoch(self) -> float:
-        """Passes over the dataset, counting parts: samples used over samples there are."""
+        """Passes over the dataset, including fractions: samples used divided by the size of the dataset."""
         return self.samples / self.plan.num_samples
 
     @property
@@ -42,17 +42,18 @@ class State:
 
     @property
     def skipped(self) -> int:
-        """Steps left out."""
+        """Number of skipped steps."""
         return self.left_out.count
 
     def advance(self, outcome: StepOutcome) -> bool:
-        """Take note of a try at a step; whether it is done with.
+        """Record the outcome of a step; return whether the step is completed.
 
-        An applied step and one left out by policy are; an overflowed one comes again, one handed out is under way.
+        An applied step and one skipped by policy are; an overflowed step is repeated, and an asynchronous one is in
+        flight.
 
         Raises:
-            NonFiniteError: too many steps are left out.
-            RollbackNeeded: the step is to be trained again, from the last checkpoint on.
+            NonFiniteError: too many steps are skipped.
+            RollbackNeeded: the step must be trained again, from the last checkpoint on.
         """
         if outcome.status is Status.handed_out:
             return False
@@ -67,12 +68,12 @@ class State:
         return True
 
     def to_json(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         counted = {name: getattr(self, name) for name in ("step", "seconds", "best", "retries")}
         return {**counted, "left_out": self.left_out.to_json()}
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Continue from what `to_json` gave, also in an earlier version, which counted the steps left out alone."""
+        """Restore the state that `to_json` returned; earlier versions only stored the number of skipped steps."""
         for name in ("step", "seconds", "best", "retries"):
             setattr(self, name, saved[name])
         self.left_out.restore(saved.get("left_out", {"count": saved.get("skipped", 0)}))

@@ -1,4 +1,4 @@
-"""Agreement: ranks are told to stop at different moments, or find a save due, and must act after the same step."""
+"""Agree on stopping and saving: ranks are asked at different moments, but must act after the same step."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ class StopSaveDecision:
     """What all ranks do after this step."""
 
     stop: str | None
-    """The reason to stop that any rank has; None: go on."""
+    """A reason to stop that some rank has; None: continue."""
     save: bool
-    """Whether rank 0 finds that a save is due."""
+    """Whether rank 0 decides that a save is due."""
 
 
 class StopSaveConsensus:
-    """Asks all ranks, now and then, whether any of them was asked to stop, and rank 0 whether it is time to save.
+    """Exchanges at intervals whether any rank was asked to stop, and whether rank 0 decides to save.
 
-    A question a step would cost an exchange a step. Rank 0 chooses how many steps pass until the next question, about
-    half a second's worth, and tells it with each answer, so that every rank asks after the same step.
+    An exchange at every step would be expensive. Rank 0 chooses the number of steps until the next one, about half a
+    second, and includes it in each exchange, so that every rank takes part after the same step.
 
     Args:
         collective: all processes of the run.
-        requested: why this process was asked to stop, or None.
-        save_due: whether it is time to save; rank 0's word counts.
+        requested: returns why this process was asked to stop, or None.
+        save_due: returns whether a save is due; rank 0 decides.
     """
 
     def __init__(
@@ -44,25 +44,25 @@ class StopSaveConsensus:
     ) -> None:
         self._collective, self._requested, self._save_due = collective, requested, save_due
         self._interval = 1
-        self._asked = time.perf_counter()
+        self._exchanged_at = time.perf_counter()
 
     def ask(self) -> StopSaveDecision:
-        """What to do after this step, the same on every rank. Collective."""
+        """Return what to do after this step, the same on every rank. Collective."""
         reason = self._requested()
         flags = [float(reason == known) for known in _REASONS]
         proposals = [float(self._save_due()), float(self._propose())] if self._collective.rank == 0 else [0.0, 0.0]
-        told = self._collective.sum(torch.tensor([*flags, *proposals], dtype=torch.float64)).tolist()
-        *asked, save, interval = told
+        summed = self._collective.sum(torch.tensor([*flags, *proposals], dtype=torch.float64)).tolist()
+        *asked, save, interval = summed
         self._interval = int(interval)
-        self._asked = time.perf_counter()
+        self._exchanged_at = time.perf_counter()
         stop = next((known for known, count in zip(_REASONS, asked, strict=True) if count), None)
         return StopSaveDecision(stop=stop, save=bool(save))
 
     @property
     def interval(self) -> int:
-        """Steps until the next question; the same on every rank."""
+        """Steps until the next exchange; the same on every rank."""
         return self._interval
 
     def _propose(self) -> int:
-        per_step = (time.perf_counter() - self._asked) / self._interval
+        per_step = (time.perf_counter() - self._exchanged_at) / self._interval
         return max(1, min(int(_INTERVAL_S / max(per_step, 1e-9)), 2 * self._interval))

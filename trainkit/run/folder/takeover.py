@@ -16,7 +16,7 @@ from typing import Final
 from trainkit.errors import CheckpointError, UnreadableError
 from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import list_complete
-from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, set_aside, tell
+from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, print_notice, set_aside
 
 __all__ = ["take_over_folder"]
 
@@ -97,5 +97,7 @@ def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
     """Return alternative names for the folders of the run whose usual names are taken."""
     taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
     for name, instead in taken.items():
-        tell(f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used.")
+        print_notice(
+            f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used."
+        )
     return taken

@@ -1,4 +1,4 @@
-"""Saving beside training: the step pays for the copy to the host, a thread for hashing and the disk."""
+"""Save in the background: a step waits for the copy to the host, a thread hashes and writes to the disk."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ __all__ = ["BackgroundSaver"]
 
 
 class BackgroundSaver:
-    """Saves one checkpoint at a time in a thread of its own.
+    """Saves one checkpoint at a time in a background thread.
 
-    The host copies are made into buffers that stay, so that the second save allocates nothing; they cost the memory of
-    one checkpoint. A save that begins while the one before is still being written waits for it.
-
-    An error of the thread is raised by the next call, whichever it is.
+    Host copies reuse their buffers, so that the second save allocates nothing; they take the memory of one checkpoint.
+    A save that begins while the previous one is still being written waits for it. An error of the thread is raised by
+    the next call of any method.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class BackgroundSaver:
         aliases: Mapping[str, str] | None = None,
         metric: float | None = None,
     ) -> None:
-        """Copy the tensors to the host and write them beside the training; arguments as of `checkpoint.save`.
+        """Copy the tensors to the host and write them in the background; arguments as in `checkpoint.save`.
 
         On return the tensors may change. With `background=False` the checkpoint exists on return.
 
         Raises:
-            CheckpointError: this one, or the one before it, could not be written.
+            CheckpointError: this checkpoint, or the one before it, could not be written.
         """
         self.wait()
         arguments: dict[str, Any] = {"step": step, "meta": meta, "metric": metric, "retention": self._retention}
@@ -74,12 +73,12 @@ class BackgroundSaver:
         unique, tied = untied(tensors)
         refuse_lack_of_room(self._root, step, bytes_needed(unique.values()))
         arguments.update(tensors=self._snapshot.take(unique), aliases={**tied, **(aliases or {})})
-        # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that nobody takes for a checkpoint.
+        # A daemon: a second Ctrl-C ends now, and leaves a temporary folder that is never taken for a checkpoint.
         self._thread = threading.Thread(target=self._write, kwargs=arguments, name="checkpoint", daemon=True)
         self._thread.start()
 
     def finished(self) -> list[Checkpoint]:
-        """The checkpoints written since the last call; does not wait.
+        """Return the checkpoints written since the last call, without waiting.
 
         Raises:
             CheckpointError: one could not be written.
@@ -91,7 +90,7 @@ class BackgroundSaver:
         return finished
 
     def wait(self) -> None:
-        """Wait for the save that is under way.
+        """Wait for the save in progress.
 
         Raises:
             CheckpointError: it could not be written.
@@ -102,7 +101,7 @@ class BackgroundSaver:
         self._raise_error()
 
     def close(self) -> list[Checkpoint]:
-        """Wait, give the buffers back, and return what `finished` would.
+        """Wait, release the buffers, and return what `finished` would return.
 
         Raises:
             CheckpointError: the last save could not be written.

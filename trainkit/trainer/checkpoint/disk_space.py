@@ -1,7 +1,7 @@
-"""Room for checkpoints: asked for before the first step and before each save, so that no save ends halfway.
+"""Check the free space for checkpoints before the first step and before each save, so that no save fails midway.
 
-A save needs room for a whole checkpoint beside those that are kept, since the older ones are removed after the new one
-is complete.
+A save needs space for a complete checkpoint in addition to the kept ones, since older ones are removed after the new
+one is complete.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainkit.trainer.manifest import list_complete
 __all__ = ["bytes_needed", "refuse_lack_of_room", "refuse_small_disk", "unwritten"]
 
 _FIXED_BYTES: Final = 32 * 1024
-"""Manifest, meta, the two indexes, rounding to blocks, and a few rows of figures."""
+"""Manifest, meta, the two indexes, rounding to blocks, and a few rows of metrics."""
 _BYTES_A_TENSOR: Final = 512
-"""A tensor's entries in the header of its file and in the index."""
+"""Size of a tensor's entries in the header of its file and in the index."""
 _NUM_FILES: Final = 8
 """Folder, files and temporary names of a checkpoint that one process writes."""
 _FEWER: Final = "keep fewer checkpoints (checkpoint.keep_last, checkpoint.keep_best)"
@@ -43,33 +43,33 @@ def bytes_needed(tensors: Iterable[Tensor]) -> int:
 
 
 def refuse_lack_of_room(root: Path, step: int, needed: int, *, largest_file: int | None = None, who: str = "") -> None:
-    """Refuse to begin a save that the file system has no room for; asks the file system, and writes nothing.
+    """Refuse to begin a save that does not fit on the file system; writes nothing.
 
     Args:
         root: the `checkpoints` folder.
-        step: that of the checkpoint.
-        needed: bytes of the whole checkpoint.
+        step: the step of the checkpoint.
+        needed: bytes of the complete checkpoint.
         largest_file: bytes of its largest file; None: all of them.
-        who: which rank writes, where several do.
+        who: which rank writes, if several do.
 
     Raises:
-        StorageError: there is too little room, or a file may not become that large.
+        StorageError: there is too little space, or a file may not become that large.
     """
     if (code := _lacking(root, needed, needed if largest_file is None else largest_file)) is not None:
         raise unwritten(root, step, OSError(code, os.strerror(code)), needed=needed, who=who)
 
 
 def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) -> None:
-    """Refuse a run whose checkpoints the file system of its folder cannot hold, before its first step.
+    """Refuse a run whose checkpoints do not fit on the file system of its folder, before its first step.
 
     Args:
         folder: the run folder, which need not exist.
         size: bytes of a checkpoint.
         kept: how many are kept at a time.
-        steps_left: a run of few steps saves no more often than that.
+        steps_left: the remaining steps, which limit the number of saves.
 
     Raises:
-        StorageError: there is too little room for those that are kept and the one that is written beside them.
+        StorageError: there is too little space for the kept checkpoints and the one that is written in addition.
     """
     there = list_complete(folder / "checkpoints")
     have = sum(record.num_bytes for checkpoint in there for record in checkpoint.files.values())
@@ -90,14 +90,14 @@ def refuse_small_disk(folder: Path, *, size: int, kept: int, steps_left: int) ->
 
 
 def unwritten(root: Path, step: int, error: OSError, *, needed: int | None = None, who: str = "") -> StorageError:
-    """Return the error of a checkpoint that the disk refuses.
+    """Return the error of a checkpoint that could not be written to the disk.
 
     Args:
         root: the `checkpoints` folder.
-        step: that of the checkpoint.
-        error: what the system said.
-        needed: bytes of the checkpoint, where that is known.
-        who: which rank's part it was, where several write.
+        step: the step of the checkpoint.
+        error: the error of the system.
+        needed: bytes of the checkpoint, if known.
+        who: which rank's part it was, if several write.
     """
     try:
         kept = list_complete(root)
@@ -111,7 +111,7 @@ def unwritten(root: Path, step: int, error: OSError, *, needed: int | None = Non
 
 
 def _lacking(root: Path, needed: int, largest_file: int) -> int | None:
-    """Return the number of the error that a save would meet; None where there is room, or nobody knows."""
+    """Return the error number that a save would raise; None if there is space, or it is unknown."""
     if (limit := file_limit()) is not None and largest_file > limit:
         return errno.EFBIG
     free = Free.at(root)

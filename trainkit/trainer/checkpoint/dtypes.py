@@ -1,4 +1,4 @@
-"""The names safetensors gives to dtypes, and a tensor's bytes."""
+"""The names of dtypes in safetensors, and a tensor's bytes."""
 
 from __future__ import annotations
 
@@ -36,19 +36,20 @@ NAMES: Final[Mapping[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor, row by row whatever its layout in memory (channels_last, a transposed view).
+    """Return the bytes of a tensor in row-major order, whatever its layout in memory (channels_last, a transposed
+    view).
 
-    Costs no copy for a contiguous tensor on the host; copies, and waits for the device, otherwise.
+    Needs no copy for a contiguous tensor on the host; copies, and waits for the device, otherwise.
     """
     flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 def refuse_unwritable(name: str, tensor: Tensor) -> None:
-    """Raise for a tensor that no checkpoint can hold.
+    """Raise for a tensor that cannot be saved.
 
     Raises:
-        CheckpointError: sparse or quantised, or of a dtype that safetensors has no name for.
+        CheckpointError: it is sparse or quantised, or of a dtype without a name in safetensors.
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise CheckpointError(f"{name} cannot be saved: it is no dense tensor with data.")

@@ -1,10 +1,10 @@
-"""What an evaluator beside the training tells of checkpoints: `checkpoints/evaluated.json`, which it alone writes.
+"""The metrics that an evaluator beside the training publishes: `checkpoints/evaluated.json`, which it alone writes.
 
     {"evaluating": "step_00001200", "metrics": {"step_00000600": 0.91}}
 
-Checkpoints are removed by the process that writes them, and by nobody else. It keeps the one that is being evaluated,
-and those that are the best by these metrics. Both processes hold a lock while they look and change something, so that
-nothing is removed between the moment the evaluator chooses it and the moment it says so.
+Only the process that writes checkpoints removes them. It keeps the one under evaluation, and the best ones by these
+metrics. Both processes hold a lock while they read and change something, so that no checkpoint is removed between the
+moment the evaluator chooses it and the moment it publishes the choice.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if sys.platform != "win32":
 __all__ = ["EvaluatedIndex", "exclusive", "swap_in"]
 
 _NAME: Final = "evaluated.json"
-_PATIENCE_S: Final = 1.0
+_LOCK_TIMEOUT_S: Final = 1.0
 """How long the training waits for an evaluator that was stopped while it held the lock."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedIndex:
-    """What the evaluator knows.
+    """The content of the evaluator's file.
 
     Example:
         >>> import tempfile
@@ -47,13 +47,13 @@ class EvaluatedIndex:
     """
 
     evaluating: str | None = None
-    """The name of the checkpoint that is being evaluated."""
+    """The name of the checkpoint under evaluation."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Name of a checkpoint -> what best is judged by."""
+    """Name of a checkpoint -> its monitored metric."""
 
     @classmethod
     def read(cls, root: Path) -> EvaluatedIndex:
-        """What the file in a `checkpoints` folder says; nothing, where there is none or none that can be read."""
+        """Read the file in a `checkpoints` folder; empty if it is missing or unreadable."""
         try:
             content = read_map(root / _NAME, {"metrics": dict, "evaluating": (str, type(None))})
         except UnreadableError:
@@ -62,19 +62,19 @@ class EvaluatedIndex:
         return cls(evaluating=content["evaluating"], metrics=metrics)
 
     def write(self, root: Path) -> None:
-        """Write the file; a reader sees the old one or the new one."""
+        """Write the file; a reader sees either the old one or the new one."""
         metrics = {name: value for name, value in self.metrics.items() if math.isfinite(value)}
         swap_in(root / _NAME, {"evaluating": self.evaluating, "metrics": metrics})
 
     def of(self, checkpoint: Checkpoint) -> Checkpoint:
-        """A checkpoint with its metric, where whoever wrote it knew none."""
+        """Return a checkpoint with its metric, if its own manifest has none."""
         if checkpoint.metric is not None:
             return checkpoint
         return replace(checkpoint, metric=self.metrics.get(checkpoint.folder.name))
 
 
 def swap_in(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a JSON file that is derived from others: a reader sees the old one or the new one."""
+    """Write a JSON file that is derived from others; a reader sees either the old one or the new one."""
     temporary = path.with_name(f".tmp_{path.name}.{os.getpid()}")
     try:
         temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -86,10 +86,10 @@ def swap_in(path: Path, content: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def exclusive(root: Path) -> Iterator[bool]:
-    """Hold the `checkpoints` folder against the other of its two users, where there are two.
+    """Lock the `checkpoints` folder against its other user, if there are two.
 
     Yields:
-        Whether it is held; False: the other one does not let go, or the file system has no locks.
+        Whether the lock is held; False: the other process keeps it, or the file system has no locks.
     """
     if sys.platform == "win32" or not (root / _NAME).exists():
         yield True
@@ -98,11 +98,11 @@ def exclusive(root: Path) -> Iterator[bool]:
     try:
         yield _locked(descriptor)
     finally:
-        os.close(descriptor)  # and with it the lock
+        os.close(descriptor)  # this releases the lock
 
 
 def _locked(descriptor: int) -> bool:
-    deadline = time.monotonic() + _PATIENCE_S
+    deadline = time.monotonic() + _LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, read out of its verified files when they are asked for."""
+"""The tensors of a checkpoint, read from its verified files on access."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainkit.trainer.checkpoint.tensor_file import TensorFile, lengths_in
 __all__ = ["StoredTensors"]
 
 _MAX_PIECES: Final = 1 << 14
-"""Pieces of one tensor: one for each rank that held some of it."""
+"""Limit of the pieces of one tensor: one per rank that held a part of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StoredPiece:
-    """A piece of a tensor, and where it is."""
+    """A piece of a tensor, and its place in a file."""
 
     file: TensorFile
     key: str
@@ -32,7 +32,7 @@ class _StoredPiece:
     size: tuple[int, ...]
 
     def overlap(self, region: Sequence[tuple[int, int]]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
-        """Where a region meets it, counted in the region and in the piece; None where it does not."""
+        """Return the overlap with a region, in indices of the region and of the piece; None if there is none."""
         there, here = [], []
         for (start, stop), first, length in zip(region, self.offset, self.size, strict=True):
             begin, end = max(start, first), min(stop, first + length)
@@ -47,25 +47,26 @@ class _StoredPiece:
 class _StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cuts: tuple[_StoredPiece, ...]
+    pieces: tuple[_StoredPiece, ...]
 
 
 class StoredTensors(LazyStateDict):
-    """By name, on the host, contiguous; a tied name gives the very tensor of its name, while that is in use.
+    """Tensors by name, on the host, contiguous; a tied name returns the same tensor object while that is in use.
 
-    Its files stay open: they may be pruned while it is in use. What is read is compared with what was verified.
+    The files stay open: they may be pruned while the tensors are in use. What is read is compared with what was
+    verified.
 
     Args:
-        entries: what index.json says of each tensor, by name.
+        entries: the entries of index.json, by tensor name.
         aliases: tied name -> the name it was written under.
         files: the verified files by name.
 
     Raises:
-        KeyError, TypeError, ValueError: the index does not fit the files.
+        KeyError, TypeError, ValueError: the index does not match the files.
     """
 
     def __init__(self, entries: Mapping[str, Any], aliases: Mapping[str, str], files: Mapping[str, TensorFile]) -> None:
-        self._entries = {name: _entry(name, told, files) for name, told in entries.items()}
+        self._entries = {name: _entry(name, content, files) for name, content in entries.items()}
         self._entries |= {alias: self._entries[name] for alias, name in aliases.items()}
         self._aliases = {**aliases, **{name: name for name in aliases.values()}}
         self._in_use: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
@@ -76,7 +77,7 @@ class StoredTensors(LazyStateDict):
         Raises:
             CheckpointError: it can no longer be read, or is not what was verified.
         """
-        written = self._aliases.get(name)  # None: nothing is tied to it
+        written = self._aliases.get(name)  # None: no name is tied to it
         tensor = None if written is None else self._in_use.get(written)
         if tensor is None:
             entry = self._entries[name]
@@ -95,11 +96,11 @@ class StoredTensors(LazyStateDict):
         return name in self._entries
 
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of a tensor; nothing is read."""
+        """Return the shape of a tensor without reading it."""
         return torch.Size(self._entries[name].shape)
 
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor; the pieces that have some of it are read, one after the other.
+        """Read a region of a tensor from the pieces that overlap it, one after the other.
 
         Raises:
             CheckpointError: it can no longer be read, or is not what was verified.
@@ -111,36 +112,36 @@ class StoredTensors(LazyStateDict):
     @staticmethod
     def _read(entry: _StoredTensor, bounds: Sequence[tuple[int, int]]) -> Tensor:
         size = [max(stop - start, 0) for start, stop in bounds]
-        if len(entry.cuts) == 1 and list(entry.shape) == size:
-            return entry.cuts[0].file.read(entry.cuts[0].key)
+        if len(entry.pieces) == 1 and list(entry.shape) == size:
+            return entry.pieces[0].file.read(entry.pieces[0].key)
         found = torch.empty(size, dtype=entry.dtype)
-        for cut in entry.cuts:
-            meeting = cut.overlap(bounds)
-            if meeting is not None:
-                there, here = meeting
-                found[there] = cut.file.read(cut.key)[here]
+        for piece in entry.pieces:
+            overlap = piece.overlap(bounds)
+            if overlap is not None:
+                there, here = overlap
+                found[there] = piece.file.read(piece.key)[here]
         return found
 
 
-def _entry(name: str, told: Any, files: Mapping[str, TensorFile]) -> _StoredTensor:
-    expect_map(told, {"shape": list, "dtype": str, "pieces": list})
-    pieces = expect_maps(told["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
-    if len(pieces) > _MAX_PIECES:
-        raise ValueError(f"{name}: it has {len(pieces):,} pieces, and at most {_MAX_PIECES:,} are read")
-    shape, dtype = lengths_in(told["shape"]), DTYPES[told["dtype"]]
-    cuts = tuple(
+def _entry(name: str, content: Any, files: Mapping[str, TensorFile]) -> _StoredTensor:
+    expect_map(content, {"shape": list, "dtype": str, "pieces": list})
+    listed = expect_maps(content["pieces"], {"file": str, "offset": list, "size": list}, optional={"key": str})
+    if len(listed) > _MAX_PIECES:
+        raise ValueError(f"{name}: it has {len(listed):,} pieces, and at most {_MAX_PIECES:,} are read")
+    shape, dtype = lengths_in(content["shape"]), DTYPES[content["dtype"]]
+    pieces = tuple(
         _StoredPiece(
             file=files[piece["file"]],
             key=piece.get("key", name),
             offset=lengths_in(piece["offset"]),
             size=lengths_in(piece["size"]),
         )
-        for piece in pieces
+        for piece in listed
     )
-    if wrong := coverage_error(shape, [(cut.offset, cut.size) for cut in cuts]):
+    if wrong := coverage_error(shape, [(piece.offset, piece.size) for piece in pieces]):
         raise ValueError(f"{name}: {wrong}")
-    for cut in cuts:
-        if cut.file.kind_of(cut.key) != (dtype, cut.size):
-            found = cut.file.kind_of(cut.key)
-            raise ValueError(f"a piece of {name} is {found}, not {(dtype, cut.size)}")
-    return _StoredTensor(dtype=dtype, shape=shape, cuts=cuts)
+    for piece in pieces:
+        if piece.file.kind_of(piece.key) != (dtype, piece.size):
+            found = piece.file.kind_of(piece.key)
+            raise ValueError(f"a piece of {name} is {found}, not {(dtype, piece.size)}")
+    return _StoredTensor(dtype=dtype, shape=shape, pieces=pieces)

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: verified before anything of it is used, then tensor by tensor."""
+"""Load a checkpoint: it is verified before anything of it is used, then read tensor by tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from trainkit.trainer.manifest import (
 __all__ = ["Loaded", "load", "load_below", "newest_valid", "note_foreign"]
 
 _MAX_BYTES: Final = 1 << 30
-"""Of an index, which has a hundred bytes for each piece of a tensor."""
+"""Size limit of an index, which has about a hundred bytes for each piece of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +38,20 @@ class Loaded:
 
     checkpoint: Checkpoint
     tensors: Mapping[str, Tensor]
-    """By name, on the host, contiguous, read when asked for; a tied name gives the very tensor of its name."""
+    """Tensors by name, on the host, contiguous, read on access; a tied name returns the same tensor object."""
     aliases: Mapping[str, str]
     """Tied name -> the name it was written under."""
     meta: Mapping[str, Any]
-    """What was given to `save`."""
+    """The `meta` that was given to `save`."""
 
 
 def load(folder: Path) -> Loaded:
-    """Verify one checkpoint: every byte of it is read, and its tensors again when they are asked for.
+    """Verify one checkpoint: all its bytes are read, and its tensors are read again on access.
 
     Nothing is mapped: the folder may be pruned or replaced while its tensors are in use.
 
     Raises:
-        CheckpointError: incomplete, or damaged: names the file.
+        CheckpointError: it is incomplete or damaged; the error names the file.
     """
     checkpoint = read_manifest(folder)
     index = _read_json(checkpoint, "index.json")
@@ -72,10 +72,10 @@ def load(folder: Path) -> Loaded:
 
 
 def load_below(root: Path, name: str) -> Loaded:
-    """Verify the checkpoint of a name in a `checkpoints` folder; as `load` otherwise.
+    """Verify the checkpoint of a name in a `checkpoints` folder; otherwise like `load`.
 
     Raises:
-        CheckpointError: incomplete, damaged, or a symbolic link.
+        CheckpointError: it is incomplete, damaged, or a symbolic link.
     """
     for folder in (root, root / name):
         try:
@@ -88,15 +88,15 @@ def load_below(root: Path, name: str) -> Loaded:
 def newest_valid(
     root: Path, report: Callable[[str], None], *, check: Callable[[Loaded], None] = lambda _: None
 ) -> Loaded | None:
-    """Load the newest checkpoint of a run that is whole; damaged ones are named and passed over.
+    """Load the newest valid checkpoint of a run; damaged ones are reported and skipped.
 
     Args:
         root: a `checkpoints` folder.
-        report: is told of each damaged one, and what is used instead.
-        check: raises CheckpointError for one that is whole and cannot be used; it is passed over as well.
+        report: receives a line about each damaged one, and what is used instead.
+        check: raises CheckpointError for a valid one that cannot be used; it is skipped as well.
 
     Returns:
-        None where the run has completed no checkpoint.
+        None if the run has completed no checkpoint.
 
     Raises:
         CheckpointError: there are checkpoints, and every one is damaged; or one is of a later version of trainkit.
@@ -124,12 +124,12 @@ def newest_valid(
 
 
 def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
-    """Name the complete checkpoints of other runs that are newer than the step at which a run begins.
+    """Report the complete checkpoints of other runs that are newer than the step at which a run begins.
 
     Args:
         root: the `checkpoints` folder of the run.
-        step: where it begins.
-        report: is told of each.
+        step: the step at which it begins.
+        report: receives a line about each.
     """
     for entry in foreign(root):
         if entry.step > step:
@@ -157,5 +157,5 @@ def _read_json(checkpoint: Checkpoint, name: str) -> dict[str, Any]:
 
 
 def _one_line(error: Exception, most: int = 200) -> str:
-    """What torch says of crafted numbers may have many lines."""
+    """Return the first line of an error: torch's errors about crafted numbers may have many."""
     return (str(error).splitlines() or [type(error).__name__])[0][:most]

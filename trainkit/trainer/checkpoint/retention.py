@@ -1,4 +1,4 @@
-"""Which checkpoints stay, and what the names last and best mean."""
+"""The rule which checkpoints are kept, and which are named last and best."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from trainkit.trainer.checkpoint.evaluated_index import EvaluatedIndex, exclusive, swap_in
-from trainkit.trainer.cleanup import delete, owner_of, pass_over
+from trainkit.trainer.cleanup import delete, owner_of, set_aside_newer
 from trainkit.trainer.manifest import Checkpoint, list_complete
 from trainkit.trainer.ownership import OwnershipToken
 
@@ -19,16 +19,16 @@ __all__ = ["Retention"]
 class Retention:
     """Keeps the newest and the best checkpoints of a run, and deletes its others; those of other runs stay.
 
-    Everything is derived from the manifests, and from what an evaluator says of them: there is no state that could
-    disagree with the folders.
+    Everything is derived from the manifests and the metrics of an evaluator: there is no state that could disagree with
+    the folders.
     """
 
     keep_last: int | None = None
-    """How many of the newest stay, at least 1; None keeps all."""
+    """How many of the newest are kept, at least 1; None keeps all."""
     keep_best: int = 1
-    """How many of the best stay beyond those."""
+    """How many of the best are kept beyond those."""
     mode: Literal["min", "max"] = "min"
-    """Whether a small or a large metric is good."""
+    """Whether a small or a large metric is better."""
 
     def __post_init__(self) -> None:
         if self.keep_last is not None and self.keep_last < 1:
@@ -39,12 +39,12 @@ class Retention:
 
         Args:
             root: the `checkpoints` folder.
-            step: that of the checkpoint just written; newer ones of this run are set aside.
-            owner: the run; None: whose `root` is.
+            step: the step of the checkpoint just written; newer ones of this run are set aside.
+            owner: the run; None: the owner of `root`.
         """
         owner = owner or owner_of(root)
         with exclusive(root) as held:
-            pass_over(root, owner, step=step)
+            set_aside_newer(root, owner, step=step)
             judged = EvaluatedIndex.read(root)
             newest = [judged.of(entry) for entry in list_complete(root) if owner.wrote(entry.owner)]
             if self.keep_last is not None and held:
@@ -57,7 +57,7 @@ class Retention:
             self._name(root, newest)
 
     def judge(self, root: Path, judged: EvaluatedIndex) -> None:
-        """Take down what an evaluator has found out, and name the best anew; removes nothing."""
+        """Write the metrics of an evaluator, and update the name of the best; deletes nothing."""
         with exclusive(root):
             judged.write(root)
             self._name(root, [judged.of(entry) for entry in list_complete(root)])
@@ -71,7 +71,7 @@ class Retention:
         swap_in(root / "index.json", names)
 
     def ranked(self, checkpoints: list[Checkpoint]) -> list[Checkpoint]:
-        """Those with a metric that is a number, best first; of equals the earlier one is better."""
+        """Return the checkpoints with a metric that is a number, best first; of equals the earlier one is better."""
         sign = -1.0 if self.mode == "max" else 1.0
         judged = [(sign * entry.metric, entry.step, entry) for entry in checkpoints if entry.metric is not None]
         judged = [item for item in judged if not math.isnan(item[0])]

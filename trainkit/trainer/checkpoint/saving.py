@@ -1,6 +1,6 @@
-"""Writing a checkpoint: a temporary folder, every file flushed, the manifest last, one rename.
+"""Write a checkpoint: a temporary folder, every file flushed, the manifest last, one rename.
 
-Whoever looks, at any moment and after any crash, sees a complete checkpoint or none.
+At any moment, and after any crash, a reader sees either a complete checkpoint or none.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ __all__ = ["CheckpointPart", "begin", "commit", "file_key", "prune", "save", "wr
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart:
-    """What one rank wrote."""
+    """The part of a checkpoint that one rank wrote."""
 
     file: str
     record: FileRecord
     tensors: Mapping[str, Mapping[str, Any]]
-    """Name in this file -> {"name" of the tensor, "dtype", "shape" of the whole, "offset" and "size" of the piece}."""
+    """Key in this file -> {"name" of the tensor, "dtype", "shape" of the whole, "offset" and "size" of the piece}."""
 
     def to_json(self) -> dict[str, Any]:
-        """What another rank makes the same part of."""
+        """Return the part as JSON for another rank."""
         record = {"num_bytes": self.record.num_bytes, "sha256": self.record.sha256}
         return {"file": self.file, "record": record, "tensors": dict(self.tensors)}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Self:
-        """What `to_json` gave."""
+        """Restore a part from `to_json`."""
         return cls(file=content["file"], record=FileRecord(**content["record"]), tensors=content["tensors"])
 
 
@@ -70,19 +70,19 @@ def save(
     """Write a checkpoint from one process, then prune the older ones.
 
     Args:
-        root: the `checkpoints` folder of the run; made if absent.
+        root: the `checkpoints` folder of the run; created if absent.
         step: updates completed.
         tensors: by `param/NAME`, `buffer/NAME` and `optimizer/SLOT/NAME`; on any device, in any layout.
-        meta: JSON; its keys `position` and `fingerprint` go into the manifest. All of it comes back from `load`.
-        aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are found unasked.
-        metric: what best is judged by, where known.
+        meta: JSON; its keys `position` and `fingerprint` go into the manifest. `load` returns all of it.
+        aliases: other name -> name in `tensors`, for tied parameters; tensors that share memory are detected anyway.
+        metric: the monitored metric, if known.
         retention: what to keep; None keeps everything.
-        confirm: asked before the checkpoint gets its name; raises where the folder is another's by now.
-        owner: the run; None: whose `root` is.
+        confirm: called before the checkpoint is renamed; raises if another group owns the folder now.
+        owner: the run; None: the owner of `root`.
 
     Raises:
-        StorageError: it could not be written, a full disk above all; nothing of it is left.
-        CheckpointError: a tensor that no checkpoint can hold.
+        StorageError: it could not be written, for example because the disk is full; nothing of it is left.
+        CheckpointError: a tensor cannot be saved.
     """
     owner = owner or owner_of(root)
     unique, tied = untied(tensors)
@@ -105,7 +105,7 @@ def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
     """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left.
 
     Raises:
-        StorageError: it cannot be made; the folder of a run that is gone is not made again.
+        StorageError: it cannot be made; a removed run folder is not created again.
     """
     owner = owner or owner_of(root)
     try:
@@ -119,16 +119,16 @@ def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
 
 
 def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> CheckpointPart:
-    """Write what one rank holds; every rank of a sharded model writes its own file, side by side.
+    """Write the shards of one rank; every rank of a sharded model writes its own file.
 
     Args:
         draft: from `begin`.
-        pieces: what this rank holds.
-        rank: names the file.
+        pieces: the shards of this rank.
+        rank: part of the file name.
 
     Raises:
-        CheckpointError: a tensor that no checkpoint can hold.
-        OSError: the disk said no.
+        CheckpointError: a tensor cannot be saved.
+        OSError: the file could not be written.
     """
     held = {file_key(name, place): (name, piece) for name, parts in pieces.items() for place, piece in enumerate(parts)}
     for name, piece in held.values():
@@ -149,7 +149,7 @@ def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> Checkpoin
 
 
 def file_key(name: str, place: int) -> str:
-    """How a tensor's piece is called in the file of a rank that holds several: no name of a module has a `#`.
+    """Return the key of a tensor's piece in the file of a rank that holds several: no module name contains `#`.
 
     Example:
         >>> file_key("param/w", 0), file_key("param/w", 1)
@@ -168,7 +168,7 @@ def commit(
     metric: float | None = None,
     confirm: Callable[[], None] | None = None,
 ) -> Checkpoint:
-    """Write index, meta and manifest, and give the folder its name: from here on the checkpoint exists.
+    """Write index, meta and manifest, and rename the folder: from here on the checkpoint exists.
 
     The token of the draft goes into the manifest.
     """
@@ -233,13 +233,13 @@ def untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, 
         The tensors to write, and other name -> name written.
 
     Raises:
-        CheckpointError: a tensor that no checkpoint can hold.
+        CheckpointError: a tensor cannot be saved.
     """
     seen: dict[tuple[Any, ...], str] = {}
     unique, tied = {}, {}
     for name, tensor in tensors.items():
         refuse_unwritable(name, tensor)
-        # an XLA tensor has no address: each stands for itself
+        # an XLA tensor has no address: it is never tied
         same = (tensor.data_ptr() or id(tensor), tensor.device, tensor.dtype, tensor.shape, tensor.stride())
         first = seen.setdefault(same, name) if tensor.numel() else name
         if first == name:

@@ -1,4 +1,4 @@
-"""Copies of tensors on the host, into buffers that stay."""
+"""Copies of tensors on the host, in reused buffers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["Snapshot"]
 
 
 class Snapshot:
-    """The latest copies by name; they cost the memory of one checkpoint, and a second one allocates nothing."""
+    """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing."""
 
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy to the host; waits for the device once, after all copies are under way."""
+        """Copy to the host; waits for the device once, after all copies have been started."""
         self.buffers = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             self.buffers[name].copy_(tensor.detach(), non_blocking=tensor.is_cuda)

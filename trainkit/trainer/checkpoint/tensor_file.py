@@ -1,8 +1,8 @@
-"""One safetensors file: hashed while it is written, and before anything of it is used.
+"""A safetensors file that is hashed while it is written, and before anything of it is used.
 
-An own writer and reader of the format (an 8-byte length, a JSON header, raw bytes): the bytes are hashed on their way.
-A file is read twice, once to verify it and once tensor by tensor, and never mapped: what is loaded takes no more memory
-than what is asked for at a time.
+This is an own writer and reader of the format (an 8-byte length, a JSON header, raw bytes), so that bytes are hashed as
+they pass. A file is read twice, once to verify it and once tensor by tensor, and never mapped: loading takes no more
+memory than the tensors that are requested at a time.
 
 Source: https://huggingface.co/docs/safetensors, section Format.
 """
@@ -41,7 +41,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write tensors to a new file, flushed to the disk.
 
     Raises:
-        OSError: the disk said no; the file is then incomplete.
+        OSError: the file could not be written; it is then incomplete.
     """
     # Widest dtypes first: every tensor is then aligned to its own element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -70,7 +70,7 @@ def write_bytes(path: Path, content: bytes) -> FileRecord:
 
 
 class _Writer:
-    """Counts and hashes what passes."""
+    """Counts and hashes the bytes that it writes."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -92,7 +92,7 @@ class _Writer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _TensorRecord:
-    """Where a tensor lies in the file."""
+    """The place of a tensor in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -102,9 +102,9 @@ class _TensorRecord:
 
 
 class TensorFile:
-    """A verified file, kept open: its tensors are read when they are asked for, even where its name is gone by then.
+    """A verified file, kept open: its tensors are read on access, even if the file was deleted in the meantime.
 
-    Every byte was compared with the SHA-256 of the manifest once; what is read again is compared with that reading.
+    Every byte was compared with the SHA-256 of the manifest once; later reads are compared with that reading.
     """
 
     def __init__(self, path: Path, file: BinaryIO, entries: Mapping[str, _TensorRecord]) -> None:
@@ -113,9 +113,9 @@ class TensorFile:
 
     @classmethod
     def verified(cls, path: Path, record: FileRecord) -> Self:
-        """Open a file and read all of it, keeping nothing but where its tensors are.
+        """Open a file and read all of it, storing only the places of its tensors.
 
-        The header is untrusted until the hash is right: sizes are bounded by the size of the file.
+        The header is untrusted until the hash is verified: sizes are bounded by the size of the file.
 
         Raises:
             CheckpointError: the bytes are not those that were written.
@@ -133,7 +133,7 @@ class TensorFile:
             raise
 
     def kind_of(self, key: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """The dtype and shape of a tensor.
+        """Return the dtype and shape of a tensor.
 
         Raises:
             KeyError: it is not in this file.
@@ -141,10 +141,10 @@ class TensorFile:
         return self._entries[key].dtype, self._entries[key].shape
 
     def read(self, key: str) -> Tensor:
-        """Read a tensor into memory of our own.
+        """Read a tensor into new memory.
 
         Raises:
-            CheckpointError: it cannot be read any more, or is not what was verified.
+            CheckpointError: it can no longer be read, or is not what was verified.
         """
         entry = self._entries[key]
         buffer = torch.empty(entry.num_bytes, dtype=torch.uint8)
@@ -164,7 +164,7 @@ class TensorFile:
 
 
 class _Scan:
-    """One reading of a whole file, from its first byte to its last."""
+    """One pass over a whole file."""
 
     def __init__(self, file: BinaryIO, path: Path, record: FileRecord) -> None:
         self._file = file
@@ -196,7 +196,7 @@ class _Scan:
         }
 
     def _listed(self, text: bytes, data_bytes: int) -> list[tuple[str, torch.dtype, tuple[int, ...], int, int]]:
-        """The tensors in the order of their bytes, which must follow each other without a gap."""
+        """Return the tensors in the order of their bytes, which must be contiguous."""
         header = expect_map(parse_json(text, depth=8), {})
         header.pop("__metadata__", None)
         for entry in header.values():
@@ -221,7 +221,7 @@ class _Scan:
         return bytes(content)
 
     def _pass(self, num_bytes: int) -> int:
-        """Read on, and return the CRC of what was read."""
+        """Read and hash bytes, and return their CRC."""
         crc = 0
         for start in range(0, num_bytes, _CHUNK):
             piece = memoryview(self._chunk)[: min(_CHUNK, num_bytes - start)]
@@ -236,7 +236,7 @@ class _Scan:
 
 
 def lengths_in(content: Any) -> tuple[int, ...]:
-    """Return a shape, or an offset, out of JSON; one that a tensor can have.
+    """Return a shape or an offset from JSON, if it is valid for a tensor.
 
     Raises:
         ValueError: it is no list of whole numbers from 0 on, or the numbers are too large for any tensor.
@@ -252,7 +252,7 @@ def lengths_in(content: Any) -> tuple[int, ...]:
 
 
 def _filled(file: BinaryIO, target: memoryview) -> bool:
-    """Read until the target is full; False where the file ends before."""
+    """Read until the target is full; return False if the file ends before."""
     done = 0
     while done < len(target):
         count = file.readinto(target[done:])  # type: ignore[attr-defined]  # FileIO has it

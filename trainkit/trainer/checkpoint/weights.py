@@ -1,4 +1,4 @@
-"""One number for all weights: equal numbers, equal bits."""
+"""A hash of all weights: equal hashes mean equal bits."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ __all__ = ["sha256_of_pieces", "weights_sha256"]
 
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
-    """The SHA-256 over parameters and buffers: little-endian bytes, in the order of their sorted canonical names.
+    """Return the SHA-256 over parameters and buffers: little-endian bytes, sorted by canonical names.
 
     Args:
-        tensors: by the names of a checkpoint; `param/` and `buffer/` count, and are sorted by what follows; the rest
-            (optimizer state) does not.
+        tensors: by their names in a checkpoint; only `param/` and `buffer/` count, sorted by the rest of the name.
 
     Example:
         >>> import torch
@@ -32,16 +31,16 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def sha256_of_pieces(pieces: ShardedState, everyone: Collective) -> str:
-    """The same of tensors that lie in pieces on several ranks; collective. Memory: one whole tensor on each rank.
+def sha256_of_pieces(pieces: ShardedState, all_ranks: Collective) -> str:
+    """Return the hash of a sharded state; collective. Memory: one full tensor on each rank.
 
     Args:
-        pieces: what this rank holds, by the names of a checkpoint.
-        everyone: all processes of the run.
+        pieces: the shards of this rank, by their names in a checkpoint.
+        all_ranks: all processes of the run.
     """
     weights = {name: parts for name, parts in pieces.items() if _counts(name)}
     digest = hashlib.sha256()
-    for _, tensor in iter_gather_full(weights, everyone, order=_canonical):
+    for _, tensor in iter_gather_full(weights, all_ranks, order=_canonical):
         digest.update(bytes_of(tensor))
     return digest.hexdigest()
 
@@ -51,6 +50,6 @@ def _counts(name: str) -> bool:
 
 
 def _canonical(name: str) -> tuple[str, str]:
-    """Sorted by what follows the kind, then by the kind."""
+    """Return the sort key of a name: the part after the kind, then the kind."""
     kind, _, rest = name.partition("/")
     return rest, kind
