@@ -1,1 +1,1 @@
-"""What looks on while a run goes: one file a callback."""
+"""The callbacks of a run, one file each."""

@@ -1,4 +1,4 @@
-"""End a run that no longer gets better."""
+"""End a run that no longer improves."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class _Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class EarlyStop(Callback):
-    """Ends the run when `eval.metric` has not improved for some evaluations in a row.
+    """Ends the run when `eval.metric` has not improved for several evaluations in a row.
 
-    Every rank sees the same figures, so every rank asks for the same stop. A resumed run goes on counting.
+    Every rank sees the same metrics, so every rank requests the same stop. A resumed run continues the count.
     """
 
     decides_by_figures: ClassVar[bool] = True
@@ -34,11 +34,11 @@ class EarlyStop(Callback):
     patience: Annotated[int, maths, at_least(1)] = 5
     """Evaluations without an improvement after which the run ends."""
     min_delta: Annotated[float, maths, at_least(0)] = 0.0
-    """Least difference to the best figure that counts as an improvement."""
+    """Smallest difference to the best value that counts as an improvement."""
     _seen: _Seen = field(default_factory=_Seen, init=False, repr=False, compare=False)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Compare, count, and stop."""
+        """Compare the metric with the best, count, and request a stop."""
         watched = MonitoredMetric.of(run.cfg.eval)
         name = watched.metric
         split = name.partition("/")[0]
@@ -57,15 +57,15 @@ class EarlyStop(Callback):
             run.request_stop(f"{name} has not improved for {times}")
 
     def _improves(self, value: float, sign: float) -> bool:
-        """Whether a figure beats the best; NaN never does."""
+        """Return whether a value beats the best; NaN never does."""
         if math.isnan(value):
             return False
         return self._seen.best is None or sign * value < sign * self._seen.best - self.min_delta
 
     def state(self) -> dict[str, Any]:
-        """The best figure and how long it stands."""
+        """Return the best value and the number of evaluations since."""
         return {"best": self._seen.best, "waited": self._seen.waited}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Continue to count."""
+        """Restore the count."""
         self._seen.best, self._seen.waited = saved["best"], saved["waited"]

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: every row that was logged, one JSON object a line."""
+"""`metrics.jsonl`: every logged row, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["MetricsFile", "keep_until"]
 class MetricsFile(Callback):
     """Writes the rows of a run; part of every run, since plots and resumes read them.
 
-    Rows are gathered and written once a second, before a checkpoint counts as saved, and at the end: a crash loses at
-    most the rows of its last second, and none that a resumed run would not make again.
+    Rows are buffered and written once a second, before a checkpoint counts as saved, and at the end: a crash loses at
+    most the rows of its last second, which a resumed run creates again.
 
     Args:
         flush_s: seconds between two writes.
-        clock: seconds that only rise.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, *, flush_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -38,17 +38,17 @@ class MetricsFile(Callback):
         self._due = -math.inf
 
     def run_start(self, run: Run) -> None:
-        """Drop what an earlier attempt wrote beyond the step this one starts from: those rows come again."""
+        """Drop the rows of an earlier attempt after the step that this one starts from: they are created again."""
         if run.is_owner:
             keep_until(_path(run), run.state.step)
 
     def log(self, run: Run, row: Row) -> None:
-        """Take a row."""
-        self._take(run, row)
+        """Add a row."""
+        self._add(run, row)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Take the figures of an evaluation, as a row of their own."""
-        self._take(run, {"step": run.state.step, "epoch": run.state.epoch, **metrics})
+        """Add the metrics of an evaluation, as a separate row."""
+        self._add(run, {"step": run.state.step, "epoch": run.state.epoch, **metrics})
 
     def rolled_back(self, run: Run, step: int) -> None:
         """Drop the rows of the steps that are trained again."""
@@ -57,18 +57,18 @@ class MetricsFile(Callback):
             keep_until(_path(run), run.state.step)
 
     def checkpoint_saved(self, run: Run, folder: Path) -> None:
-        """Write what was gathered: a run that resumes from here has every row before."""
+        """Write the buffered rows: a run that resumes from here has every earlier row."""
         self._flush(run)
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Write what was gathered: a run whose figures cannot be written has not finished."""
+        """Write the buffered rows: a run whose metrics cannot be written has not finished."""
         self._flush(run)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Write what was gathered."""
+        """Write the buffered rows."""
         self._flush(run)
 
-    def _take(self, run: Run, row: Row) -> None:
+    def _add(self, run: Run, row: Row) -> None:
         if not run.is_owner:
             return
         self._rows.append(row)
@@ -89,14 +89,14 @@ def _path(run: Run) -> Path:
 
 
 def _line(row: Row) -> str:
-    """A row as JSON, which has no word for NaN and infinity: null."""
+    """Return a row as JSON; NaN and infinity, which JSON cannot represent, become null."""
     return json.dumps({name: value if math.isfinite(value) else None for name, value in row.items()})
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Keep the rows up to a step, in one atomic exchange of the file; step 0 keeps none.
+    """Keep the rows up to a step, in one atomic replacement of the file; step 0 keeps none.
 
-    A row that a crash tore in two is dropped too.
+    A row that a crash has truncated is dropped too.
     """
     try:
         size_of(path)

@@ -1,4 +1,4 @@
-"""Pictures of the run, drawn by a process beside it."""
+"""Plots of the run, drawn by a separate process."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Plots", "lr_points"]
 
 _log = logging.getLogger(__name__)
 _MOST_POINTS = 600
-_PATIENCE_S = 60.0
-"""Long enough to build matplotlib's font cache, which the first plot of a machine does."""
+_TIMEOUT_S = 60.0
+"""Enough time to build matplotlib's font cache, which the first plot on a machine does."""
 
 
 @dataclass
 class _Drawn:
-    on_the_way: list[tuple[str, Drawing]] = field(default_factory=list)
+    in_progress: list[tuple[str, Drawing]] = field(default_factory=list)
     due: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plots(Callback):
-    """`plots/lr.png` within seconds of the start; `plots/loss.png` and one of each metric now and then, and at the end.
+    """`plots/lr.png` within seconds of the start; `plots/loss.png` and one of each metric at intervals, and at the end.
 
     Each is drawn by a short-lived process: matplotlib would cost the training process 28 MB and 0.3 s.
     """
 
     every_s: Annotated[float, cosmetic, above(0)] = 60.0
-    """Seconds between two drawings of the metrics while the run goes; each takes another core half a second."""
+    """Seconds between two drawings of the metrics during the run; each occupies another core for half a second."""
     _drawn: _Drawn = field(default_factory=_Drawn, init=False, repr=False, compare=False)
 
     def run_start(self, run: Run) -> None:
@@ -48,18 +48,18 @@ class Plots(Callback):
         self._start("lr.png", lr_request(run.folder / "plots/lr.png", title=run.cfg.name, points=points))
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Draw the metrics, if it is time."""
+        """Draw the metrics, if a drawing is due."""
         if not run.is_owner or time.monotonic() < self._drawn.due:
             return
-        if not any(drawing.running for _, drawing in self._drawn.on_the_way):
+        if not any(drawing.running for _, drawing in self._drawn.in_progress):
             self._draw_metrics(run)
         self._drawn.due = time.monotonic() + self.every_s
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Draw the metrics a last time, and wait for it."""
+        """Draw the metrics for the last time, and wait for it."""
         if not run.is_owner:
             return
-        self._collect()  # of two drawings of one picture the later must come last
+        self._collect()  # the later of two drawings of one plot must come last
         if (run.folder / "metrics.jsonl").exists():
             self._draw_metrics(run)
         self._collect()
@@ -74,19 +74,19 @@ class Plots(Callback):
 
     def _start(self, name: str, request: Mapping[str, Any]) -> None:
         try:
-            self._drawn.on_the_way.append((name, Drawing(request)))
-        except OSError as error:  # no process to be had: no reason to end a training
+            self._drawn.in_progress.append((name, Drawing(request)))
+        except OSError as error:  # no process can be started: no reason to end a training
             _log.warning("plots/%s: %s", name, error)
 
     def _collect(self) -> None:
-        for name, drawing in self._drawn.on_the_way:
-            if trouble := drawing.wait(_PATIENCE_S):
+        for name, drawing in self._drawn.in_progress:
+            if trouble := drawing.wait(_TIMEOUT_S):
                 _log.warning("plots/%s: %s", name, trouble)
-        self._drawn.on_the_way.clear()
+        self._drawn.in_progress.clear()
 
 
 def lr_points(rate: Callable[[int], float], num_steps: int) -> list[tuple[int, float]]:
-    """The learning rate at evenly spaced steps, the first and the last included.
+    """Return the learning rate at evenly spaced steps, including the first and the last.
 
     Example:
         >>> lr_points(lambda step: 0.5 * step, 4)

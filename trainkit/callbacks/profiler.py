@@ -1,4 +1,4 @@
-"""Where the time of a few steps goes."""
+"""Profile a few steps."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class _Running:
 class Profiler(Callback):
     """Records some steps of rank 0 with torch's profiler: `profile/trace.json`, for chrome://tracing or Perfetto.
 
-    The steps it records are slower; the others pay one comparison.
+    Recorded steps are slower; the others cost one comparison.
     """
 
     skip_steps: Annotated[int, cosmetic, at_least(1)] = 10
-    """Steps left alone first, counted from where this start of the run begins: warm-up is not what one looks for."""
+    """Steps to skip first, from where this start of the run begins: the warm-up is not of interest."""
     num_steps: Annotated[int, cosmetic, at_least(1)] = 5
     """Steps recorded."""
     memory: Annotated[bool, cosmetic] = False
-    """Record allocations too."""
+    """Record memory allocations too."""
     stacks: Annotated[bool, cosmetic] = False
     """Record the Python source line of each operation; makes the trace large."""
     _running: _Running = field(default_factory=_Running, init=False, repr=False, compare=False)
 
     def run_start(self, run: Run) -> None:
-        """Find out which steps to record."""
+        """Determine which steps to record."""
         self._running.first = run.state.step + self.skip_steps
 
     def step_end(self, run: Run, outcome: StepOutcome) -> None:
@@ -54,7 +54,7 @@ class Profiler(Callback):
             self._finish(run)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Keep what was recorded of a run that ended earlier."""
+        """Write the recording of a run that ended earlier."""
         self._finish(run)
 
     def _start(self, run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The live line."""
+"""The live progress line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Progress"]
 
 @dataclass
 class _Shown:
-    """What changes while the run goes."""
+    """State that changes during the run."""
 
     pace: Pace = field(default_factory=Pace)
     line: LiveLine | None = None
@@ -27,15 +27,15 @@ class _Shown:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress(Callback):
-    """Loss, metric, samples/s, share of time waiting for data and time left: a bar on a terminal, else plain lines.
+    """Loss, metric, samples/s, fraction of time waiting for data and time left: a bar on a terminal, else plain lines.
 
-    It appears after the first step, so that the program that draws it is not part of the start.
+    It appears after the first step, so that importing its renderer does not delay the start.
     """
 
     prints: ClassVar[bool] = True
 
     every_s: Annotated[float, cosmetic, above(0)] = 5.0
-    """Seconds between two lines where the output is piped."""
+    """Seconds between two lines if the output is piped."""
     _shown: _Shown = field(default_factory=_Shown, init=False, repr=False, compare=False)
 
     def run_start(self, run: Run) -> None:
@@ -49,22 +49,22 @@ class Progress(Callback):
         self._show(run)
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Show what the evaluation found."""
+        """Show the metric of an evaluation."""
         name = MonitoredMetric.of(run.cfg.eval).metric
         if name in metrics:
             self._shown.metric = (name, metrics[name])
         self._show(run)
 
     def rolled_back(self, run: Run, step: int) -> None:
-        """Say where the training continues, and measure its pace anew."""
+        """Print where the training continues, and measure its pace anew."""
         self._shown.pace = Pace()
         if run.is_owner:
             where = f"the checkpoint of step {run.state.step}"
-            print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - the screen
+            print(f"step {step} is not finite: training again from {where}", flush=True)  # noqa: T201 - meant for the terminal
             self._shown.pace.remaining_s(run.state.step, run.num_steps)
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Leave the screen to the closing lines."""
+        """Remove the live line before the closing lines."""
         if self._shown.line is not None:
             self._shown.line.close()
             self._shown.line = None

@@ -1,4 +1,4 @@
-"""What a language model writes once it is trained."""
+"""Sample a text from a trained language model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Sample(Callback):
-    """Prints a text that the model continues from `prompt`, at the end of the run, and keeps it as `sample.txt`.
+    """Prints a text that the model continues from `prompt`, at the end of the run, and writes it to `sample.txt`.
 
     The model must have `generate`, and the dataset `encode` and `decode`.
     """
@@ -31,16 +31,16 @@ class Sample(Callback):
     prints: ClassVar[bool] = True
 
     prompt: Annotated[str, cosmetic] = "\n"
-    """How the text begins."""
+    """The beginning of the text."""
     num_tokens: Annotated[int, cosmetic, at_least(1)] = 200
     """Tokens to add."""
     temperature: Annotated[float, cosmetic, above(0)] = 0.8
-    """Below 1 the model keeps to what it is sure of."""
+    """Values below 1 favour the most likely tokens."""
     top_k: Annotated[int | None, cosmetic, at_least(1)] = 20
-    """Draw from so many of the most likely tokens; null: from all."""
+    """Sample from so many of the most likely tokens; null: from all."""
 
     def run_start(self, run: Run) -> None:
-        """Find out now, not after the training, whether a text can be made."""
+        """Check before the training whether a text can be generated."""
         lacking = [
             *(["generate"] if not hasattr(run.model, "generate") else []),
             *(name for name in ("encode", "decode") if not hasattr(run.datasets.get("train"), name)),
@@ -53,16 +53,16 @@ class Sample(Callback):
             raise ConfigError([Problem(key="callbacks.sample.prompt", value=repr(self.prompt), rule=rule)])
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Write the text, on the owner; a run that was stopped ends at once."""
+        """Write the text, on rank 0; not if the run was stopped early."""
         if result.get("status") != "finished" or not (run.is_owner or run.computes_together):
             return
         try:
             text = self.text(run)
         except (IndexError, KeyError, ValueError) as error:
-            # A model of more tokens than the text has: no reason to fail a training that is done.
+            # The model may have more tokens than the text: no reason to fail a finished training.
             _log.warning("sample: the dataset cannot decode what the model wrote: %s", error)
             return
-        if not run.is_owner:  # it took part
+        if not run.is_owner:  # other ranks only take part in the computation
             return
         path = run.folder / "sample.txt"
         with naming(path, needed=len(text.encode())):
@@ -71,7 +71,7 @@ class Sample(Callback):
         sys.stdout.flush()
 
     def text(self, run: Run) -> str:
-        """The prompt and what follows it, keyed by the run's seed."""
+        """Return the prompt and its continuation, keyed by the run's seed."""
         model: Any = run.model
         data = run.datasets["train"]
         generator = torch.Generator(run.device).manual_seed(run.cfg.seed)

@@ -1,4 +1,4 @@
-"""The first and the last thing a run says."""
+"""The startup and final summaries of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StartupSummary(Callback):
     prints: ClassVar[bool] = True
 
     def run_start(self, run: Run) -> None:
-        """Print the table, and where a resumed run goes on."""
+        """Print the table, and where a resumed run continues."""
         if not run.is_owner:
             return
         rows = {**run.summary, "continues at": f"step {run.state.step:,}" if run.state.step else None}
@@ -27,18 +27,18 @@ class StartupSummary(Callback):
 
 
 class FinalSummary(Callback):
-    """Prints result, folder and the commands to look at it and to resume: the last word of every run."""
+    """Prints the result, the folder, and the commands to inspect and resume; the last output of every run."""
 
     prints: ClassVar[bool] = True
 
     def run_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Print the end; not where the run only changes its size and goes on at once."""
+        """Print the summary; not if the run only changes its size and continues at once."""
         if run.is_owner and result.get("status") != "resized":
             print_closing(result, Path(_short(run.folder)))
 
 
 def _short(folder: Path) -> str:
-    """The folder as one would type it from here."""
+    """Return the folder as the user would type it in the current directory."""
     try:
         relative = os.path.relpath(folder)
     except ValueError:  # another drive

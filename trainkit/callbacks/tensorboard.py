@@ -19,7 +19,7 @@ from trainkit.trainer.events import Callback, Row, Run
 __all__ = ["TensorBoard", "images_in"]
 
 _COUNTERS = frozenset({"step", "epoch", "samples", "seconds"})
-"""Where a row is, rather than what it says."""
+"""The position of a row, not its metrics."""
 
 
 @dataclass
@@ -32,24 +32,24 @@ class _Open:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorBoard(Callback):
-    """Writes each logged row to `tensorboard/` in the run folder, at the time it was measured.
+    """Writes each logged row to `tensorboard/` in the run folder, with the time of its measurement.
 
-    See them: tensorboard --logdir RUN/tensorboard
+    To view them: tensorboard --logdir RUN/tensorboard
     """
 
     images: Annotated[bool, cosmetic] = True
-    """Show the images of the first batch, where they are images."""
+    """Show the images of the first batch, if it contains images."""
     flush_s: Annotated[float, cosmetic, above(0)] = 5.0
     """Seconds between two writes."""
     _open: _Open = field(default_factory=_Open, init=False, repr=False, compare=False)
 
     def run_start(self, run: Run) -> None:
-        """Remember where this attempt starts; the file itself waits for the first row."""
+        """Record where this attempt starts; the file is created with the first row."""
         self._open.start = run.state.step
         self._open.seen = run.state.step > 0
 
     def log(self, run: Run, row: Row) -> None:
-        """Write a row; the first one brings the images."""
+        """Write a row; write the images before the first one."""
         if not run.is_owner:
             return
         if self.images and not self._open.seen:
@@ -62,17 +62,17 @@ class TensorBoard(Callback):
                 self._events(run).histogram(name, counts, step=run.state.step, wall_time=time.time())
 
     def eval_end(self, run: Run, metrics: Row) -> None:
-        """Write the figures of an evaluation."""
+        """Write the metrics of an evaluation."""
         if run.is_owner:
             self._write(run, metrics)
 
     def rolled_back(self, run: Run, step: int) -> None:
-        """Begin a new file, which replaces what was written of the steps that are trained again."""
+        """Begin a new file, which replaces what was written about the steps that are trained again."""
         self.run_end(run, {})
         self._open.start = run.state.step
 
     def train_end(self, run: Run, result: Mapping[str, Any]) -> None:
-        """Write what was gathered: a run whose figures cannot be written has not finished."""
+        """Write the buffered events: a run whose metrics cannot be written has not finished."""
         if self._open.events is not None:
             self._open.events.flush()
 
@@ -101,17 +101,17 @@ class TensorBoard(Callback):
     def _events(self, run: Run) -> EventFile:
         if self._open.events is None:
             folder = run.folder / "tensorboard"
-            # An attempt before this one may have got further than its last checkpoint: that part comes again.
+            # The previous attempt may have got further than its last checkpoint: that part is written again.
             self._open.events = EventFile(folder, purge_after=self._open.start if folder.is_dir() else None)
         return self._open.events
 
 
 def images_in(batch: Any, *, most: int = 64) -> Iterator[Tensor]:
-    """The parts of a batch that are images: (count, 1 or 3, height, width) of numbers, at least 4 pixels a side.
+    """Yield the parts of a batch that are images: (count, 1 or 3, height, width) of numbers, at least 4 pixels a side.
 
     Args:
         batch: a tensor, or tuples, lists and mappings of such.
-        most: images taken of each part.
+        most: limit of the images of each part.
 
     Yields:
         float32 on the host; NaN and infinity as 0.

@@ -1,4 +1,4 @@
-"""Plots of a run: what they show and how they look. Imports matplotlib: for the drawing process only."""
+"""Plots of a run: their data and their appearance. Imports matplotlib: for the drawing process only."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ STYLE: dict[Any, Any] = {
     "legend.frameon": False,
 }
 _SIDES = ("train", "val")
-"""What a metric is drawn of; a strategy's own figures, `pipeline/bubble`, are no metric."""
+"""The splits of a metric that are drawn; a strategy's own numbers, such as `pipeline/bubble`, are not metrics."""
 _MOST_POINTS = 1500
-"""More than a plot has pixels across; longer curves are averaged in buckets."""
+"""More than a plot has pixels in width; longer curves are averaged in buckets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +54,12 @@ class Curve:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> Curve:
-        """A curve from pairs of step and value; a value that is no number leaves a gap."""
+        """Create a curve from pairs of step and value; a NaN leaves a gap."""
         pairs = np.asarray(points, np.float64).reshape(-1, 2)
         return cls(steps=pairs[:, 0], values=pairs[:, 1])
 
     def thinned(self) -> Curve:
-        """The same curve in at most `_MOST_POINTS` means of neighbours."""
+        """Return the same curve with at most `_MOST_POINTS` points, each a mean of neighbours."""
         size = -(-len(self.steps) // _MOST_POINTS)
         if size <= 1:
             return self
@@ -69,9 +69,9 @@ class Curve:
         return Curve(steps=mean_step, values=np.add.reduceat(self.values, starts) / lengths)
 
     def smoothed(self, share: float = 0.02) -> Curve:
-        """The mean of the points within a window of this share of the curve, at either side equally wide.
+        """Return the mean of the points within a symmetric window of this fraction of the curve.
 
-        Of a curve that is positive throughout, the geometric mean: a loss falls through orders of magnitude, and the
+        If all values are positive, the geometric mean is used: a loss falls through orders of magnitude, and the
         arithmetic mean of such a fall lies above it.
         """
         known = np.isfinite(self.values)
@@ -81,7 +81,7 @@ class Curve:
         counts = _running(known)
         count = len(values)
         at, reach = np.arange(count), max(1, round(count * share))
-        # The window shrinks at the ends, evenly, so that the curve starts and ends where the points do.
+        # The window shrinks symmetrically at the ends, so that the curve starts and ends where the points do.
         half = np.minimum(np.minimum(at, count - 1 - at), reach)
         number = counts[at + half + 1] - counts[at - half]
         mean = (sums[at + half + 1] - sums[at - half]) / np.maximum(number, 1)
@@ -89,12 +89,12 @@ class Curve:
 
 
 def _running(values: NDArray[Any]) -> NDArray[np.float64]:
-    """Sums of the first 0, 1, 2 ... values."""
+    """Return the sums of the first 0, 1, 2 ... values."""
     return np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
 
 
 def read_curves(rows: Iterable[str | bytes]) -> dict[str, Curve]:
-    """Curves from the lines of `metrics.jsonl`, by name; a torn last line is left out.
+    """Read curves by name from the lines of `metrics.jsonl`; a truncated last line is skipped.
 
     Example:
         >>> curves = read_curves(['{"step": 1, "train/loss": 2.0}', '{"step": 2, "train/loss": 1.0}', '{"st'])
@@ -131,7 +131,7 @@ def draw_metrics(folder: Path, *, title: str, curves: Mapping[str, Curve], modes
     """Draw one plot for each metric, training and validation together.
 
     Args:
-        folder: where `loss.png`, `accuracy.png` ... go.
+        folder: the folder for `loss.png`, `accuracy.png` ...
         title: the run's name.
         curves: `train/loss`, `val/loss`, `val/accuracy` ... by name.
         modes: `min` or `max` of metrics whose better end is known, by name; losses are `min`.
@@ -178,7 +178,7 @@ def _draw_val(axes: Axes, curve: Curve | None, mode: str | None) -> None:
 
 
 def _scale(axes: Axes, metric: str, values: Sequence[NDArray[np.float64]]) -> None:
-    """A loss that falls through more than a factor of ten is told apart only on a logarithmic axis."""
+    """Use a logarithmic axis for a loss that falls by more than a factor of ten."""
     finite = np.concatenate([part[np.isfinite(part)] for part in values])
     if "loss" in metric and len(finite) and finite.min() > 0 and finite.max() > 10 * finite.min():
         axes.set_yscale("log")
@@ -201,7 +201,7 @@ def _axes(title: str, y_label: str) -> Axes:
 
 
 def _tick(step: float) -> str:
-    """A step in few characters.
+    """Return a step as a short text.
 
     Example:
         >>> [_tick(x) for x in (0, 800, 1600, 20_000, 1_500_000)]
@@ -212,7 +212,7 @@ def _tick(step: float) -> str:
 
 
 def _mark(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
-    """Ring a point and name it, inside the axes."""
+    """Mark a point with a circle and a label inside the axes."""
     axes.plot([x], [y], "o", color="white", markeredgecolor=colour, markeredgewidth=1.8, markersize=7, zorder=5)
     low, high = axes.get_xlim()
     place = (x - low) / (high - low)
@@ -227,7 +227,7 @@ def _chart(axes: Axes) -> Figure:
 
 
 def save(chart: Figure, path: Path) -> None:
-    """Write beside the target and rename: who looks while the run goes never sees half a picture."""
+    """Write to a temporary file and rename it, so that no reader sees an incomplete picture."""
     path.parent.mkdir(exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     chart.savefig(partial, format="png")

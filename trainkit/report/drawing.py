@@ -1,7 +1,7 @@
-"""Plots are drawn by a short-lived process of their own: `python -m trainkit.report.drawing`, a request on its input.
+"""Draw plots in a short-lived process: `python -m trainkit.report.drawing`, with a request on its standard input.
 
-In the training process matplotlib costs 28 MB and 0.3 s of its time for as long as the run goes; beside it, it costs
-another core half a second, and a plot that fails cannot hurt the training.
+In the training process, matplotlib would take 28 MB and 0.3 s for the whole run; in a separate process it occupies
+another core for half a second, and a plot that fails cannot affect the training.
 """
 
 from __future__ import annotations
@@ -20,35 +20,35 @@ __all__ = ["Drawing", "lr_request", "metrics_request", "sweep_request"]
 
 
 def lr_request(path: Path, *, title: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
-    """Ask for the plot of the learning rate."""
+    """Return the request for the plot of the learning rate."""
     return {"draw": "lr", "path": str(path), "title": title, "points": [list(point) for point in points]}
 
 
 def metrics_request(folder: Path, *, title: str, metrics: Path, modes: Mapping[str, str]) -> dict[str, Any]:
-    """Ask for a plot of every metric that `metrics.jsonl` holds: `loss.png`, `accuracy.png` ..."""
+    """Return the request for a plot of every metric in `metrics.jsonl`: `loss.png`, `accuracy.png` ..."""
     return {"draw": "metrics", "folder": str(folder), "title": title, "metrics": str(metrics), "modes": dict(modes)}
 
 
 def sweep_request(
     path: Path, *, title: str, metric: str, mode: str, jobs: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Ask for the plot of a sweep: its jobs with their settings and figures, best first."""
+    """Return the request for the plot of a sweep: its jobs with their settings and metrics, best first."""
     listed = [dict(job) for job in jobs]
     return {"draw": "sweep", "path": str(path), "title": title, "metric": metric, "mode": mode, "jobs": listed}
 
 
 class Drawing:
-    """One plot on its way."""
+    """One plot in progress."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
         """Start drawing; returns at once."""
-        # Without the launcher's variables: a plot is no rank of anything. No GPU is looked for either.
+        # Without the launcher's variables: a plot is not a rank. No GPU is searched for either.
         self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
             [sys.executable, "-m", "trainkit.report.drawing", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C ends the training in good order; its plots are part of that
+            start_new_session=True,  # Ctrl-C ends the training regularly, and its plots are part of that
             text=True,
         )
         assert self._process.stdin is not None
@@ -79,7 +79,7 @@ class Drawing:
 
 
 def draw(request: Mapping[str, Any]) -> None:
-    """Draw what a request asks for, here and now."""
+    """Draw what a request describes, in this process."""
     from trainkit.report import curves  # noqa: PLC0415 - imports matplotlib: for this process only
 
     match request["draw"]:
@@ -91,18 +91,18 @@ def draw(request: Mapping[str, Any]) -> None:
         case "sweep":
             from trainkit.report import sweep_plot  # noqa: PLC0415 - the same
 
-            told = {name: request[name] for name in ("title", "metric", "mode", "jobs")}
-            sweep_plot.draw_sweep(Path(request["path"]), **told)
+            fields = {name: request[name] for name in ("title", "metric", "mode", "jobs")}
+            sweep_plot.draw_sweep(Path(request["path"]), **fields)
 
 
-def _serve(stream: TextIO, parent: int) -> None:
+def _main(stream: TextIO, parent: int) -> None:
     _die_with(parent)
-    os.nice(10)  # training goes first
+    os.nice(10)  # lower priority than the training
     draw(json.load(stream))
 
 
 def _die_with(parent: int) -> None:
-    """End when the training process does (Linux): a killed run leaves nothing behind."""
+    """End together with the training process (Linux), so that a killed run leaves no process."""
     if sys.platform != "linux":
         return
     import ctypes  # noqa: PLC0415 - this process only
@@ -111,8 +111,8 @@ def _die_with(parent: int) -> None:
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
-        sys.exit(0)  # it died before we asked
+        sys.exit(0)  # the parent died before the call
 
 
 if __name__ == "__main__":
-    _serve(sys.stdin, int(sys.argv[1]))
+    _main(sys.stdin, int(sys.argv[1]))

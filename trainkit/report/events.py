@@ -1,7 +1,7 @@
-"""TensorBoard event files, written directly.
+"""Write TensorBoard event files directly.
 
-TensorBoard's own writer costs 6 MB, 0.05 s and a thread, and stamps what it is given with the time of writing. An
-event file is a sequence of checksummed records, each one small protocol buffer: a page of code.
+TensorBoard's own writer takes 6 MB, 0.05 s and a thread, and uses the time of writing as the time of an event. An event
+file is a sequence of checksummed records, each one small protocol buffer.
 
 Source: tensorflow/core/util/event.proto, tensorflow/core/framework/summary.proto, and the TFRecord format
 (tensorflow.org/tutorials/load_data/tfrecord).
@@ -22,7 +22,7 @@ __all__ = ["EventFile"]
 
 
 class EventFile:
-    """A file of scalars and images for TensorBoard; `flush` is what makes them visible.
+    """A file of scalars and images for TensorBoard; `flush` makes them visible.
 
     Example:
         >>> import tempfile
@@ -38,9 +38,9 @@ class EventFile:
         """Start a new file in a folder.
 
         Args:
-            folder: created if absent, in one that exists. Files of earlier attempts stay.
-            purge_after: a resumed run goes on from this step: TensorBoard drops what earlier files hold beyond it.
-            suffix: of the file's name, to know it by.
+            folder: created if absent; its parent must exist. Files of earlier attempts stay.
+            purge_after: the step that a resumed run continues from: TensorBoard drops later steps of earlier files.
+            suffix: suffix of the file's name.
         """
         with naming(folder):
             folder.mkdir(exist_ok=True)
@@ -52,12 +52,12 @@ class EventFile:
         self._pending = bytearray()
         self._add(_event(now, None, _bytes(3, b"brain.Event:2")))
         if purge_after is not None:
-            # A session that starts at step s makes s and all after it void.
+            # A session that starts at step s invalidates s and all later steps.
             self._add(_event(now, purge_after + 1, _bytes(7, b"\x08\x01")))
         self.flush()
 
     def scalars(self, values: Mapping[str, float], *, step: int, wall_time: float) -> None:
-        """Add one point to each named curve, at the time it was measured."""
+        """Add one point to each named curve, with the time of its measurement."""
         parts = [
             _bytes(1, _bytes(1, name.encode()) + _tag(2, 5) + struct.pack("<f", value))
             for name, value in values.items()
@@ -65,13 +65,13 @@ class EventFile:
         self._add(_event(wall_time, step, _bytes(5, b"".join(parts))))
 
     def image(self, name: str, png: bytes, *, height: int, width: int, step: int, wall_time: float) -> None:
-        """Add a picture, as PNG."""
+        """Add an image, as PNG."""
         image = _number(1, height) + _number(2, width) + _number(3, 3) + _bytes(4, png)
         value = _bytes(1, name.encode()) + _bytes(4, image)
         self._add(_event(wall_time, step, _bytes(5, _bytes(1, value))))
 
     def histogram(self, name: str, counts: Mapping[int, int], *, step: int, wall_time: float) -> None:
-        """Add how often each whole number was seen."""
+        """Add the number of occurrences of each whole number."""
         numbers = range(min(counts), max(counts) + 1)
         seen = [float(counts.get(number, 0)) for number in numbers]
         moments = [sum(count * number**power for number, count in counts.items()) for power in range(3)]
@@ -83,14 +83,14 @@ class EventFile:
         self._add(_event(wall_time, step, _bytes(5, _bytes(1, value))))
 
     def summary(self, message: bytes, *, wall_time: float) -> None:
-        """Add a summary that is encoded already: what a plugin of TensorBoard reads."""
+        """Add an encoded summary for a plugin of TensorBoard."""
         self._add(_event(wall_time, None, _bytes(5, message)))
 
     def flush(self) -> None:
         """Write what was added since the last flush.
 
         Raises:
-            StorageError: it cannot be written, and is dropped: a record that is cut off makes all after it unreadable.
+            StorageError: it cannot be written, and is dropped: a truncated record makes all later ones unreadable.
         """
         pending, self._pending = memoryview(self._pending), bytearray()
         with naming(self._path, needed=len(pending)):
@@ -149,7 +149,7 @@ _CRC_TABLE = _crc_table()
 
 
 def _masked_crc(data: bytes) -> bytes:
-    """CRC-32C of a record, rotated and shifted as the format wants it."""
+    """Return the CRC-32C of a record, rotated and shifted as the format requires."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = crc >> 8 ^ _CRC_TABLE[(crc ^ byte) & 0xFF]

@@ -1,4 +1,4 @@
-"""The settings of the jobs of a sweep for TensorBoard's HParams page, beside the curves that each job wrote itself."""
+"""Write the settings of a sweep's jobs for TensorBoard's HParams page, beside the curves that each job wrote itself."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _SUFFIX = "hparams"
 
 
 def write_hparams(folder: Path, *, settings: Mapping[str, str], name: str, finished: bool) -> None:
-    """Write the settings of one job; what an earlier call wrote for this run is replaced.
+    """Write the settings of one job; they replace what an earlier call wrote for this run.
 
-    The name of the file holds the token of the run, if it has one: a file of that kind without it stays.
+    The name of the file contains the token of the run, if it has one: such a file without the token stays.
 
-    See them: tensorboard --logdir SWEEP
+    To view them: tensorboard --logdir SWEEP
 
     Args:
-        folder: where the job's own event files are; its scalars become the columns beside the settings.
-        settings: key -> value as typed; those that are numbers become numbers, which TensorBoard draws on axes.
-        name: of the job.
-        finished: whether it ended as it should.
+        folder: the folder of the job's own event files; its scalars become the columns beside the settings.
+        settings: key -> value as typed; numbers become numbers, which TensorBoard draws on axes.
+        name: the name of the job.
+        finished: whether it ended regularly.
     """
     owner = OwnershipToken.found(folder.parent)
     suffix = f".{_SUFFIX}" if owner is None else f".{owner.token}.{_SUFFIX}"

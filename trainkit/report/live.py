@@ -1,4 +1,4 @@
-"""The line that changes while a run trains: in place on a terminal, one line every few seconds where piped."""
+"""The live line during a training: redrawn in place on a terminal, one line every few seconds if piped."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ __all__ = ["LiveLine", "Pace", "PlainLine", "Reading", "TerminalLine", "live_lin
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:
-    """What the live line says at one moment; None where nothing is known yet."""
+    """The values of the live line at one moment; None if unknown."""
 
     step: int
     num_steps: int
     loss: float | None = None
-    """Mean training loss of the latest logged step."""
+    """Mean training loss of the latest logged row."""
     metric: tuple[str, float] | None = None
-    """Name and value of what the latest evaluation found."""
+    """Name and value of the latest evaluation."""
     samples_per_s: float | None = None
     data_wait: float | None = None
-    """Share of the time spent waiting for data, 0 to 1."""
+    """Fraction of the time spent waiting for data, 0 to 1."""
     skipped: int = 0
-    """Steps left out because they were not finite."""
+    """Steps skipped because they were not finite."""
     remaining_s: float = float("inf")
 
 
 class LiveLine(Protocol):
-    """Where readings go."""
+    """The interface of a live line."""
 
     def update(self, reading: Reading) -> None:
-        """Take the latest reading; cheap, shown at the line's own pace."""
+        """Update the latest reading; cheap, drawn at the line's own pace."""
 
     def close(self) -> None:
-        """Show the last reading and leave the screen as found."""
+        """Show the last reading and restore the terminal."""
 
 
 class Pace:
-    """How long the rest will take, from the pace of the last minute.
+    """Estimates the remaining time from the pace of the last minute.
 
     Example:
         >>> pace = Pace(clock=iter([0.0, 10.0]).__next__)
@@ -63,7 +63,7 @@ class Pace:
         self._seen: deque[tuple[float, int]] = deque()
 
     def remaining_s(self, step: int, num_steps: int) -> float:
-        """Seconds from `step` to `num_steps`; infinite as long as no step has been timed."""
+        """Return the seconds from `step` to `num_steps`; infinite as long as no step has been timed."""
         now = self._clock()
         if not self._seen or now - self._seen[-1][0] >= self._window_s / 60:
             self._seen.append((now, step))
@@ -76,7 +76,7 @@ class Pace:
 
 
 def plain_text(reading: Reading) -> str:
-    """A reading as one line of a log.
+    """Return a reading as one line of a log.
 
     Example:
         >>> plain_text(Reading(step=1240, num_steps=5800, loss=0.5, samples_per_s=412_000, data_wait=0.03))
@@ -123,7 +123,7 @@ class PlainLine:
             self._show()
 
     def close(self) -> None:
-        """Print the last reading, if it was not."""
+        """Print the last reading, if it was not printed yet."""
         self._show()
 
     def _show(self) -> None:
@@ -133,18 +133,18 @@ class PlainLine:
 
 
 class TerminalLine:
-    """A bar redrawn in place four times a second by a thread of rich; what others print appears above it.
+    """A bar redrawn in place four times a second by a thread of rich; other output appears above it.
 
     Args:
-        console: of the terminal; what it draws is not recorded.
-        step_now: the number of finished steps.
-        log: takes the readings as lines of the run's log.
+        console: of the terminal; its output is not recorded.
+        step_now: returns the number of finished steps.
+        log: receives the readings as lines of the run's log.
     """
 
     def __init__(
         self, *, console: Console, step_now: Callable[[], int] | None = None, log: LiveLine | None = None
     ) -> None:
-        from rich.live import Live  # noqa: PLC0415 - a terminal only, and after the first step
+        from rich.live import Live  # noqa: PLC0415 - only on a terminal, and after the first step
 
         self._console = console
         self._log = log
@@ -152,15 +152,15 @@ class TerminalLine:
         self._reading: Reading | None = None
         self._live = Live(console=console, get_renderable=self._render, refresh_per_second=4, transient=True)
         self._live.start()
-        # By now rich takes what others print, to show it above the bar; the log is to have it without the bar.
+        # From now on rich prints all other output above the bar; the log must record it without the bar.
         sys.stdout, sys.stderr = recorded_again(sys.stdout), recorded_again(sys.stderr)
-        # A process that is killed cannot give a hidden cursor back.
+        # A killed process cannot restore a hidden cursor.
         console.show_cursor(True)
-        # A run that fails between two hooks must not leave its bar under the traceback.
+        # A run that fails between two hooks must not leave its bar below the traceback.
         atexit.register(self.close)
 
     def update(self, reading: Reading) -> None:
-        """Take the reading for the next redraw, and for the next line of the log."""
+        """Store the reading for the next redraw, and for the next line of the log."""
         self._reading = reading
         if self._log is not None:
             self._log.update(reading)
@@ -205,7 +205,8 @@ class _BarPart:
 
 
 def terminal_parts(reading: Reading, *, step: int, width: int) -> list[tuple[str, str]]:
-    """The words beside the bar with their styles: in full where they fit, else short, else without the least needed.
+    """Return the texts beside the bar with their styles: in full if they fit, else short, else without the least
+    important.
 
     Example:
         >>> reading = Reading(step=10, num_steps=20, loss=0.5, samples_per_s=412_000, data_wait=0.03)
@@ -256,11 +257,12 @@ def _fits(texts: list[str], width: int) -> bool:
 
 
 def live_line(*, every_s: float, step_now: Callable[[], int]) -> LiveLine:
-    """The line that suits standard output.
+    """Return the live line for standard output.
 
     Args:
         every_s: seconds between plain lines; a terminal's bar has its own pace.
-        step_now: the number of finished steps, read from another thread: a slow step still shows that time passes.
+        step_now: returns the number of finished steps, called from another thread: a slow step still shows that time
+            passes.
     """
     if not is_terminal():
         return PlainLine(every_s=every_s)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: few digits, thousands apart, units said."""
+"""Format numbers for people: few digits, thousands separators, units."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def figure(value: float) -> str:
-    """A measured value in four significant digits.
+    """Format a measured value with four significant digits.
 
     Example:
         >>> [figure(x) for x in (0.123456, 12345.6, 0.001, 2.5e-7, float("nan"), 3)]
@@ -29,7 +29,8 @@ def figure(value: float) -> str:
 
 
 def fixed(value: float) -> str:
-    """A measured value in four significant digits with its zeros kept: a changing number that does not jitter.
+    """Format a measured value with four significant digits and trailing zeros, so that a changing number keeps its
+    width.
 
     Example:
         >>> [fixed(x) for x in (0.5, 2.0, 0.1234567, 31.5, 1.2e-6)]
@@ -44,7 +45,7 @@ def fixed(value: float) -> str:
 
 
 def count(value: int) -> str:
-    """A whole number, thousands apart.
+    """Format a whole number with thousands separators.
 
     Example:
         >>> count(1797)
@@ -54,7 +55,7 @@ def count(value: int) -> str:
 
 
 def compact(value: float) -> str:
-    """A large quantity in three digits and a suffix.
+    """Format a large quantity with three digits and a suffix.
 
     Example:
         >>> [compact(x) for x in (950, 1234, 9610, 412_345, 25_557_032, 0.25)]
@@ -69,7 +70,7 @@ def compact(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A part of a whole in percent.
+    """Format a fraction as a percentage.
 
     Example:
         >>> [share(x) for x in (0.0312, 0.9, 0.0004)]
@@ -79,7 +80,7 @@ def share(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time span.
+    """Format a time span.
 
     Example:
         >>> [duration(x) for x in (0.314, 8.26, 75, 3723, 93_784)]
@@ -98,7 +99,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time that counts down, always in the same form.
+    """Format a time that counts down, always in the same form.
 
     Example:
         >>> [clock(x) for x in (0.4, 8.2, 75, 3723)]

@@ -1,4 +1,4 @@
-"""A PNG from raw pixels: enough for a picture in TensorBoard, without an imaging library."""
+"""Encode raw pixels as PNG, for images in TensorBoard, without an imaging library."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def grid(images: NDArray[np.floating], *, num_columns: int = 8) -> NDArray[np.uint8]:
-    """Tile a batch of images, stretched together to the full range of brightness.
+    """Tile a batch of images, scaled together to the full range of brightness.
 
     Args:
         images: (count, channels, height, width), 1 or 3 channels, any finite range.
-        num_columns: images side by side.
+        num_columns: images per row.
 
     Returns:
         (rows * height, columns * width, channels) pixels, one dark pixel between images.

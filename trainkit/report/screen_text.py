@@ -1,4 +1,4 @@
-"""From what a program writes to a terminal to the lines that a person read there."""
+"""Convert the output of a program to a terminal into the lines that were visible there."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _TOKEN: Final = re.compile(
     re.DOTALL,
 )
 _UNFINISHED: Final = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b]*\x1b?)?\Z")
-"""A sequence whose end is in the next piece of text."""
+"""An incomplete sequence, whose end is in the next piece of text."""
 _REORDERING: Final = re.compile("[\u202a-\u202e\u2066-\u2069]")
 """Characters that make a terminal show a line in another order than it is written."""
 _LONGEST_SEQUENCE: Final = 4096
 _LONGEST_LINE: Final = 1 << 14
 _MOST_ROWS: Final = 200
 _LIVE_S: Final = 2.0
-"""How long after a movement of the cursor upwards the lines that it can reach are taken to change still."""
+"""How long after an upward movement of the cursor the lines within its reach may still change."""
 
 
 class ScreenText:
-    r"""The last rows of a terminal, which may change still; those above are done.
+    r"""The last rows of a terminal, which may still change; earlier rows are final.
 
-    A row that is drawn again (a carriage return, a cursor that moves up) counts once, as it was last. Memory and the
-    lines of a table that is redrawn are bounded.
+    A row that is redrawn (a carriage return, a cursor that moves up) counts once, in its last form. Memory and the
+    lines of a redrawn table are bounded.
 
     Example:
         >>> screen = ScreenText()
@@ -48,12 +48,12 @@ class ScreenText:
         self._at = 0
         self._column = 0
         self._held = 0
-        """Rows above the last one that a table which is redrawn may change."""
+        """Rows above the last one that a redrawn table may change."""
         self._moved_up = -float("inf")
         self._unfinished = ""
 
     def feed(self, text: str) -> list[str]:
-        """Take what was written; returns the lines that are done, without control characters."""
+        """Process written text; return the final lines, without control characters."""
         if self._held and self._clock() - self._moved_up > _LIVE_S:
             self._held = 0
         lines = self._done()
@@ -71,7 +71,7 @@ class ScreenText:
         return lines
 
     def finish(self) -> list[str]:
-        """Return the rows that are left, and begin anew."""
+        """Return the remaining rows, and reset the screen."""
         rows = self._rows
         self._rows, self._at, self._column, self._held, self._unfinished = [""], 0, 0, 0, ""
         while rows and not rows[-1]:

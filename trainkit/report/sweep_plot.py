@@ -1,4 +1,4 @@
-"""The picture of a sweep: every job as a line through its settings to its figure, and the figure against each setting.
+"""The plot of a sweep: every job as a line through its settings to its metric, and the metric against each setting.
 
 Imports matplotlib: for the drawing process only.
 
@@ -28,17 +28,17 @@ from trainkit.report.numbers import figure
 __all__ = ["Axis", "draw_sweep"]
 
 _MOST_KEYS: Final = 8
-"""More axes than this are not told apart."""
+"""More axes than this cannot be distinguished."""
 _COLUMNS: Final = 3
 _SHADES: Final = LinearSegmentedColormap.from_list("shades", ["#d3e0f7", BLUE, "#17356b"])
 
 Job = Mapping[str, Any]
-"""label, value (None without a figure), status, settings: key -> value as typed."""
+"""label, value (None without a metric), status, settings: key -> value as typed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
-    """One setting, or the metric: where its values stand between 0 and 1.
+    """One setting, or the metric: maps its values to positions between 0 and 1.
 
     Example:
         >>> axis = Axis.of("optimizer.lr", ["0.001", "0.1", "0.01"])
@@ -56,7 +56,9 @@ class Axis:
 
     @classmethod
     def of(cls, name: str, values: Sequence[str]) -> Axis:
-        """The axis that shows values as typed: numbers by size, by magnitude where they span one, all else by name."""
+        """Return the axis for values as typed: linear for numbers, logarithmic if they span a magnitude, else
+        by name.
+        """
         numbers = [_number(text) for text in values]
         known = [number for number in numbers if number is not None]
         if not known or len(known) < len(numbers):
@@ -65,7 +67,7 @@ class Axis:
         return cls(name=name, kind="log" if low > 0 and high >= 10 * low else "linear", low=low, high=high)
 
     def place(self, text: str) -> float:
-        """Where a value stands, from 0 to 1."""
+        """Return the position of a value, from 0 to 1."""
         if self.kind == "names":
             return self.names.index(text) / max(1, len(self.names) - 1) if len(self.names) > 1 else 0.5
         value = float(text)
@@ -76,7 +78,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self, values: Sequence[str]) -> list[tuple[float, str]]:
-        """Where to write what: every value where they are few, else numbers at even places."""
+        """Return tick positions and labels: every value if they are few, else numbers at even intervals."""
         if self.kind == "names":
             return [(self.place(name), _short(name)) for name in self.names]
         distinct = sorted({float(text) for text in values})
@@ -96,9 +98,9 @@ def draw_sweep(path: Path, *, title: str, metric: str, mode: str, jobs: Sequence
     Args:
         path: the file to write, a PNG.
         title: the sweep's name.
-        metric: what the jobs are ordered by.
+        metric: the metric that orders the jobs.
         mode: `min` or `max`.
-        jobs: best first; the settings of each, and its figure where it has one.
+        jobs: best first; the settings of each, and its metric if it has one.
     """
     keys = _varied(jobs) or ["job"]
     jobs = [{**job, "settings": {"job": job["label"], **job["settings"]}} for job in jobs]
@@ -123,7 +125,7 @@ def draw_sweep(path: Path, *, title: str, metric: str, mode: str, jobs: Sequence
 
 
 def _varied(jobs: Sequence[Job]) -> list[str]:
-    """Keys that take several values, in the order of the arguments."""
+    """Return the keys that take several values, in the order of the arguments."""
     keys = dict.fromkeys(key for job in jobs for key in job["settings"])
     return [key for key in keys if len({job["settings"].get(key) for job in jobs}) > 1][:_MOST_KEYS]
 
@@ -137,7 +139,7 @@ def _subtitle(metric: str, mode: str, jobs: Sequence[Job]) -> str:
 
 
 def _draw_parallel(axes: Axes, keys: Sequence[str], metric: str, mode: str, jobs: Sequence[Job]) -> None:
-    """A line a job: through its settings, to its figure."""
+    """Draw one line per job: through its settings, to its metric."""
     listed = {key: [job["settings"][key] for job in jobs if key in job["settings"]] for key in keys}
     scales = [Axis.of(key, listed[key]) for key in keys]
     values = [job["value"] for job in jobs if job["value"] is not None]
@@ -165,7 +167,7 @@ def _draw_parallel(axes: Axes, keys: Sequence[str], metric: str, mode: str, jobs
 
 
 def _line(job: Job, goal: Axis, mode: str, *, best: bool) -> dict[str, Any]:
-    """How the line of a job looks."""
+    """Return the style of a job's line."""
     if best:
         return {"color": ORANGE, "linewidth": 2.4, "zorder": 4}
     if job["value"] is None:
@@ -202,7 +204,7 @@ def _draw_scale(axes: Axes, place: int, scale: Axis, values: Sequence[str], *, b
 
 
 def _draw_key(axes: Axes, key: str, metric: str, jobs: Sequence[Job], *, labelled: bool) -> None:
-    """The figure of every job against one of its settings."""
+    """Draw the metric of every job against one of its settings."""
     shown = [job for job in jobs if key in job["settings"]]
     texts = [job["settings"][key] for job in shown]
     scale = Axis.of(key, texts)
@@ -244,7 +246,7 @@ def _scale_key(axes: Axes, scale: Axis, texts: Sequence[str]) -> None:
 
 
 def _legend(chart: Figure, jobs: Sequence[Job]) -> None:
-    """What is no plain dot, where there is such a thing."""
+    """Draw the legend of all marks except plain dots."""
     pruned = any(job["status"] == "pruned" for job in jobs)
     without = any(job["value"] is None for job in jobs)
     dot = {"linestyle": "none", "markersize": 6}
@@ -258,7 +260,7 @@ def _legend(chart: Figure, jobs: Sequence[Job]) -> None:
 
 
 def _natural(text: str) -> list[tuple[float, str]]:
-    """By the numbers in it where there are some: [32] before [128]."""
+    """Return a sort key by the numbers in a text: [32] before [128]."""
     parts = re.split(r"(\d+)", text)
     return [(float(part), "") if part.isdecimal() else (-1.0, part) for part in parts]
 

@@ -1,6 +1,6 @@
 """The table before the first step, and the lines after the last.
 
-Each comes as plain lines (piped output, log files) and in colour through rich, which is only imported for a terminal.
+Both exist as plain lines (piped output, log files) and in colour through rich, which is only imported for a terminal.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ __all__ = [
 
 
 def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether a person watches the stream: a terminal that can move its cursor."""
+    """Return whether a stream is a terminal that can move its cursor."""
     stream = sys.stdout if stream is None else stream
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 def terminal_console() -> Console | None:
-    """A rich console on standard output, or None where it is piped."""
+    """Return a rich console on standard output, or None if it is piped."""
     if not is_terminal():
         return None
     from rich.console import Console  # noqa: PLC0415 - costs 25 ms, which piped output need not pay
@@ -51,18 +51,18 @@ def print_summary(title: str, rows: Mapping[str, object], *, notes: Sequence[str
 
     Args:
         title: one line above the table, the run's name and folder.
-        rows: label -> value, in the order shown. A value that is None is left out.
-        notes: what the user should know before the training starts, one sentence each.
+        rows: label -> value, in the order shown. A value of None is left out.
+        notes: notes for the user before the training starts, one sentence each.
     """
     console = terminal_console()
     if console is None:
-        print("\n".join(summary_lines(title, rows, notes=notes)), flush=True)  # noqa: T201 - the user's screen
+        print("\n".join(summary_lines(title, rows, notes=notes)), flush=True)  # noqa: T201 - meant for the terminal
     else:
         console.print(summary_table(title, rows, notes=notes))
 
 
 def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> list[str]:
-    """The summary as plain text.
+    """Return the summary as plain text.
 
     Example:
         >>> summary_lines("digits", {"replicas": 1, "steps": "870"}, notes=["No GPU found."])
@@ -78,7 +78,7 @@ def summary_lines(title: str, rows: Mapping[str, object], *, notes: Sequence[str
 
 
 def summary_table(title: str, rows: Mapping[str, object], *, notes: Sequence[str] = ()) -> RenderableType:
-    """The summary for a rich console."""
+    """Return the summary for a rich console."""
     from rich.console import Group  # noqa: PLC0415 - as above
     from rich.padding import Padding  # noqa: PLC0415
     from rich.table import Table  # noqa: PLC0415
@@ -99,12 +99,12 @@ def _row_texts(rows: Mapping[str, object]) -> dict[str, str]:
 
 
 def print_rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table with a line above it."""
-    print("\n".join(["", *row_lines(header, rows)]), flush=True)  # noqa: T201 - the user's screen
+    """Print a table with a blank line above it."""
+    print("\n".join(["", *row_lines(header, rows)]), flush=True)  # noqa: T201 - meant for the terminal
 
 
 def row_lines(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A table as plain text: numbers to the right, words to the left.
+    """Format a table as plain text: numbers aligned right, words left.
 
     Example:
         >>> row_lines(["stage", "modules"], [["0", "embed, blocks.0-5"], ["1", "head"]])
@@ -124,13 +124,13 @@ def print_closing(result: Mapping[str, Any], folder: Path) -> None:
     """Print how a run ended: its result, folder, the TensorBoard command and the command to resume."""
     console = terminal_console()
     if console is None:
-        print("\n".join(closing_lines(result, folder)), flush=True)  # noqa: T201 - the user's screen
+        print("\n".join(closing_lines(result, folder)), flush=True)  # noqa: T201 - meant for the terminal
     else:
         console.print(closing_text(result, folder), soft_wrap=True)  # a command that wraps cannot be copied
 
 
 def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """The end of a run as plain text.
+    """Return the end of a run as plain text.
 
     Args:
         result: the content of `result.json`.
@@ -142,7 +142,7 @@ def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def closing_text(result: Mapping[str, Any], folder: Path) -> RenderableType:
-    """The end of a run for a rich console."""
+    """Return the end of a run for a rich console."""
     from rich.text import Text  # noqa: PLC0415 - as above
 
     colour = {"finished": "green", "failed": "red"}.get(str(result.get("status")), "yellow")
@@ -155,7 +155,7 @@ def closing_text(result: Mapping[str, Any], folder: Path) -> RenderableType:
 
 
 def _verdict(result: Mapping[str, Any]) -> str:
-    """One line: how it ended, after how many steps and how long."""
+    """Return one line: how the run ended, after how many steps and how long."""
     status, reason, steps = str(result.get("status", "ended")), result.get("reason"), result.get("steps")
     after = f" after {steps:,} steps" if isinstance(steps, int) else ""
     return f"{status}{after}{_time_taken(result)}{f': {reason}' if reason else ''}"
@@ -165,7 +165,7 @@ def _time_taken(result: Mapping[str, Any]) -> str:
     training, total = result.get("seconds"), result.get("seconds_total")
     if training is None:
         return ""
-    # The training's time counts all attempts of a resumed run, the total only the last one.
+    # The training time counts all attempts of a resumed run, the total only the last one.
     in_all = "" if total is None or total < training else f" ({duration(total)} in all)"
     return f", {duration(training)} of training{in_all}"
 
@@ -193,7 +193,7 @@ _RESTARTS: Final = {
 
 
 def _restarts(result: Mapping[str, Any]) -> str:
-    """Say how often what was started again; empty where nothing was."""
+    """Return how many restarts of each kind there were; empty if there were none."""
     listed = result.get("restarts") or ()
     counts = {kind: sum(one.get("kind") == kind for one in listed) for kind in _RESTARTS}
     parts = [f"{count:,} {_RESTARTS[kind][count != 1]}" for kind, count in counts.items() if count]
@@ -202,7 +202,7 @@ def _restarts(result: Mapping[str, Any]) -> str:
 
 
 def _evaluator(result: Mapping[str, Any]) -> str:
-    """Say that the evaluator did not finish; empty where it did, or where there is none."""
+    """Return that the evaluator did not finish; empty if it did, or if there is none."""
     found = result.get("evaluator") or {"status": "finished"}
     left = found.get("not_evaluated") or ()
     if found.get("status") == "finished" and not left:
@@ -212,7 +212,7 @@ def _evaluator(result: Mapping[str, Any]) -> str:
 
 
 def _skipped(result: Mapping[str, Any]) -> str:
-    """Say how many steps were left out; empty where none was."""
+    """Return how many steps were skipped; empty if none was."""
     listed = result.get("skipped_steps") or ()
     count = len(listed) + int(result.get("skipped_steps_not_listed", 0))
     if not count:

@@ -1,4 +1,4 @@
-"""Cut long texts of errors to a screen: in the middle, so that the message and the user's own lines stay."""
+"""Shorten long error texts to one screen: in the middle, so that the message and the user's own lines stay."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["one_screen"]
 
 _FRAME: Final = re.compile(r'\s+File "(.+)", line \d+')
 _LAST_FRAMES: Final = 3
-"""Innermost frames that stay, whoever wrote them."""
+"""Number of innermost frames that always stay."""
 _LIBRARY: Final = ("/trainkit/", "/site-packages/", "<frozen ", sysconfig.get_paths()["stdlib"])
 
 
@@ -49,7 +49,7 @@ def one_screen(text: str, limit: int) -> str:
 
 
 def _fewer_frames(lines: Sequence[str], frames: Sequence[int], limit: int) -> list[str]:
-    """Keep what stands before the first frame, the innermost frames, and the user's own."""
+    """Keep the text before the first frame, the innermost frames, and those of the user."""
     ends = [*frames[1:], len(lines)]
     head = list(lines[: frames[0]])
     kept = set(range(len(frames)))
@@ -71,7 +71,9 @@ def _fewer_frames(lines: Sequence[str], frames: Sequence[int], limit: int) -> li
 
 
 def _in_order_of_cutting(lines: Sequence[str], frames: Sequence[int]) -> Iterable[int]:
-    """Frames of libraries from the outermost on, then the others; never the innermost ones."""
+    """Return the indices of removable frames: those of libraries from the outermost on, then the others; never the
+    innermost.
+    """
     inner = range(len(frames) - _LAST_FRAMES)
     of_libraries = [place for place in inner if any(part in lines[frames[place]] for part in _LIBRARY)]
     return [*of_libraries, *(place for place in inner if place not in of_libraries)]

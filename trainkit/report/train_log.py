@@ -1,7 +1,7 @@
-"""`train.log`: what a run showed on the screen, as plain lines, without secrets.
+"""`train.log`: the terminal output of a run, as plain lines, without secrets.
 
-Several processes of a run write to one log: its supervisor and rank 0, each whole lines at its end. A line is in the
-file once it is complete, so that a process that is killed loses none; it is not synced to the disk.
+Several processes of a run append whole lines to one log: its supervisor and rank 0. A line is written once it is
+complete, so that a killed process loses none; it is not synced to the disk.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ __all__ = [
 ]
 
 _GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF})
-"""What writing fails with where the terminal was closed, or the reader of a pipe has ended."""
+"""Error numbers of a write after the terminal was closed, or the reader of a pipe has ended."""
 
 
 class TrainLog:
-    """Appends lines to a log; a disk that refuses them ends nothing.
+    """Appends lines to a log; write errors never end a run.
 
     Args:
         path: of the file; only a regular file is written to.
-        separated: whether a line parts what an earlier run in this folder wrote from what follows.
+        separated: whether a line separates the output of an earlier run in this folder from what follows.
     """
 
     def __init__(self, path: Path, *, separated: bool = False) -> None:
@@ -59,10 +59,12 @@ class TrainLog:
                 self.write([f"----- {now} -----"])
 
     def write(self, lines: Sequence[str]) -> None:
-        """Append lines; those that the disk refuses are counted, and the number is written once it takes some again."""
+        """Append lines; lines that cannot be written are counted, and the count is written once writing
+        succeeds again.
+        """
         if not lines:
             return
-        if os.getpid() != self._pid:  # a fork: a thread that held the lock is not in it
+        if os.getpid() != self._pid:  # in a fork the thread that held the lock does not exist
             self._pid, self._lock = os.getpid(), threading.RLock()
         with self._lock:
             lost = [f"({self._lost} lines before this one could not be written)"] if self._lost else []
@@ -85,7 +87,7 @@ class TrainLog:
             self.write(plain_lines("".join(traceback.format_exception(error))))
 
     def close(self) -> None:
-        """Close the file; what is written later is dropped."""
+        """Close the file; later lines are dropped."""
         with self._lock:
             self._is_closed = True
             if self._descriptor is not None:
@@ -93,7 +95,7 @@ class TrainLog:
                 self._descriptor = None
 
     def _open(self) -> bool:
-        """Whether the file is open; one that is no regular file, a link to another place above all, is never.
+        """Return whether the file is open; a path that is no regular file, such as a link, is never opened.
 
         Raises:
             OSError: the folder or the disk refuses it.
@@ -142,7 +144,7 @@ def plain_lines(text: str) -> list[str]:
 
 
 class LastingStream:
-    """A text stream that outlives its terminal: once that is gone, what is written to it is dropped."""
+    """A text stream that outlives its terminal: once that is closed, further output is dropped."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -158,11 +160,11 @@ class LastingStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Pass on what was written."""
+        """Flush the stream."""
         self._try(self.stream.flush)
 
     def finish(self) -> None:
-        """Pass on what is left."""
+        """Flush the rest."""
         self.flush()
 
     def _try(self, act: Callable[[], Any]) -> None:
@@ -173,13 +175,13 @@ class LastingStream:
                 silence(self.stream)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "stream":  # not made yet
+        if name == "stream":  # not initialised yet
             raise AttributeError(name)
         return getattr(self.stream, name)
 
 
 def silence(stream: TextIO) -> None:
-    """Let all that is still written to a stream, by this process and those it starts, go nowhere."""
+    """Redirect all further output to a stream, by this process and those it starts, to the null device."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
@@ -187,7 +189,7 @@ def silence(stream: TextIO) -> None:
 
 
 class _RecordedStream(LastingStream):
-    """A text stream whose lines go into a log, too."""
+    """A text stream whose lines also go into a log."""
 
     def __init__(self, stream: TextIO, log: TrainLog) -> None:
         super().__init__(stream)
@@ -195,15 +197,15 @@ class _RecordedStream(LastingStream):
         self._begin()
 
     def write(self, text: str) -> int:
-        """Write a text, and the lines that it completes into the log."""
-        if os.getpid() != self._pid:  # a fork: what its parent had begun is its parent's
+        """Write a text, and the completed lines into the log."""
+        if os.getpid() != self._pid:  # in a fork: the incomplete line belongs to the parent
             self._begin()
         with self._lock:
             self._log.write(self._screen.feed(text))
         return super().write(text)
 
     def finish(self) -> None:
-        """Write the line that was begun into the log."""
+        """Write the incomplete line into the log."""
         with self._lock:
             self._log.write(self._screen.finish())
         self.flush()
@@ -213,7 +215,7 @@ class _RecordedStream(LastingStream):
 
 
 class _LogAlone:
-    """A text stream of lines that are for the log and not for the screen."""
+    """A text stream whose lines go only into the log, not to the terminal."""
 
     def __init__(self, log: TrainLog) -> None:
         self._log = log
@@ -224,7 +226,7 @@ class _LogAlone:
         return len(text)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no output is buffered."""
 
 
 _open_logs: list[TrainLog] = []
@@ -232,16 +234,16 @@ _open_logs: list[TrainLog] = []
 
 @contextlib.contextmanager
 def recorded_output(path: Path, *, separated: bool = False) -> Iterator[TrainLog]:
-    """Write into a log what Python prints to standard output and standard error while the block runs.
+    """Record in a log what Python prints to standard output and standard error for the duration of the block.
 
-    A terminal that is closed meanwhile raises no error: what is printed then stands in the log.
+    If the terminal is closed meanwhile, no error is raised: the log holds the further output.
 
     Args:
         path: the log.
-        separated: as `TrainLog` has it.
+        separated: as in `TrainLog`.
 
     Yields:
-        The log, for what is printed after the block.
+        The log, for output after the block.
     """
     log = TrainLog(path, separated=separated)
     _open_logs.append(log)
@@ -254,7 +256,7 @@ def recorded_output(path: Path, *, separated: bool = False) -> Iterator[TrainLog
 
 
 def lasting_output() -> contextlib.AbstractContextManager[None]:
-    """Let nothing that is printed while the block runs raise an error because the terminal was closed."""
+    """Prevent errors of printing after the terminal was closed, for the duration of the block."""
     return _replaced_output(LastingStream)
 
 
@@ -275,15 +277,15 @@ def _replaced_output(make: Callable[[TextIO], LastingStream]) -> Iterator[None]:
 
 
 def unrecorded(stream: TextIO) -> TextIO:
-    """Return the stream below a recorded one, for what is redrawn in place; any other stream as it is."""
+    """Return the stream below a recorded one, for output that is redrawn in place; any other stream unchanged."""
     return cast("TextIO", LastingStream(stream.stream)) if isinstance(stream, _RecordedStream) else stream
 
 
 def recorded_again(above: TextIO) -> TextIO:
-    """Return a stream that writes to `above` and into the log of this process; `above` where there is none."""
+    """Return a stream that writes to `above` and into the log of this process; `above` if there is none."""
     return cast("TextIO", _RecordedStream(above, _open_logs[-1])) if _open_logs else above
 
 
 def into_log_alone() -> TextIO | None:
-    """Return a stream that writes into the log of this process and not to the screen; None where there is none."""
+    """Return a stream that writes only into the log of this process, not to the terminal; None if there is none."""
     return cast("TextIO", _LogAlone(_open_logs[-1])) if _open_logs else None
