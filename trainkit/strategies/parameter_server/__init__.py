@@ -1,4 +1,4 @@
-"""Variables on servers, gradients from workers that come and go."""
+"""Parameter server: servers hold the variables, workers that may join and leave compute gradients."""
 
 from trainkit.strategies.parameter_server.strategy import ParameterServer
 

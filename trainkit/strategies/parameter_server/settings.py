@@ -1,4 +1,4 @@
-"""What the tasks of a run agree on from the config, and what workers and servers do with it."""
+"""The settings that all tasks of a run share, and the entry points of workers and servers."""
 
 from __future__ import annotations
 
@@ -34,32 +34,32 @@ __all__ = ["PsSettings", "run_server", "run_worker"]
 
 @dataclass(frozen=True, kw_only=True)
 class PsSettings:
-    """The fields of the strategy, without what is open."""
+    """The fields of the strategy, with all open values resolved."""
 
     num_servers: int
     mode: Mode
     num_devices: int
-    """Of a worker."""
+    """Devices of a worker."""
     spares: int
     replaces: bool
-    """Whether an update may take shards of several steps."""
+    """Whether an update may contain shards of several steps."""
     staleness: Staleness
     warmup_steps: int
     transfer: torch.dtype | None
-    """What numbers travel as; None: as they are."""
+    """The dtype of transferred numbers; None: unchanged."""
     replay: str | None
     timeout_s: float
 
     def meet(self, identity: Identity) -> AddressBook:
-        """Where the tasks of this run find each other."""
+        """Return the address book by which the tasks of this run find each other."""
         return AddressBook.of(identity, self.timeout_s)
 
     def shares(self, replica: Replica) -> VariableShards:
-        """The cut of the variables over the servers."""
+        """Return the partition of the variables over the servers."""
         return VariableShards(variables_of(replica.model, replica.precision.master_dtype), self.num_servers)
 
     def servers(self, meeting: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
-        """Links to all servers, of one thread of a task."""
+        """Connect to all servers, for one thread of a task."""
         addresses = [meeting.find(f"ps:{index}") for index in range(self.num_servers)]
         return ParameterServerClient.connect(
             addresses,
@@ -72,7 +72,7 @@ class PsSettings:
         )
 
     def team(self, replica: Replica) -> WorkerReplicas:
-        """What computes: a replica, and copies of it on the devices after its own."""
+        """Return the replicas of a worker: the given one, and copies on the devices after its own."""
         first = replica.device
         numbers = [(first.index or 0) + place for place in range(self.num_devices)]
         if first.type == "cpu":
@@ -82,11 +82,11 @@ class PsSettings:
         )
 
     def worker(self, team: WorkerReplicas, servers: ParameterServerClient, data: Data, training: StepContext) -> Worker:
-        """What carries out errands."""
+        """Return the worker that executes work orders."""
         return Worker(team, servers, data, training, mode=self.mode, mixes=self.replaces)
 
     def desk(self, plan: BatchPlan, until: int | None) -> WorkScheduler:
-        """Who gets what to compute, and what makes an update."""
+        """Return the scheduler that assigns work and forms updates."""
         if self.replay is not None:
             script = list(read_record(Path(self.replay).expanduser() / FILE))
             return ReplayScheduler(script=script, staleness=self.staleness, until=until)
@@ -96,10 +96,10 @@ class PsSettings:
 
 
 def run_server(setting: PsSettings, bench: TaskContext) -> None:
-    """The part of a server, until the chief says bye.
+    """Run a server task, until the chief requests the end.
 
     Raises:
-        LinkError: the chief is gone.
+        LinkError: the connection to the chief broke.
     """
     meeting, task = setting.meet(bench.identity), bench.identity.task
     if meeting.is_over:
@@ -121,10 +121,10 @@ def run_server(setting: PsSettings, bench: TaskContext) -> None:
 
 
 def run_worker(setting: PsSettings, bench: TaskContext, replica: Replica) -> None:
-    """The part of a worker in a process of its own, until the chief says bye.
+    """Run a worker task in its own process, until the chief requests the end.
 
     Raises:
-        LinkError: the chief or a server is gone.
+        LinkError: the connection to the chief or a server broke.
     """
     meeting, task = setting.meet(bench.identity), bench.identity.task
     if meeting.is_over:

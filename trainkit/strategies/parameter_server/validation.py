@@ -1,4 +1,4 @@
-"""What a parameter server cannot do, said before any process starts."""
+"""Validate the settings of a parameter server before any process starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["limits"]
 
 
 def limits(strategy: ParameterServer, facts: PlanContext) -> list[Problem]:
-    """Every problem of a strategy's fields, with each other and with these surroundings."""
+    """Return every problem of a strategy's fields, with each other and with the context."""
     found = [*_of_launch(strategy, facts)]
     if found:
         return found
@@ -28,7 +28,7 @@ def limits(strategy: ParameterServer, facts: PlanContext) -> list[Problem]:
 
 
 def _of_launch(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    """Tasks that something else started, which have to be of the right roles."""
+    """Validate that externally started tasks have the right roles."""
     launch = facts.launch
     if launch is None:
         return
@@ -43,10 +43,10 @@ def _of_launch(strategy: ParameterServer, facts: PlanContext) -> Iterator[Proble
         return
     counts = {"workers": strategy.num_workers(facts), "servers": strategy.num_servers(facts)}
     for key, count in counts.items():
-        said = getattr(strategy, key)
-        if said not in ("auto", count):
+        configured = getattr(strategy, key)
+        if configured not in ("auto", count):
             rule = f"but {launch.kind} names {count}{', the chief among them' * (key == 'workers')}. Leave it out."
-            yield Problem(key=f"strategy.{key}", value=said, rule=rule)
+            yield Problem(key=f"strategy.{key}", value=configured, rule=rule)
 
 
 def _of_sync(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
@@ -84,7 +84,7 @@ def _of_async(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem
 
 
 def _of_devices(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:
-    """Devices of a worker, of which it has no two."""
+    """Validate the number of devices per worker."""
     count = strategy.devices_per_worker
     if facts.num_gpus and count > facts.num_gpus:
         rule = f"and this host has {facts.num_gpus} GPUs. Use that many, or fewer."

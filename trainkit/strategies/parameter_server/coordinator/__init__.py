@@ -1,1 +1,1 @@
-"""The coordinator: it gives work to workers, schedules updates and keeps the update log."""
+"""The coordinator: it assigns work to workers, schedules updates and keeps the update log."""

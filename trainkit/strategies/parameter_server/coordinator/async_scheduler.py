@@ -1,4 +1,4 @@
-"""The desk of asynchronous updates: a ticket is a whole step, and every gradient is an update of its own."""
+"""The scheduler of asynchronous updates: a ticket is a whole step, and every gradient is a separate update."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["AsyncScheduler"]
 
 @dataclass(kw_only=True)
 class AsyncScheduler(WorkScheduler):
-    """Hands whole steps to whoever is free, and makes an update of each gradient when it comes.
+    """Assigns whole steps to idle workers, and makes an update of each gradient when it arrives.
 
     With one worker, and in the first `warmup_steps`, this is the training of one device: a gradient is computed only
-    when the one before it has been applied.
+    after the previous one has been applied.
 
     Source: Dean et al. 2012, Large Scale Distributed Deep Networks, section 4.1 (Downpour SGD, warm starting).
     """
@@ -28,43 +28,43 @@ class AsyncScheduler(WorkScheduler):
     plan: BatchPlan
     staleness: Staleness
     warmup_steps: int = 0
-    """Updates at the beginning in which one gradient at a time is computed."""
+    """Updates at the beginning during which one gradient at a time is computed."""
     until: int | None = None
-    """Updates after which this start ends: no step past it is handed out."""
+    """Updates after which this start ends: no later step is assigned."""
     _again: list[int] = field(default_factory=list)
     _next: int = 0
     _staged: deque[tuple[WorkItem, int]] = field(default_factory=deque)
 
     def next_ready_update(self) -> PendingUpdate | None:
-        """The next gradient that the policy takes; those that it does not take are handed out again."""
+        """Return the next gradient that the staleness policy accepts; rejected ones are assigned again."""
         while self._staged:
-            errand, read = self._staged.popleft()
-            verdict = self.staleness.decide(self.version - read)
-            if verdict.takes:
+            item, read = self._staged.popleft()
+            decision = self.staleness.decide(self.version - read)
+            if decision.takes:
                 return PendingUpdate(
                     version=self.version,
-                    errands=(errand,),
+                    errands=(item,),
                     reads=(read,),
-                    factor=verdict.factor,
-                    lr_divisor=verdict.lr_divisor,
+                    factor=decision.factor,
+                    lr_divisor=decision.lr_divisor,
                 )
-            self._discard(errand)
-            self._requeue(errand)
+            self._discard(item)
+            self._requeue(item)
         return None
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
-        """Its step is handed out again."""
-        for errand in merge.errands:
-            self._requeue(errand)
+        """Assign the step of an overflowed update again."""
+        for item in merge.errands:
+            self._requeue(item)
 
     def remember(self) -> dict[str, Any]:
-        """The steps that were handed out and are not applied."""
-        staged = (errand for errand, _ in self._staged)
-        steps = [errand.ticket.step for errand in (*self.running.values(), *staged)]
+        """Return the steps that were assigned and are not applied."""
+        staged = (item for item, _ in self._staged)
+        steps = [item.ticket.step for item in (*self.running.values(), *staged)]
         return {"handed_out": sorted([*self._again, *steps])}
 
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
-        """Those steps come first."""
+        """Restore the state: the remembered steps are assigned first."""
         self.version = version
         self._again = sorted(whole_numbers(remembered.get("handed_out", [])))
         self._next = version + len(self._again)
@@ -82,8 +82,8 @@ class AsyncScheduler(WorkScheduler):
             return None
         return Ticket(step, tuple(range(self.plan.num_shards(step))))
 
-    def _accept(self, errand: WorkItem, read: int) -> None:
-        self._staged.append((errand, read))
+    def _accept(self, item: WorkItem, read: int) -> None:
+        self._staged.append((item, read))
 
-    def _requeue(self, errand: WorkItem) -> None:
-        self._again = sorted([*self._again, errand.ticket.step])
+    def _requeue(self, item: WorkItem) -> None:
+        self._again = sorted([*self._again, item.ticket.step])

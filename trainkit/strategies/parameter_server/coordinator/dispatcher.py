@@ -1,4 +1,4 @@
-"""The chief: hands out errands, and orders the servers which update to make of what."""
+"""The chief's dispatcher: it assigns work to the workers, and orders the servers to make updates of their gradients."""
 
 from __future__ import annotations
 
@@ -26,46 +26,46 @@ from trainkit.strategies.parameter_server.worker.main import Mode
 
 __all__ = ["UpdateDispatcher"]
 
-_LOOK_S: Final = 1.0
-"""Seconds between two looks at who has been silent for long."""
+_POLL_S: Final = 1.0
+"""Seconds between two checks for workers that have been silent for long."""
 
 
 @dataclass(kw_only=True)
 class UpdateDispatcher:
-    """Makes updates, one after the other, of what workers have staged. Everything here is done by the main thread."""
+    """Makes one update after the other of staged gradients. Everything here runs on the main thread."""
 
     placed: Placed
-    """Its loss scale moves here."""
+    """Its loss scale is adjusted here."""
     desk: WorkScheduler
     servers: ParameterServerClient
-    """The links that give orders."""
+    """Connections for orders to the servers."""
     staff: WorkerRegistry
     record: UpdateLog | None
     mode: Mode
     lanes: int | None
-    """Lanes of the reproducible order of summation."""
+    """Number of lanes of the reproducible order of summation."""
     leaves_out: bool
-    """Whether a step that is not finite is left out."""
+    """Whether a step that is not finite is skipped."""
     mixes: bool
-    """Whether an update may take shards of several steps."""
+    """Whether an update may contain shards of several steps."""
     timeout_s: float
-    """How long a worker may be at one errand."""
+    """How long a worker may take for one work item."""
     staleness: Counter[int] = field(default_factory=Counter)
-    """Updates by their staleness."""
+    """Number of updates by staleness."""
     mixed: int = 0
-    """Gradients that were computed from variables of several versions."""
+    """Number of gradients that were computed from variables of several versions."""
     _seats: dict[str, WorkerHandle] = field(default_factory=dict)
     _reports: dict[int, WorkReport] = field(default_factory=dict)
     _loads: int = 1
 
     def start_again(self, desk: WorkScheduler, record: UpdateLog | None) -> None:
-        """Continue from an earlier version, which the servers have by now: the training was rolled back.
+        """Continue from an earlier version, which the servers have restored: the training was rolled back.
 
-        What workers still compute for the old desk is thrown away when it comes.
+        Gradients that workers still compute for the old scheduler are discarded when they arrive.
 
         Args:
-            desk: at that version.
-            record: of the updates before it.
+            desk: the scheduler at that version.
+            record: the log of the updates before it.
         """
         self._drop(tuple(self.desk.running.values()))
         self._discard_stale()
@@ -77,7 +77,7 @@ class UpdateDispatcher:
         self._loads += 1
 
     def next_update(self, training: StepContext) -> StepOutcome:
-        """Hear workers until an update can be made, and make it; what is free gets errands."""
+        """Handle worker events until an update is ready, and make it; idle workers get work."""
         while True:
             merge = self.desk.next_ready_update()
             self._discard_stale()
@@ -87,13 +87,13 @@ class UpdateDispatcher:
                 return outcome
             self._hand_out()
             self._report_idle()
-            event = self.staff.next_event(_LOOK_S)
+            event = self.staff.next_event(_POLL_S)
             if event is not None:
                 self._take(event)
             self._expire_silent_workers()
 
     def close(self) -> None:
-        """Send everybody home."""
+        """Stop all workers."""
         self.staff.stop_local_worker()
         for seat in self._seats.values():
             if seat.name != OWN:
@@ -102,7 +102,7 @@ class UpdateDispatcher:
             self.record.close()
 
     def _report_idle(self) -> None:
-        """Where the own worker waits, too, a hang is somebody else's."""
+        """Report `idle` while the in-process worker has no work, so that the hang detector does not blame the chief."""
         own = self._seats.get(OWN)
         if self.placed.on_phase is not None and own is not None and own.order is None:
             self.placed.on_phase("idle", self.desk.version)
@@ -120,13 +120,13 @@ class UpdateDispatcher:
                 loads=self._loads,
                 scale=self.placed.loss_scale.scale,
             )
-            _try(seat.give, order)  # where its link is broken, its thread tells
+            _try(seat.give, order)  # if its connection is broken, its thread reports that
 
     def _take(self, event: WorkerEvent) -> None:
-        """Something was said; what those say who are gone is late."""
+        """Handle one worker event. Events of workers already declared lost are ignored."""
         seat = event.seat
         if event.kind == "ready":
-            self._on_worker_lost(seat.name)  # it came again before its old link was seen to break
+            self._on_worker_lost(seat.name)  # the worker reconnected before its old connection was seen to break
             self._seats[seat.name] = seat
             self.desk.join(seat.name)
         elif self._seats.get(seat.name) is not seat:
@@ -149,7 +149,7 @@ class UpdateDispatcher:
         self.desk.report(report.number, report.read)
 
     def _on_worker_lost(self, name: str) -> None:
-        """A worker is gone: what it had in hand is handed out again."""
+        """Remove a lost worker; its work is assigned again."""
         seat = self._seats.pop(name, None)
         if seat is not None:
             seat.cut()
@@ -166,7 +166,7 @@ class UpdateDispatcher:
             self._on_worker_lost(seat.name)
 
     def _discard_stale(self) -> None:
-        """Throw away the gradients that nobody needs."""
+        """Discard the gradients that are no longer needed."""
         thrown = self.desk.pop_discarded()
         if thrown:
             self._drop(thrown)
@@ -174,7 +174,7 @@ class UpdateDispatcher:
                 self._reports.pop(errand.number, None)
 
     def _drop(self, errands: Iterable[WorkItem]) -> None:
-        """Have the servers forget what was staged of errands."""
+        """Make the servers discard the staged gradients of work items."""
         each = self.lanes is not None
         counts = [(errand.number, len(errand.ticket.shards) if each else 1) for errand in errands]
         self.servers.discard_staged([key for number, count in counts for key in gradient_keys(number, count)])
@@ -210,7 +210,7 @@ class UpdateDispatcher:
     def _apply_one(
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
     ) -> tuple[Status, Tensor | None]:
-        """An update of a gradient that its worker has made ready."""
+        """Apply one gradient that its worker has already scaled and clipped."""
         (report,) = reports
         if not report.is_finite:
             return Status.skipped, None
@@ -226,7 +226,7 @@ class UpdateDispatcher:
     def _apply_sum(
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
     ) -> tuple[Status, Tensor | None]:
-        """An update of the sum of shards' gradients: what `apply_update` does, where the sums are."""
+        """Apply the sum of shards' gradients: the same as `apply_update`, but on the servers."""
         scale, update = self.placed.loss_scale, training.rule(merge.version)
         staged = _staged(merge, reports)
         weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)
@@ -257,7 +257,7 @@ class UpdateDispatcher:
         return Status.applied, norm
 
     def _factors(self, merge: PendingUpdate, weights: list[float], training: StepContext) -> tuple[float | None, float]:
-        """What gradients and buffers are to be multiplied by, beyond what workers knew; None: by nothing."""
+        """Return the factors of gradients and buffers beyond those that workers applied; None: no factor."""
         plan, weighing = training.plan, training.weighing
         tickets = [errand.ticket for errand in merge.errands]
         samples = sum(plan.shard_size(ticket.step, shard) for ticket in tickets for shard in ticket.shards)
@@ -278,16 +278,16 @@ class UpdateDispatcher:
 
 
 def _staged(merge: PendingUpdate, reports: Sequence[WorkReport]) -> list[tuple[str, float]]:
-    """The gradients that an update is made of, with what they weigh, in the order of their steps and shards."""
+    """Return the gradients of an update with their weights, in the order of their steps and shards."""
     found = []
     for errand, report in zip(merge.errands, reports, strict=True):
         ticket, keys = errand.ticket, gradient_keys(report.number, len(report.weights))
-        gradients = zip(ticket.shards, keys, report.weights, strict=False)  # one a shard, or one of all
+        gradients = zip(ticket.shards, keys, report.weights, strict=False)  # one per shard, or one for all
         found += [((ticket.step, shard), key, weight) for shard, key, weight in gradients]
     return [(key, weight) for _, key, weight in sorted(found)]
 
 
 def _try(send: Callable[[Any], None], order: Any) -> None:
-    """Send; a broken link is told of by the thread that hears it."""
+    """Send; a broken connection is reported by the thread that receives from it."""
     with suppress(LinkError):
         send(order)

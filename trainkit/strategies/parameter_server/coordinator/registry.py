@@ -1,4 +1,4 @@
-"""Who works for the chief: links of workers in other processes, and the thread of its own."""
+"""The workers of the chief: connections of workers in other processes, and a thread in the chief's own process."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ OWN: Final = "chief"
 
 @dataclass(kw_only=True, eq=False)
 class WorkerHandle:
-    """A worker as the chief knows it."""
+    """A worker from the chief's point of view."""
 
     name: str
     send: Callable[[WorkOrder | None], None]
-    """Gives it an errand, or the end."""
+    """Sends a work order, or the request to end (None)."""
     cut: Callable[[], None] = lambda: None
-    """Ends the connection."""
+    """Closes the connection."""
     order: WorkOrder | None = None
-    """What it has in hand."""
+    """The current work order."""
     since: float = field(default_factory=time.monotonic)
-    """When it got that."""
+    """When it was assigned."""
 
     def give(self, order: WorkOrder | None) -> None:
-        """Give it an errand, or the end."""
+        """Assign a work order, or request the end."""
         self.order, self.since = order, time.monotonic()
         self.send(order)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:
-    """What a worker says, or what became of it."""
+    """A message of a worker, or the loss of one."""
 
     seat: WorkerHandle
     kind: str
@@ -52,53 +52,53 @@ class WorkerEvent:
 
 
 class WorkerRegistry:
-    """Workers that come and go; what they say arrives in one queue, for the chief's main thread."""
+    """Workers that may join and leave; their messages arrive in one queue, for the chief's main thread."""
 
     def __init__(self) -> None:
         self._events: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._own: tuple[LocalWorkChannel, Thread] | None = None
 
-    def serve_connection(self, link: Connection) -> None:
-        """Hear a worker in another process, on a thread of its link, until that ends."""
+    def serve_connection(self, connection: Connection) -> None:
+        """Receive from a worker in another process, on the thread of its connection, until that ends."""
 
         def send(order: WorkOrder | None) -> None:
-            link.send("bye") if order is None else link.send("errand", asdict(order))
+            connection.send("bye") if order is None else connection.send("errand", asdict(order))
 
-        seat = WorkerHandle(name=link.peer, send=send, cut=link.close)
+        seat = WorkerHandle(name=connection.peer, send=send, cut=connection.close)
         try:
             while True:
-                frame = link.receive()
-                link.read([])
+                frame = connection.receive()
+                connection.read([])
                 self._events.put(WorkerEvent(seat, frame.kind, frame.meta))
         except LinkError as error:
             self._events.put(WorkerEvent(seat, "gone", error=error))
 
     def start_local_worker(self, work: Callable[[WorkChannel], None]) -> None:
-        """Let a thread of this process work."""
-        errands = LocalWorkChannel(lambda kind, meta: self._events.put(WorkerEvent(seat, kind, meta)))
-        seat = WorkerHandle(name=OWN, send=errands.orders.put)
+        """Start a worker thread in this process."""
+        channel = LocalWorkChannel(lambda kind, meta: self._events.put(WorkerEvent(seat, kind, meta)))
+        seat = WorkerHandle(name=OWN, send=channel.orders.put)
 
         def run() -> None:
             try:
-                work(errands)
+                work(channel)
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
                 self._events.put(WorkerEvent(seat, "gone", error=error))
 
         thread = Thread(target=run, name="chief's worker", daemon=True)
-        self._own = errands, thread
+        self._own = channel, thread
         self._events.put(WorkerEvent(seat, "ready"))
         thread.start()
 
     def next_event(self, timeout_s: float) -> WorkerEvent | None:
-        """The next thing that somebody says; None where nobody does for so long."""
+        """Return the next event; None if there is none within `timeout_s`."""
         with suppress(queue.Empty):
             return self._events.get(timeout=timeout_s)
         return None
 
     def stop_local_worker(self) -> None:
-        """Let the own thread finish what it has in hand, and end."""
+        """Let the local worker finish its current work, and end."""
         if self._own is not None:
-            errands, thread = self._own
-            errands.orders.put(None)
+            channel, thread = self._own
+            channel.orders.put(None)
             thread.join()
             self._own = None

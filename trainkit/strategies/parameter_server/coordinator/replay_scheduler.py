@@ -1,4 +1,4 @@
-"""The desk of a replay: gradients are computed and applied as another run's record says."""
+"""The scheduler of a replay: gradients are computed and applied as recorded by another run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["ReplayScheduler"]
 
 @dataclass(kw_only=True)
 class ReplayScheduler(WorkScheduler):
-    """Makes every gradient read the version that it read, and the updates come in the order in which they came.
+    """Makes every gradient read its recorded version, and applies the updates in their recorded order.
 
-    A gradient that comes before its turn waits at the servers, so any number of workers will do. An update waits until
-    all that read the version before it have read.
+    A gradient that arrives early waits at the servers, so any number of workers will do. An update waits until all work
+    items that read the version before it have read it.
     """
 
     script: Sequence[UpdateRecord]
     """The record, from version 0 on."""
     staleness: Staleness
-    """Scales gradients and rates as in the recorded run; what that one dropped is not in the record."""
+    """Scales gradients and rates as in the recorded run; dropped gradients are not in the record."""
     until: int | None = None
     """Updates after which this start ends."""
     _to_read: dict[int, deque[Ticket]] = field(default_factory=lambda: defaultdict(deque))
@@ -35,58 +35,58 @@ class ReplayScheduler(WorkScheduler):
     _results: dict[Ticket, WorkItem] = field(default_factory=dict)
 
     def pulled(self, number: int) -> None:
-        """A worker has read what its errand is to be computed from."""
+        """Record that a worker has read the variables for a work item."""
         self._reading.discard(number)
 
     def next_ready_update(self) -> PendingUpdate | None:
-        """The next update of the script, once all that read the variables before it have done so."""
+        """Return the next recorded update, once all work items that read the current variables have read them."""
         if self._is_over or self._to_read[self.version] or self._reading:
             return None
-        parts = self._line.parts
-        if any(part.ticket not in self._results for part in parts):
+        gradients = self._line.parts
+        if any(gradient.ticket not in self._results for gradient in gradients):
             return None
-        reads = tuple(part.read for part in parts)
-        verdict = self.staleness.decide(self.version - min(reads))
+        reads = tuple(gradient.read for gradient in gradients)
+        decision = self.staleness.decide(self.version - min(reads))
         return PendingUpdate(
             version=self.version,
-            errands=tuple(self._results[part.ticket] for part in parts),
+            errands=tuple(self._results[gradient.ticket] for gradient in gradients),
             reads=reads,
-            factor=verdict.factor,
-            lr_divisor=verdict.lr_divisor,
+            factor=decision.factor,
+            lr_divisor=decision.lr_divisor,
         )
 
     def merged(self, merge: PendingUpdate) -> None:
-        """The next line."""
+        """Advance to the next record."""
         super().merged(merge)
-        for errand in merge.errands:
-            del self._results[errand.ticket]
+        for item in merge.errands:
+            del self._results[item.ticket]
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
-        """Its gradients are computed again: in the record, too, all were of one version."""
-        for errand in merge.errands:
-            del self._results[errand.ticket]
-            self._to_read[self.version].append(errand.ticket)
+        """Compute the gradients again: in the record, too, all were of one version."""
+        for item in merge.errands:
+            del self._results[item.ticket]
+            self._to_read[self.version].append(item.ticket)
 
     def remember(self) -> dict[str, Any]:
-        """Nothing: the script knows."""
+        """Return nothing: the record determines the state."""
         return {}
 
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
-        """Find the place in the script.
+        """Restore the position in the record.
 
         Raises:
-            TrainingError: gradients to come were computed from variables that are gone.
+            TrainingError: gradients to come were computed from variables that no longer exist.
         """
         del remembered
         self.version = version
         for line in self.script[version:]:
-            for part in line.parts:
-                if part.read < version:
+            for gradient in line.parts:
+                if gradient.read < version:
                     raise TrainingError(
                         f"a replay cannot go on from step {version}: update {line.version} is made of a gradient that "
-                        f"was computed at version {part.read}. Let it begin anew, with resume=null."
+                        f"was computed at version {gradient.read}. Let it begin anew, with resume=null."
                     )
-                self._to_read[part.read].append(part.ticket)
+                self._to_read[gradient.read].append(gradient.ticket)
 
     @property
     def _is_over(self) -> bool:
@@ -101,28 +101,28 @@ class ReplayScheduler(WorkScheduler):
             )
         return self.script[self.version]
 
-    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - the record says what was computed, not by whom
+    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - the record names no workers
         waiting = self._to_read[self.version]
         return waiting.popleft() if waiting and not self._is_over else None
 
     def next(self, worker: str) -> WorkItem | None:
-        """What is to be read at this version."""
-        errand = super().next(worker)
-        if errand is not None:
-            self._reading.add(errand.number)
-        return errand
+        """Return the next work item that reads the current version."""
+        item = super().next(worker)
+        if item is not None:
+            self._reading.add(item.number)
+        return item
 
-    def _accept(self, errand: WorkItem, read: int) -> None:
-        self._reading.discard(errand.number)
-        if read != errand.version:
-            raise TrainingError(f"{errand.worker} read version {read} instead of {errand.version}")
-        self._results[errand.ticket] = errand
+    def _accept(self, item: WorkItem, read: int) -> None:
+        self._reading.discard(item.number)
+        if read != item.version:
+            raise TrainingError(f"{item.worker} read version {read} instead of {item.version}")
+        self._results[item.ticket] = item
 
-    def _requeue(self, errand: WorkItem) -> None:
-        self._reading.discard(errand.number)
-        if errand.version < self.version:
+    def _requeue(self, item: WorkItem) -> None:
+        self._reading.discard(item.number)
+        if item.version < self.version:
             raise TrainingError(
-                f"{errand.worker} is gone, and what it was to compute from version {errand.version} cannot be read "
+                f"{item.worker} is gone, and what it was to compute from version {item.version} cannot be read "
                 "again: a replay begins anew."
             )
-        self._to_read[self.version].append(errand.ticket)
+        self._to_read[self.version].append(item.ticket)

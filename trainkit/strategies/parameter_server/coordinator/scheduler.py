@@ -1,7 +1,8 @@
-"""The chief's desk: who computes what, and which gradients make the next update. No thread, no socket, no tensor.
+"""Work scheduler of the chief: which worker computes what, and which gradients form the next update. It uses no thread,
+no socket and no tensor.
 
-A desk hands out errands to workers that are free (`next`), hears of gradients that are staged (`report`) and of workers
-that are gone (`leave`), and says what the next update is made of (`ready`). The chief carries that out.
+A scheduler assigns work items to idle workers (`next`), is notified of staged gradients (`report`) and of lost workers
+(`leave`), and returns the next update (`next_ready_update`), which the dispatcher applies.
 """
 
 from __future__ import annotations
@@ -20,142 +21,144 @@ __all__ = ["PendingUpdate", "WorkItem", "WorkScheduler"]
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:
-    """A ticket in the hands of a worker."""
+    """A ticket that is assigned to a worker."""
 
     number: int
-    """Counts the errands of this start, and names the gradient that comes of it."""
+    """Its number since this start; part of the name of its gradient."""
     worker: str
     ticket: Ticket
     version: int
-    """Updates that the variables had seen when it was handed out."""
+    """Updates that the variables had seen when it was assigned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PendingUpdate:
-    """What the next update is made of."""
+    """The gradients of the next update."""
 
     version: int
     """Updates before it."""
     errands: tuple[WorkItem, ...]
-    """Whose gradients are summed, in the order of their steps and shards."""
+    """The work items whose gradients are summed, in the order of their steps and shards."""
     reads: tuple[int, ...]
-    """Updates that the variables had seen when each was computed from them."""
+    """For each, the updates that the variables had seen when it was computed."""
     factor: float = 1.0
-    """What the gradient is multiplied by."""
+    """Factor of the gradient."""
     lr_divisor: float = 1.0
-    """What the learning rate is divided by."""
+    """Divisor of the learning rate."""
 
     @property
     def staleness(self) -> int:
-        """Updates between the oldest read and this one."""
+        """Number of updates between the oldest read and this one."""
         return self.version - min(self.reads)
 
 
 @dataclass(kw_only=True)
 class WorkScheduler(ABC):
-    """What every desk knows: who is there, and what they have in hand."""
+    """The state common to all schedulers: the workers and their work items."""
 
     version: int = 0
     """Updates that the variables have seen."""
     running: dict[int, WorkItem] = field(default_factory=dict)
-    """Errands by number, in the order in which they were handed out."""
+    """Work items by number, in the order in which they were assigned."""
     late: Counter[str] = field(default_factory=Counter)
-    """Gradients that came for nothing, by worker."""
+    """Number of discarded gradients by worker."""
     _clocks: dict[str, int] = field(default_factory=dict)
     _thrown: list[WorkItem] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Who is there, in the order in which they came."""
+        """The workers, in the order in which they joined."""
         return tuple(self._clocks)
 
     def join(self, worker: str) -> None:
-        """A worker is there; it begins with as many updates as the one that has fewest."""
+        """Add a worker; it starts with the update count of the slowest worker."""
         self._clocks[worker] = min(self._clocks.values(), default=0)
 
     def leave(self, worker: str) -> tuple[WorkItem, ...]:
-        """A worker is gone: what it had in hand is handed out again; what it may have staged of that is nobody's."""
+        """Remove a worker and assign its work items again; return them, so that their staged gradients can be
+        discarded.
+        """
         self._clocks.pop(worker, None)
-        lost = tuple(errand for errand in self.running.values() if errand.worker == worker)
-        for errand in lost:
-            del self.running[errand.number]
-            self._requeue(errand)
+        lost = tuple(item for item in self.running.values() if item.worker == worker)
+        for item in lost:
+            del self.running[item.number]
+            self._requeue(item)
         return lost
 
     def next(self, worker: str) -> WorkItem | None:
-        """What a free worker shall compute; None: wait for an update, or for the end."""
+        """Return the next work item of an idle worker; None: it must wait for an update, or for the end."""
         ticket = self._choose(worker)
         if ticket is None:
             return None
-        errand = WorkItem(next(self._numbers), worker, ticket, self.version)
-        self.running[errand.number] = errand
-        return errand
+        item = WorkItem(next(self._numbers), worker, ticket, self.version)
+        self.running[item.number] = item
+        return item
 
     def number_after(self, other: WorkScheduler) -> None:
-        """Give errands numbers that none of another desk's has, whose gradients may still come."""
+        """Continue the numbering of another scheduler, whose gradients may still arrive."""
         self._numbers = other._numbers
 
     def pulled(self, number: int) -> None:  # noqa: ARG002 - only a replay waits for it
-        """A worker has read what its errand is to be computed from."""
+        """Record that a worker has read the variables for a work item."""
         return
 
     def report(self, number: int, read: int) -> None:
-        """A gradient is staged.
+        """Record that a gradient is staged.
 
         Args:
-            number: of its errand; one that was given up meanwhile is thrown away.
-            read: updates that the variables had seen when it was computed from them.
+            number: the number of its work item; the gradient is ignored if that was requeued meanwhile.
+            read: updates that the variables had seen when it was computed.
         """
-        errand = self.running.pop(number, None)
-        if errand is not None:
-            self._accept(errand, read)
+        item = self.running.pop(number, None)
+        if item is not None:
+            self._accept(item, read)
 
     def pop_discarded(self) -> tuple[WorkItem, ...]:
-        """The errands whose gradients nobody needs, since the last call."""
+        """Return the work items whose gradients are no longer needed, since the last call."""
         thrown, self._thrown = tuple(self._thrown), []
         return thrown
 
     @abstractmethod
     def next_ready_update(self) -> PendingUpdate | None:
-        """What the next update is made of, once it is all there."""
+        """Return the next update, once all its gradients have arrived."""
 
     def merged(self, merge: PendingUpdate) -> None:
-        """The update was made, or left out by policy: the variables are a version further."""
-        for errand in merge.errands:
-            if errand.worker in self._clocks:
-                self._clocks[errand.worker] += 1
+        """Record that the update was made, or skipped by policy: the version advances."""
+        for item in merge.errands:
+            if item.worker in self._clocks:
+                self._clocks[item.worker] += 1
         self.version += 1
 
     @abstractmethod
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
-        """The update overflowed: its shards are handed out again, before any other."""
+        """Assign the shards of an overflowed update again, before any others."""
 
     @abstractmethod
     def remember(self) -> dict[str, Any]:
-        """What a checkpoint keeps of what is handed out and not applied; JSON."""
+        """Return the assigned and not applied work for a checkpoint, as JSON."""
 
     @abstractmethod
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
-        """Begin at a version, with what `remember` gave."""
+        """Start at a version, with the state that `remember` returned."""
 
     @abstractmethod
     def _choose(self, worker: str) -> Ticket | None:
-        """What comes next for a worker."""
+        """Choose the next ticket for a worker."""
 
     @abstractmethod
-    def _accept(self, errand: WorkItem, read: int) -> None:
-        """Keep a gradient for an update, or throw it away."""
+    def _accept(self, item: WorkItem, read: int) -> None:
+        """Accept a gradient for an update, or discard it."""
 
     @abstractmethod
-    def _requeue(self, errand: WorkItem) -> None:
-        """Hand it out again."""
+    def _requeue(self, item: WorkItem) -> None:
+        """Assign a work item again."""
 
-    def _discard(self, errand: WorkItem) -> None:
-        """Nobody needs this gradient."""
-        self._thrown.append(errand)
-        self.late[errand.worker] += 1
+    def _discard(self, item: WorkItem) -> None:
+        """Mark a gradient as no longer needed."""
+        self._thrown.append(item)
+        self.late[item.worker] += 1
 
     def _slowest(self) -> int:
-        """The updates of the worker that has fewest."""
+        """Return the update count of the slowest worker."""
         return min(self._clocks.values(), default=0)

@@ -1,4 +1,4 @@
-"""What becomes of a gradient that was computed from variables which others have updated meanwhile."""
+"""Policies for stale gradients, computed from variables that other updates have changed meanwhile."""
 
 from __future__ import annotations
 
@@ -14,35 +14,33 @@ from trainkit.fields import maths
 __all__ = ["BOUNDED", "Decision", "Policy", "Staleness", "staleness_summary"]
 
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]
-"""What is done about staleness: the updates that the variables have seen since a gradient's were read."""
+"""Policies for staleness: the number of updates since the variables of a gradient were read."""
 
 BOUNDED: Final = ("drop", "bound")
-"""Policies that need a bound; on the others it has no effect."""
+"""Policies that need a bound; it has no effect on the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What becomes of a gradient."""
+    """How a gradient is applied."""
 
     takes: bool = True
-    """Whether it is applied; else its shards are handed out again."""
+    """Whether it is applied; else its shards are assigned again."""
     factor: float = 1.0
-    """What it is multiplied by."""
+    """Factor of the gradient."""
     lr_divisor: float = 1.0
-    """What the learning rate of its update is divided by."""
+    """Divisor of the learning rate of its update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Staleness:
-    """What is done about the staleness of gradients.
+    """How the staleness of gradients is handled.
 
-    | policy | a gradient of staleness s | source |
-    |---|---|---|
-    | accept | is applied as it is | Dean et al. 2012, section 4.1 |
-    | drop | is thrown away where s > bound; its shards are handed out again | |
-    | scale | is multiplied by 1 / (1 + s): not for Adam, which takes scale out again | |
-    | lr | is applied at the learning rate divided by max(1, s) | Zhang et al. 2015, arXiv:1511.05950, equation 5 |
-    | bound | is applied; a worker more than bound updates ahead of the slowest waits | Ho et al. 2013, section 2 |
+    | policy | a gradient of staleness s | source | |---|---|---| | accept | is applied unchanged | Dean et al. 2012,
+    section 4.1 | | drop | is discarded if s > bound; its shards are assigned again | | | scale | is multiplied by 1 /
+    (1 + s): not for Adam, which is invariant to scale | | | lr | is applied at the learning rate divided by max(1, s) |
+    Zhang et al. 2015, arXiv:1511.05950, equation 5 | | bound | is applied; a worker more than bound updates ahead of
+    the slowest waits | Ho et al. 2013, section 2 |
 
     Example:
         >>> Staleness(policy="scale").decide(3).factor, Staleness(policy="lr").decide(3).lr_divisor
@@ -52,12 +50,12 @@ class Staleness:
     """
 
     policy: Annotated[Policy, maths(neutral="accept")] = "accept"
-    """`accept`, `drop` above the bound, `scale` by 1/(1+s), `lr` divided by s, or `bound`: who is ahead waits."""
+    """`accept`, `drop` above the bound, `scale` by 1/(1+s), `lr` divided by s, or `bound`: fast workers wait."""
     bound: Annotated[int | None, maths(neutral=None), at_least(0)] = None
     """Updates; for `drop` and `bound`."""
 
     def problems(self) -> list[Problem]:
-        """A policy without its bound, and a bound without a policy that reads it."""
+        """Return problems: a policy without its bound, or a bound without a policy that uses it."""
         key = "strategy.staleness.bound"
         if self.policy in BOUNDED and self.bound is None:
             rule = f"is needed by strategy.staleness.policy={self.policy}. Give a number of updates."
@@ -68,24 +66,24 @@ class Staleness:
         return []
 
     def decide(self, staleness: int) -> Decision:
-        """What becomes of a gradient whose variables have seen so many updates since they were read."""
-        return _JUDGES[self.policy](staleness, self.bound or 0)
+        """Decide how a gradient is applied whose variables have seen so many updates since they were read."""
+        return _DECISIONS[self.policy](staleness, self.bound or 0)
 
     def may_begin(self, clock: int, slowest: int) -> bool:
-        """Whether a worker may go on.
+        """Return whether a worker may start its next step.
 
         Args:
-            clock: its updates.
-            slowest: those of the worker that has fewest.
+            clock: its update count.
+            slowest: the update count of the slowest worker.
         """
         return self.policy != "bound" or clock - slowest <= (self.bound or 0)
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, Any]:
-    """The staleness of the updates of a run, as result.json says it.
+    """Return the staleness of the updates of a run, as recorded in result.json.
 
     Args:
-        counts: staleness -> updates.
+        counts: staleness -> number of updates.
 
     Example:
         >>> staleness_summary({0: 1, 1: 8, 4: 1})
@@ -100,7 +98,7 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, Any]:
     }
 
 
-_JUDGES: Final[Mapping[str, Callable[[int, int], Decision]]] = {
+_DECISIONS: Final[Mapping[str, Callable[[int, int], Decision]]] = {
     "accept": lambda _staleness, _bound: Decision(),
     "drop": lambda staleness, bound: Decision(takes=staleness <= bound),
     "scale": lambda staleness, _bound: Decision(factor=1.0 / (1 + staleness)),

@@ -1,4 +1,6 @@
-"""The desk of synchronous updates: a ticket is a shard of a step, and spare replicas do not wait for the slowest."""
+"""The scheduler of synchronous updates: a ticket is a shard of a step, and spare replicas reduce the wait for slow
+workers.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,14 @@ __all__ = ["SyncScheduler"]
 
 @dataclass(kw_only=True)
 class SyncScheduler(WorkScheduler):
-    """Hands shards to whoever is free; an update is made of as many gradients as its step has shards.
+    """Assigns shards to idle workers; an update consists of as many gradients as its step has shards.
 
-    With spares, in two forms:
-
-    - repeat (`duplicate`): when all shards of the step are handed out, idle workers compute outstanding ones again, at
-      most `spares` of them at once; the first result wins. The update is the same whoever wins.
-    - replace: `spares` shards of the steps to come are handed out besides; the update takes the first results that
-      come, and what is still under way is handed out again, its late results thrown away. Which shards make an update
-      depends on time, but each is used once an epoch. Where the epoch has no more shards, outstanding ones are
+    Spares have two forms:
+    - repeat (`duplicate`): when all shards of the step are assigned, idle workers compute outstanding ones again, at
+      most `spares` of them at once; the first result is used. The update does not depend on which worker is first.
+    - replace: `spares` shards of the following steps are assigned in addition; the update uses the first results that
+      arrive, and outstanding shards are assigned again, their late results discarded. Which shards form an update
+      depends on time, but each is used once per epoch. When the epoch has no more shards, outstanding ones are
       repeated.
 
     Source: Chen et al. 2016, Revisiting Distributed Synchronous SGD, arXiv:1604.00981, section 3.
@@ -32,20 +33,22 @@ class SyncScheduler(WorkScheduler):
 
     plan: BatchPlan
     spares: int = 0
-    """Shards that may be under way beyond those an update is made of."""
+    """Number of shards that may be in progress beyond those of an update."""
     width: int = 1
-    """Shards that a worker takes at a time; more than 1 only where an update is made of its own step's."""
+    """Number of shards that a worker takes at a time; more than 1 only if an update consists of its own
+    step's shards.
+    """
     replaces: bool = False
-    """Whether the first results that come make the update, instead of those of its own step."""
+    """Whether the first results that arrive form the update, instead of those of its own step."""
     until: int | None = None
     """Updates after which this start ends."""
     _fresh: tuple[int, int] = (0, 0)
     _returned: list[tuple[int, int]] = field(default_factory=list)
     _results: dict[Ticket, tuple[WorkItem, int]] = field(default_factory=dict)
-    _given_up: set[int] = field(default_factory=set)
+    _abandoned: set[int] = field(default_factory=set)
 
     def next_ready_update(self) -> PendingUpdate | None:
-        """The update, once there are as many results as its step has shards."""
+        """Return the update, once there are as many results as its step has shards."""
         if len(_places(*self._results)) < self.plan.num_shards(self.version) or self._is_over:
             return None
         found = [self._results[ticket] for ticket in sorted(self._results, key=lambda ticket: _places(ticket)[0])]
@@ -53,28 +56,28 @@ class SyncScheduler(WorkScheduler):
         return PendingUpdate(version=self.version, errands=errands, reads=reads)
 
     def merged(self, merge: PendingUpdate) -> None:
-        """The next step is open; what is still under way comes too late."""
+        """Advance to the next step; outstanding results will be too late."""
         super().merged(merge)
         self._results.clear()
-        self._give_up()
+        self._abandon_outstanding()
         if not self.replaces or self.version % self.plan.steps_per_epoch == 0:
             self._fresh = (self.version, 0)
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
-        """All that was handed out at the old loss scale is handed out again."""
+        """Assign again all shards that were assigned at the old loss scale."""
         self._results.clear()
-        self._return(*_places(*(errand.ticket for errand in merge.errands)))
-        self._give_up()
+        self._return(*_places(*(item.ticket for item in merge.errands)))
+        self._abandon_outstanding()
 
     def remember(self) -> dict[str, Any]:
-        """Where shards of several steps make an update: those that are not used yet, before the first untouched one."""
+        """Return the unused shards, and the first untouched one, if an update may contain shards of several steps."""
         if not self.replaces:
             return {}
-        held = _places(*{errand.ticket for errand in self._outstanding()}, *self._results)
+        held = _places(*{item.ticket for item in self._outstanding()}, *self._results)
         return {"returned": sorted([*self._returned, *held]), "fresh": list(self._fresh)}
 
     def recall(self, remembered: Mapping[str, Any], version: int) -> None:
-        """Go on with those."""
+        """Restore the state: the remembered shards are assigned first."""
         self.version = version
         step, shard = whole_numbers(remembered.get("fresh", [version, 0])) if self.replaces else (version, 0)
         self._fresh = (step, shard)
@@ -85,19 +88,21 @@ class SyncScheduler(WorkScheduler):
     def _is_over(self) -> bool:
         return self.until is not None and self.version >= self.until
 
-    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all alike
+    def _choose(self, worker: str) -> Ticket | None:  # noqa: ARG002 - all workers are alike
         if self._is_over:
             return None
         out = self._outstanding()
-        under_way = len(_places(*{errand.ticket for errand in out}, *self._results))
+        in_progress = len(_places(*{item.ticket for item in out}, *self._results))
         wanted = self.plan.num_shards(self.version) + (self.spares if self.replaces else 0)
         place = self._next_place()
         if place is None:
             return self._repeated(out)
-        return self._pop() if under_way < wanted else None
+        return self._pop() if in_progress < wanted else None
 
     def _next_place(self) -> tuple[int, int] | None:
-        """The next shard to hand out: of the step, or of the epoch where shards of several steps make an update."""
+        """Return the next shard to assign: of the step, or of the epoch if an update may contain shards of several
+        steps.
+        """
         if self._returned:
             return self._returned[0]
         step, shard = self._fresh
@@ -108,7 +113,7 @@ class SyncScheduler(WorkScheduler):
         return (step, shard) if step < end else None
 
     def _pop(self) -> Ticket:
-        """The next shards, all of one step."""
+        """Take the next shards, all of one step."""
         taken: list[tuple[int, int]] = []
         while len(taken) < self.width and (place := self._next_place()) is not None:
             if taken and place[0] != taken[0][0]:
@@ -121,39 +126,39 @@ class SyncScheduler(WorkScheduler):
         return Ticket(taken[0][0], tuple(shard for _, shard in taken))
 
     def _repeated(self, out: list[WorkItem]) -> Ticket | None:
-        """The outstanding shard with the fewest workers at it, the first of them."""
-        copies = Counter(errand.ticket for errand in out)
+        """Return the outstanding shard with the fewest workers, the first of them."""
+        copies = Counter(item.ticket for item in out)
         if not copies or len(out) - len(copies) >= self.spares:
             return None
         return min(copies, key=lambda ticket: copies[ticket])
 
     def _outstanding(self) -> list[WorkItem]:
-        return [errand for errand in self.running.values() if errand.number not in self._given_up]
+        return [item for item in self.running.values() if item.number not in self._abandoned]
 
-    def _accept(self, errand: WorkItem, read: int) -> None:
-        if errand.number in self._given_up:
-            self._given_up.discard(errand.number)
-            self._discard(errand)
+    def _accept(self, item: WorkItem, read: int) -> None:
+        if item.number in self._abandoned:
+            self._abandoned.discard(item.number)
+            self._discard(item)
             return
-        self._results[errand.ticket] = errand, read
-        self._given_up.update(one.number for one in self.running.values() if one.ticket == errand.ticket)
+        self._results[item.ticket] = item, read
+        self._abandoned.update(one.number for one in self.running.values() if one.ticket == item.ticket)
 
-    def _give_up(self) -> None:
-        """Wait no longer for what is under way; it is handed out again where it was not a repetition."""
+    def _abandon_outstanding(self) -> None:
+        """Ignore outstanding results from now on; their shards are assigned again unless they were repetitions."""
         out = self._outstanding()
-        self._return(*_places(*{errand.ticket for errand in out}))
-        self._given_up.update(errand.number for errand in out)
+        self._return(*_places(*{item.ticket for item in out}))
+        self._abandoned.update(item.number for item in out)
 
-    def _requeue(self, errand: WorkItem) -> None:
-        if errand.number in self._given_up:
-            self._given_up.discard(errand.number)
-        elif all(other.ticket != errand.ticket for other in self._outstanding()):
-            self._return(*_places(errand.ticket))
+    def _requeue(self, item: WorkItem) -> None:
+        if item.number in self._abandoned:
+            self._abandoned.discard(item.number)
+        elif all(other.ticket != item.ticket for other in self._outstanding()):
+            self._return(*_places(item.ticket))
 
     def _return(self, *places: tuple[int, int]) -> None:
         self._returned = sorted([*self._returned, *places])
 
 
 def _places(*tickets: Ticket) -> list[tuple[int, int]]:
-    """(step, shard) of every shard."""
+    """Return (step, shard) of every shard."""
     return [(ticket.step, shard) for ticket in tickets for shard in ticket.shards]

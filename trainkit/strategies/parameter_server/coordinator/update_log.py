@@ -1,8 +1,8 @@
-"""The record of a run's updates, `updates.jsonl`: which gradients made each, by whom, from which version.
+"""The log of a run's updates, `updates.jsonl`: the gradients of each update, their workers and the versions they read.
 
-One line an update, compact: `{"version":12,"of":[[13,[0,1],11,"worker:1"]]}` says that the update after the 12th was
-made of the shards 0 and 1 of step 13, computed by worker:1 from variables that had seen 11 updates. It is the ledger of
-samples, and what a replay follows.
+One compact line per update: `{"version":12,"of":[[13,[0,1],11,"worker:1"]]}` means that the update after the 12th was
+made of the shards 0 and 1 of step 13, computed by worker:1 from variables that had seen 11 updates. It accounts for
+every sample, and a replay follows it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GradientRef:
 
     ticket: Ticket
     read: int
-    """Updates that the variables had seen when it was computed from them."""
+    """Updates that the variables had seen when it was computed."""
     worker: str
 
 
@@ -52,27 +52,27 @@ class UpdateRecord:
     version: int
     """Updates before it."""
     parts: tuple[GradientRef, ...]
-    """What was summed, in that order."""
+    """The summed gradients, in their order."""
 
     @property
     def staleness(self) -> int:
-        """Updates between the oldest read and this one."""
+        """Number of updates between the oldest read and this one."""
         return self.version - min(part.read for part in self.parts)
 
     @classmethod
     def of(cls, merge: PendingUpdate) -> Self:
-        """What the chief has made."""
+        """Create the record of an update."""
         pairs = zip(merge.errands, merge.reads, strict=True)
         return cls(merge.version, tuple(GradientRef(errand.ticket, read, errand.worker) for errand, read in pairs))
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """A line of the file."""
+        """Parse a line of the file."""
         found = expect_map(parse_json(text), {"version": int, "of": list})
         return cls(found["version"], tuple(_part(*item) for item in found["of"]))
 
     def text(self) -> str:
-        """As the file has it."""
+        """Return the line of the file."""
         parts = [[part.ticket.step, list(part.ticket.shards), part.read, part.worker] for part in self.parts]
         return json.dumps({"version": self.version, "of": parts}, separators=(",", ":"))
 
@@ -80,45 +80,45 @@ class UpdateRecord:
 def _part(step: Any, shards: Any, read: Any, worker: Any) -> GradientRef:
     whole_numbers([step, read])
     if not isinstance(worker, str):
-        raise ValueError("the name of a worker is no text")  # noqa: TRY004 - of a text
+        raise ValueError("the name of a worker is no text")  # noqa: TRY004 - it is an error of the text
     return GradientRef(Ticket(step, tuple(whole_numbers(shards))), read, worker)
 
 
 class UpdateLog:
-    """Writes the file; what an earlier start wrote after the checkpoint that is continued is cut off.
+    """Writes the file; lines after the checkpoint that is continued are removed.
 
     Args:
         path: the file.
-        version: updates that the variables have seen as this start begins.
+        version: updates that the variables have seen when this start begins.
     """
 
     def __init__(self, path: Path, version: int) -> None:
         kept = [line for line in read_record(path) if line.version < version] if path.exists() else []
         self.kept = tuple(kept)
-        """What earlier starts have written and is still true."""
+        """The valid records of earlier starts."""
         self._path = path
         with naming(path):
             self._file = TextIOWrapper(open_regular(path, "wb"), encoding="utf-8")
             self._file.writelines(f"{line.text()}\n" for line in kept)
 
     def note(self, merge: PendingUpdate) -> None:
-        """Keep an update."""
+        """Append an update."""
         with naming(self._path):
             self._file.write(f"{UpdateRecord.of(merge).text()}\n")
 
     def flush(self) -> None:
-        """Let others see it: before a checkpoint, so that none knows more updates than the record."""
+        """Flush the file before a checkpoint, so that no checkpoint contains more updates than the log."""
         with naming(self._path):
             self._file.flush()
 
     def close(self) -> None:
-        """The end."""
+        """Close the file."""
         with naming(self._path):
             self._file.close()
 
 
 def read_record(path: Path) -> Iterator[UpdateRecord]:
-    """The updates of a record; a last line that was cut off is left out.
+    """Yield the updates of a log; a truncated last line is skipped.
 
     Raises:
         CheckpointError: a line is no update.

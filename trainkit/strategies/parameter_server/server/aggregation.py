@@ -1,4 +1,4 @@
-"""What waits at a server for the chief's word: gradients by their names, and the sum of those it asked for last."""
+"""Staged gradients of a server by name, and the sum that the chief requested last."""
 
 from __future__ import annotations
 
@@ -18,78 +18,78 @@ from trainkit.strategies.tensors.layouts import view_of
 __all__ = ["AggregationOptions", "AggregationResult", "GradientAggregator"]
 
 _MOST: Final = 4096
-"""Gradients that wait at a time."""
+"""Limit of the gradients that are staged at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AggregationOptions:
-    """What is done to a sum, in this order."""
+    """The operations on a sum, in this order."""
 
     lanes: int | None = None
-    """Lanes of the order of summation."""
+    """Number of lanes of the order of summation; None: one shard after another."""
     weight_factor: float | None = None
-    """Multiply by it: the divisor over the counted weight."""
+    """Factor of the sum: the divisor over the counted weight."""
     check_finite: bool = False
-    """See whether every number of the gradients is finite."""
+    """Check whether every number of the gradients is finite."""
     check_others: bool = False
-    """See whether buffers that are finite stay so."""
+    """Check whether finite buffers stay finite."""
     unscale: float | None = None
-    """Multiply by it: one over the loss scale."""
+    """Factor of the sum: one over the loss scale."""
     norms: bool = False
-    """Take the norm of each gradient."""
+    """Compute the norm of each gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregationResult:
-    """What the chief is told of a sum."""
+    """The information about a sum that is sent to the chief."""
 
     finite: bool
     places: list[int]
-    """Of the pieces that have a gradient."""
+    """The indices of the pieces with a gradient."""
     norms: Tensor
-    """(places,) where they were wished for."""
+    """(places,) the norms, if requested."""
 
 
 class GradientAggregator:
-    """Gradients on their way into the variables. Not safe for threads, but for what only the chief does.
+    """Aggregates staged gradients. Not thread-safe, except for methods that only the chief calls.
 
     Args:
         params: the trainable pieces, which come first.
-        dtype: that of the masters.
+        dtype: the dtype of the master parameters.
     """
 
     def __init__(self, params: Sequence[RowShard], dtype: torch.dtype) -> None:
-        self.spares = BufferPool(dtype)
+        self.pool = BufferPool(dtype)
         self.total: Parts = []
         self._params = list(params)
         self._staged: dict[str, StagedGradient] = {}
         self._taken: list[StagedGradient] = []
-        self._seen = [False] * len(self._params)
+        self._had_gradient = [False] * len(self._params)
 
     def stage(self, key: str, gradient: StagedGradient) -> None:
-        """Keep a gradient; one of the same name makes room for it.
+        """Stage a gradient; it replaces one of the same name.
 
         Raises:
-            RefusedError: too many wait.
+            RequestRejectedError: too many gradients are staged.
         """
         if key not in self._staged and len(self._staged) >= _MOST:
-            self.spares.give(gradient.memory)
+            self.pool.give(gradient.memory)
             raise RequestRejectedError(f"{_MOST} gradients wait already")
         self.drop([key])
         self._staged[key] = gradient
 
     def drop(self, keys: Sequence[str]) -> None:
-        """Forget gradients, those that are there."""
+        """Discard staged gradients, if they exist."""
         for key in keys:
             gradient = self._staged.pop(key, None)
             if gradient is not None:
-                self.spares.give(gradient.memory)
+                self.pool.give(gradient.memory)
 
     def take(self, keys: Sequence[str]) -> list[StagedGradient]:
-        """Gradients that wait no more.
+        """Remove gradients from the stage and return them.
 
         Raises:
-            RefusedError: one is not there; none is taken.
+            RequestRejectedError: one does not exist; none is removed.
         """
         missing = [key for key in keys if key not in self._staged]
         if missing:
@@ -99,47 +99,47 @@ class GradientAggregator:
         return self._taken
 
     def forget(self) -> None:
-        """Let go of the sum and of what it was made of."""
+        """Release the sum and its gradients."""
         for gradient in self._taken:
-            self.spares.give(gradient.memory)
+            self.pool.give(gradient.memory)
         self._taken, self.total = [], []
 
-    def aggregate(self, gradients: Sequence[StagedGradient], wishes: AggregationOptions) -> AggregationResult:
-        """Make `total`.
+    def aggregate(self, gradients: Sequence[StagedGradient], options: AggregationOptions) -> AggregationResult:
+        """Compute `total`.
 
         Args:
-            gradients: one a shard, in their order; consumed.
-            wishes: the order of summation, and what is done to the sum.
+            gradients: one per shard, in their order; consumed.
+            options: the order of summation, and the operations on the sum.
         """
         count = len(self._params)
-        total = lane_sum([gradient.parts for gradient in gradients], wishes.lanes) if gradients else []
-        if wishes.lanes is not None:
+        total = lane_sum([gradient.parts for gradient in gradients], options.lanes) if gradients else []
+        if options.lanes is not None:
             self._fill_seen(total)
         grads, present = with_values(total[:count])
         self.total = [*grads, *total[count:]]
-        if wishes.weight_factor is not None and present:
-            torch._foreach_mul_(present, torch.tensor(wishes.weight_factor, dtype=present[0].dtype))
-        finite = not wishes.check_finite or all(bool(norm.isfinite()) for norm in _norms(present, float("inf")))
-        if wishes.unscale is not None and present:
-            torch._foreach_mul_(present, wishes.unscale)
+        if options.weight_factor is not None and present:
+            torch._foreach_mul_(present, torch.tensor(options.weight_factor, dtype=present[0].dtype))
+        finite = not options.check_finite or all(bool(norm.isfinite()) for norm in _norms(present, float("inf")))
+        if options.unscale is not None and present:
+            torch._foreach_mul_(present, options.unscale)
         places = [place for place, grad in enumerate(grads) if grad is not None and _has_numbers(grad)]
-        norms = _norms(present, 2.0) if wishes.norms else []
-        return AggregationResult(
-            finite, places, torch.stack(norms) if norms else torch.empty(0, dtype=self.spares.dtype)
-        )
+        norms = _norms(present, 2.0) if options.norms else []
+        return AggregationResult(finite, places, torch.stack(norms) if norms else torch.empty(0, dtype=self.pool.dtype))
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients of the sum."""
+        """Multiply the gradients of the sum by a factor."""
         _, present = with_values(self.total[: len(self._params)])
         if factor != 1.0 and present:
             torch._foreach_mul_(present, torch.tensor(factor, dtype=present[0].dtype))
 
     def _fill_seen(self, total: Parts) -> None:
-        """Zeros for what had a gradient before and has none in this step: as where ranks exchange one vector."""
+        """Fill in zeros for pieces that had a gradient in an earlier step and have none now, as a vector exchange
+        would.
+        """
         for place, piece in enumerate(self._params if total else ()):
-            self._seen[place] = self._seen[place] or total[place] is not None
-            if self._seen[place] and total[place] is None:
-                total[place] = view_of(torch.zeros(piece.numel, dtype=self.spares.dtype), piece.shape, piece.strides)
+            self._had_gradient[place] = self._had_gradient[place] or total[place] is not None
+            if self._had_gradient[place] and total[place] is None:
+                total[place] = view_of(torch.zeros(piece.numel, dtype=self.pool.dtype), piece.shape, piece.strides)
 
 
 def _has_numbers(grad: Tensor) -> bool:
@@ -147,6 +147,6 @@ def _has_numbers(grad: Tensor) -> bool:
 
 
 def _norms(present: Sequence[Tensor], order: float) -> list[Tensor]:
-    """Of each; an empty part has no largest element."""
+    """Return the norm of every tensor; empty tensors count as zero, because an inf-norm of nothing is undefined."""
     filled = [one if one.numel() else one.new_zeros(1) for one in present]
-    return list(torch._foreach_norm(filled, order)) if filled else []  # noqa: SLF001 - what torch's own clipping calls
+    return list(torch._foreach_norm(filled, order)) if filled else []  # noqa: SLF001 - as in torch's own clipping

@@ -1,4 +1,4 @@
-"""Gradients that wait at a server, and what several of them add up to."""
+"""Buffers of staged gradients, and the sums of gradients."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainkit.numerics.summation import LaneNode, combine_pairwise
 __all__ = ["BufferPool", "Parts", "StagedGradient", "lane_sum"]
 
 Parts = list[Tensor | None]
-"""A tensor a piece of the server, in order; None where there is none."""
+"""One tensor per piece of the server, in order; None if it has none."""
 
 _KEPT = 4
 
 
 class BufferPool:
-    """Memory that is used again: a large piece that is new to the process costs more than the copy into it.
+    """Reuses memory: newly allocated large buffers cost more than the copy into them.
 
     Example:
-        >>> spares = BufferPool(torch.float32)
-        >>> memory = spares.take(8)
-        >>> spares.give(memory)
-        >>> spares.take(8) is memory
+        >>> pool = BufferPool(torch.float32)
+        >>> memory = pool.take(8)
+        >>> pool.give(memory)
+        >>> pool.take(8) is memory
         True
     """
 
@@ -37,7 +37,7 @@ class BufferPool:
         self._lock = Lock()
 
     def take(self, numel: int) -> Tensor:
-        """A vector with any numbers in it."""
+        """Return an uninitialised vector."""
         with self._lock:
             for place, memory in enumerate(self._kept):
                 if memory.numel() == numel:
@@ -45,7 +45,7 @@ class BufferPool:
         return torch.empty(numel, dtype=self.dtype)
 
     def give(self, memory: Tensor) -> None:
-        """What nobody looks at any more."""
+        """Return a vector that is no longer used to the pool."""
         with self._lock:
             if len(self._kept) < _KEPT:
                 self._kept.append(memory)
@@ -53,20 +53,20 @@ class BufferPool:
 
 @dataclass(frozen=True, slots=True)
 class StagedGradient:
-    """What a worker has pushed."""
+    """A gradient that a worker has pushed."""
 
     parts: Parts
-    """Gradients and sums of buffers, in the masters' dtype."""
+    """Gradients and sums of buffers, in the dtype of the master parameters."""
     memory: Tensor
-    """Where the dense ones lie."""
+    """The memory of the dense gradients."""
 
 
 def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None) -> Parts:
-    """The sum over the shards of a step, in the order that `mirrored` adds them in.
+    """Return the sum over the shards of a step, in the same order as `mirrored`.
 
     Args:
-        shards: what each shard has, in their order; consumed.
-        lanes: the order is that of so many lanes; None: one shard after another.
+        shards: the tensors of each shard, in their order; consumed.
+        lanes: number of lanes of the order of summation; None: one shard after another.
 
     Example:
         >>> [total] = lane_sum([[torch.tensor(1.0)], [None], [torch.tensor(2.0)]], 8)
@@ -89,7 +89,7 @@ def _in_order(shards: Sequence[Sequence[Tensor | None]]) -> Parts:
 
 
 def _over_lanes(left: Parts, right: Parts) -> Parts:
-    """The sum of two lanes, where what one of them lacks is zeros: the sign of a zero may tell."""
+    """Return the sum of two lanes; a missing tensor counts as zeros, which may change the sign of a zero."""
     _add_dense(left, right)
     return [
         _joined(one, other) if one is not None and other is not None else _plus_zero(other if one is None else one)
@@ -98,7 +98,7 @@ def _over_lanes(left: Parts, right: Parts) -> Parts:
 
 
 def _add_dense(total: Sequence[Tensor | None], more: Sequence[Tensor | None]) -> None:
-    """In place, where both are there."""
+    """Add dense tensors in place, if both exist."""
     pairs = [
         (left, right)
         for left, right in zip(total, more, strict=True)
@@ -109,7 +109,7 @@ def _add_dense(total: Sequence[Tensor | None], more: Sequence[Tensor | None]) ->
 
 
 def _joined(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """The sum of two, of which the dense ones are added already."""
+    """Return the sum of two tensors; dense pairs have been added already."""
     if left is None or right is None:
         return right if left is None else left
     if left.is_sparse:

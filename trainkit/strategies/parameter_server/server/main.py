@@ -1,4 +1,4 @@
-"""A server: answers workers that pull and push, and does what the chief orders."""
+"""The server process: it answers pulls and pushes of workers, and executes orders of the chief."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = ["CHIEF", "serve"]
 
 CHIEF: Final = "chief"
 """The name of the only task whose orders change anything."""
-_LOOKS_S: Final = 0.5
+_POLL_S: Final = 0.5
 
 
 def serve(
@@ -45,18 +45,18 @@ def serve(
     timeout_s: float = 60.0,
     stopped: Callable[[], bool] | None = None,
 ) -> None:
-    """Hold a share of the variables until the chief says the end.
+    """Hold a shard of the variables until the chief requests the end.
 
-    A server begins empty; who pulls waits until the chief has loaded something.
+    A server starts empty; pulls wait until the chief has loaded the variables.
 
     Args:
         listener: accepts the connections; closed when this returns.
-        shares: the cut of the variables.
-        index: which share.
-        make_optimizer: makes the optimizer over named parameters.
-        on_phase: is told (phase, version): `update` when one begins, `idle` when it is over.
+        shares: the partition of the variables.
+        index: the index of this server's shard.
+        make_optimizer: creates the optimizer over named parameters.
+        on_phase: receives (phase, version): `update` when one begins, `idle` when it is finished.
         timeout_s: how long a pull waits for a version.
-        stopped: asked now and then whether to end.
+        stopped: returns whether to end; called at intervals.
 
     Raises:
         LinkError: the chief's connection broke.
@@ -64,7 +64,7 @@ def serve(
     server = _Server(shares, index, make_optimizer, on_phase or _ignore_phase, timeout_s)
     with listener:
         listener.serve(server.serve_client)
-        while not server.ended.wait(_LOOKS_S):
+        while not server.ended.wait(_POLL_S):
             if stopped is not None and stopped():
                 return
     if server.broken is not None:
@@ -72,11 +72,11 @@ def serve(
 
 
 def _ignore_phase(phase: str, version: int) -> None:
-    """Nobody is told."""
+    """Ignore a phase."""
 
 
 class _Server:
-    """What the connections of a server share: its rows, the gradients that wait, and one lock."""
+    """The state shared by the connections of a server: its variables, the staged gradients, and one lock."""
 
     def __init__(
         self,
@@ -104,11 +104,11 @@ class _Server:
         }  # fmt: skip
 
     def serve_client(self, link: Connection) -> None:
-        """Answer one connection until it ends."""
+        """Answer the requests of one connection until it ends."""
         try:
             while not self.ended.is_set():
                 self._answer(link, link.receive())
-        except BaseException as error:  # whatever it is: without the chief nothing more can come
+        except BaseException as error:  # any error: without the chief nothing more can arrive
             if link.peer == CHIEF and not self.ended.is_set():
                 self.broken = error
                 self.ended.set()
@@ -123,7 +123,12 @@ class _Server:
             known[frame.kind](link, frame)
         except RequestRejectedError as error:
             link.send("refused", {"why": str(error)})
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # an optimizer that takes no such gradient
+        except (
+            RuntimeError,
+            ValueError,
+            TypeError,
+            KeyError,
+        ) as error:  # for example an optimizer that does not support such gradients
             link.send("refused", {"why": f"{type(error).__name__}: {error}"[:2000]})
 
     def _layout(self, link: Connection, frame: Frame) -> None:
@@ -136,15 +141,15 @@ class _Server:
         dtype, at_least = as_dtype(frame), as_count(frame, "version")
         with self._changed:
             self._await(at_least)
-            loan = self._held.begin_read(chosen, dtype)
+            lease = self._held.begin_read(chosen, dtype)
         try:
-            link.send("pulled", {"version": loan.version, "loads": loan.loads}, loan.tensors)
+            link.send("pulled", {"version": lease.version, "loads": lease.loads}, lease.tensors)
         finally:
             with self._changed:
-                self._held.end_read(loan)
+                self._held.end_read(lease)
 
     def _await(self, version: int) -> None:
-        """Until the variables have seen that many updates; the lock is held."""
+        """Wait until the variables have seen so many updates; the caller holds the lock."""
 
         def is_there() -> bool:
             return self.ended.is_set() or (self._held.version is not None and self._held.version >= version)
@@ -169,22 +174,22 @@ class _Server:
 
     def _push(self, link: Connection, frame: Frame) -> None:
         [key] = as_keys(frame)
-        gradient = decode_gradient(link, frame, self._pieces, self._merging.spares)
+        gradient = decode_gradient(link, frame, self._pieces, self._merging.pool)
         with self._changed:
             self._merging.stage(key, gradient)
         link.send("pushed")
 
     def _sum(self, link: Connection, frame: Frame) -> None:
-        keys, wishes = as_keys(frame), AggregationOptions(**frame.meta.get("wishes", {}))
+        keys, options = as_keys(frame), AggregationOptions(**frame.meta.get("wishes", {}))
         with self._changed:
             gradients = self._merging.take(keys)
-        told = self._merging.aggregate(gradients, wishes)
-        places = set(told.places)
+        result = self._merging.aggregate(gradients, options)
+        places = set(result.places)
         have = mask_of([number in places for number in range(len(self._pieces))])
-        norms = [told.norms] if wishes.norms else []
+        norms = [result.norms] if options.norms else []
         with self._changed:
-            others = not wishes.check_others or self._held.stays_finite(self._merging.total)
-        link.send("sums", {"finite": told.finite, "others": others, "have": have, "norms": wishes.norms}, norms)
+            others = not options.check_others or self._held.stays_finite(self._merging.total)
+        link.send("sums", {"finite": result.finite, "others": others, "have": have, "norms": options.norms}, norms)
 
     def _total(self, link: Connection, frame: Frame) -> None:
         found = self._merging.total[as_count(frame, "piece", len(self._merging.total) - 1)]
@@ -221,7 +226,7 @@ class _Server:
         link.send("dropped")
 
     def _load(self, link: Connection, frame: Frame) -> None:
-        """One tensor after another; all are taken over at the last, which has none."""
+        """Load one tensor after another; all are applied at the last message, which has none."""
         key = frame.meta.get("key")
         if isinstance(key, str):
             most = max((piece.numel for piece in self._pieces if key.endswith(f"/{piece.variable.name}")), default=0)

@@ -1,4 +1,4 @@
-"""Norms of whole gradients, from what servers have of them."""
+"""Combine the norms of gradient parts from several servers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["Norms", "joined"]
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:
-    """What the chief learns of a sum before it decides."""
+    """The properties of a sum that the chief needs for its decision."""
 
     finite: bool
-    """Whether every number is finite, where that was asked; else True."""
+    """Whether every number is finite, if requested; else True."""
     others_finite: bool = True
-    """Whether buffers that are finite stay so, where that was asked; else True."""
+    """Whether finite buffers stay finite, if requested; else True."""
     values: Mapping[int, Tensor]
-    """() norms of whole variables by place, where they were asked for."""
+    """() norms of whole variables by index, if requested."""
 
     def total(self) -> Tensor:
-        """() the global norm; norms of variables are combined in canonical order.
+        """Return () the global norm; norms of variables are combined in canonical order.
 
         Example:
             >>> Norms(finite=True, values={1: torch.tensor(4.0), 0: torch.tensor(3.0)}).total()
@@ -36,12 +36,12 @@ class Norms:
 
 
 def joined(parts: Mapping[int, Sequence[Tensor]], gather: Callable[[int], Tensor] | None) -> dict[int, Tensor]:
-    """Norms of whole variables.
+    """Return the norms of whole variables.
 
     Args:
-        parts: place -> the norms of its parts.
-        gather: gives a whole gradient, whose norm is then that of one device to the last bit; None: norms of parts are
-            put together, which rounds otherwise.
+        parts: variable index -> the norms of its parts.
+        gather: returns a whole gradient, whose norm then equals that of one device to the last bit; None: norms of
+            parts are combined, which rounds differently.
 
     Example:
         >>> joined({0: [torch.tensor(3.0), torch.tensor(4.0)]}, None)
@@ -54,5 +54,5 @@ def joined(parts: Mapping[int, Sequence[Tensor]], gather: Callable[[int], Tensor
         elif gather is None:
             found[place] = torch.linalg.vector_norm(torch.stack(list(norms)))
         else:
-            found[place] = torch._foreach_norm([gather(place)], 2.0)[0]  # noqa: SLF001 - what torch's own clipping calls
+            found[place] = torch._foreach_norm([gather(place)], 2.0)[0]  # noqa: SLF001 - as in torch's own clipping
     return found

@@ -1,4 +1,4 @@
-"""What one server holds: its rows of the variables, the optimizer that updates them, and their version."""
+"""The shard of one server: its rows of the variables, the optimizer that updates them, and their version."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ __all__ = ["ReadLease", "ServerShard"]
 
 @dataclass(slots=True)
 class _Memory:
-    """The numbers of all masters, in a row."""
+    """The memory of all master parameters, contiguous."""
 
     flat: Tensor
     readers: int = 0
-    """Who sends it just now: while there are any, it does not change."""
+    """Number of clients that read it; while there are any, it does not change."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
-    """Variables of one version, which stay as they are until they are given back."""
+    """Variables of one version, which do not change until the lease ends."""
 
     version: int
     loads: int
-    """How often anything was loaded: what is not trained changes only then."""
+    """How often variables were loaded: untrained ones change only then."""
     tensors: list[Tensor]
     memory: _Memory | None
-    """What they are part of; None where they are copies."""
+    """The memory that they are views of; None if they are copies."""
 
 
 class ServerShard:
-    """The rows of a server. Not safe for threads: whoever calls holds the server's lock.
+    """The rows of a server. Not thread-safe: the caller holds the server's lock.
 
-    Masters lie in one stretch of memory, which is sent as it is. An update that comes while some of it is being sent
-    goes to a copy, so that neither waits for the other: a worker that has stopped in the middle stops nobody else.
+    Master parameters are contiguous in memory, which is sent directly. An update during a send goes to a copy, so that
+    neither waits for the other: a worker that stops while reading blocks no other.
 
     Args:
-        pieces: which rows.
-        dtype: that of the masters.
-        make_optimizer: makes the optimizer over named parameters, here the rows of them.
+        pieces: the rows.
+        dtype: the dtype of the master parameters.
+        make_optimizer: creates the optimizer over named parameters, here rows of them.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ServerShard:
         shapes, strides = [torch.Size(p.shape) for p in self.params], [p.strides for p in self.params]
         self._packing = FlatBuffer(shapes, dtype, torch.device("cpu"), strides=strides)
         self._memory = _Memory(self._packing.empty())
-        self._spares = BufferPool(dtype)
+        self._pool = BufferPool(dtype)
         views = zip(self.params, self._packing.views(self._memory.flat), strict=True)
         self.masters = {piece.variable.name: nn.Parameter(view) for piece, view in views}
         rest = [piece for piece in pieces if piece.variable.kind != "param"]
@@ -74,11 +74,11 @@ class ServerShard:
         self._rounded: dict[torch.dtype, Tensor] = {}
 
     def begin_read(self, chosen: Sequence[bool], dtype: torch.dtype) -> ReadLease:
-        """Let pieces be read while others update them.
+        """Begin to read pieces, while updates may continue.
 
         Args:
-            chosen: which pieces.
-            dtype: what trainable parameters are rounded to.
+            chosen: flags of the pieces to read.
+            dtype: the dtype that trainable parameters are rounded to.
         """
         count = len(self.params)
         memory = self._memory if dtype is self._packing.dtype else None
@@ -89,33 +89,33 @@ class ServerShard:
         assert self.version is not None
         return ReadLease(self.version, self.loads, [*self._contiguous_views(flat, chosen[:count]), *rest], memory)
 
-    def end_read(self, loan: ReadLease) -> None:
-        """Let what was lent change again."""
-        memory = loan.memory
+    def end_read(self, lease: ReadLease) -> None:
+        """End a lease, so that its memory may change again."""
+        memory = lease.memory
         if memory is not None:
             memory.readers -= 1
             if not memory.readers and memory is not self._memory:
-                self._spares.give(memory.flat)
+                self._pool.give(memory.flat)
 
     def rows(self, piece: RowShard, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """A copy of some rows of a trainable piece."""
+        """Return a copy of some rows of a trainable piece."""
         master = self.masters[piece.variable.name]
         return master.detach().index_select(0, rows).to(dtype)
 
     @torch.no_grad()
     def update(self, gradient: Parts, *, version: int, lr_factor: float, buffer_factor: float = 1.0) -> None:
-        """Step the optimizer, and make sums the buffers.
+        """Step the optimizer, and replace the buffers by their sums.
 
         Args:
-            gradient: of the trainable pieces, then sums of the others; empty: nothing but the version changes.
-            version: that the variables then have.
-            lr_factor: every rate is multiplied by it.
-            buffer_factor: what sums of floating buffers are multiplied by.
+            gradient: of the trainable pieces, then sums of the others; empty: only the version changes.
+            version: the version of the variables afterwards.
+            lr_factor: factor of every learning rate.
+            buffer_factor: factor of the sums of floating-point buffers.
         """
         count = len(self.params)
         if gradient and self._stepper is not None:
             self._copy_on_write()
-            with torch.enable_grad():  # as optimizers expect to be called
+            with torch.enable_grad():  # optimizers expect to be called with grad enabled
                 self._stepper.step(gradient[:count], lr_factor)
             self._rounded.clear()
         for tensor, total in zip(self._rest, gradient[count:], strict=False):
@@ -126,7 +126,7 @@ class ServerShard:
         self.version = version
 
     def stays_finite(self, sums: Parts) -> bool:
-        """Return whether the buffers that are finite are finite in their sums, too.
+        """Return whether finite buffers are finite in their sums, too.
 
         Args:
             sums: of the trainable pieces, then of the others.
@@ -136,7 +136,7 @@ class ServerShard:
         return all(bool(total.isfinite().all()) or not bool(tensor.isfinite().all()) for tensor, total in floats)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
-        """Names in a checkpoint, and the rows that are here; no copies."""
+        """Yield the checkpoint names and rows of this server; no copies."""
         for piece, tensor in zip(self.pieces, self._tensors(), strict=True):
             if piece.variable.saved:
                 yield piece.variable.key, tensor.detach()
@@ -145,7 +145,7 @@ class ServerShard:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Take over rows by their names in a checkpoint."""
+        """Load rows by their names in a checkpoint."""
         self._copy_on_write()
         for piece, tensor in zip(self.pieces, self._tensors(), strict=True):
             tensor.copy_(tensors[piece.variable.key])
@@ -157,27 +157,27 @@ class ServerShard:
         self.loads += 1
 
     def _tensors(self) -> list[Tensor]:
-        """One a piece."""
+        """Return one tensor per piece."""
         return [*self.masters.values(), *self._rest]
 
     def _copy_on_write(self) -> None:
-        """Go on in other memory, where somebody still reads this one."""
+        """Copy-on-write: if a client is still reading the current buffer, switch to a copy before updating."""
         if not self._memory.readers:
             return
-        flat = self._spares.take(self._packing.numel)
+        flat = self._pool.take(self._packing.numel)
         flat.copy_(self._memory.flat)
         self._memory = _Memory(flat)
         for master, view in zip(self.masters.values(), self._packing.views(flat), strict=True):
             master.data = view
 
     def _rounded_to(self, dtype: torch.dtype) -> Tensor:
-        """All masters in another dtype, made once a version."""
+        """Return all master parameters in another dtype, computed once per version."""
         if dtype not in self._rounded:
             self._rounded[dtype] = self._memory.flat.to(dtype)
         return self._rounded[dtype]
 
     def _contiguous_views(self, flat: Tensor, chosen: Sequence[bool]) -> list[Tensor]:
-        """The parts of the vector that chosen pieces are, neighbours as one."""
+        """Return views of the vector for the chosen pieces; neighbours are combined."""
         if all(chosen):
             return [flat]
         found, offsets = [], self._packing.offsets

@@ -1,4 +1,4 @@
-"""Where the tasks of a run find each other: addresses in the rendezvous store, under the prefix of the attempt."""
+"""The address book of a run's tasks: addresses in the rendezvous store, under the prefix of the attempt."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _MAX_PORT = 65535
 
 
 class AddressBook:
-    """Tells addresses and finds them.
+    """Publishes addresses and finds them.
 
     Args:
         store: of the attempt.
+        token: the shared secret of the run.
         timeout_s: how long to wait for an address.
-        host: the address of this host for the others; loopback where all are on one.
+        host: the address of this host for the others; loopback if all are on one.
     """
 
     def __init__(self, store: Any, *, token: bytes, timeout_s: float, host: str = "127.0.0.1") -> None:
@@ -32,7 +33,7 @@ class AddressBook:
 
     @classmethod
     def of(cls, identity: Identity, timeout_s: float) -> Self:
-        """That of a task's own run.
+        """Create the address book of a task's own run.
 
         Raises:
             LinkError: the task was started without others.
@@ -44,18 +45,18 @@ class AddressBook:
         return cls(prefixed, token=identity.token.encode(), timeout_s=timeout_s, host=identity.host)
 
     def listener(self, name: str) -> AuthenticatedListener:
-        """Something to listen with, that only tasks of this run get to speak to."""
+        """Create a listener that accepts only tasks of this run."""
         return AuthenticatedListener(name, token=self.token, host=self.host, timeout_s=self.timeout_s)
 
     def tell(self, name: str, address: tuple[str, int]) -> None:
-        """Where a task listens."""
+        """Publish the address of a task."""
         self._store.set(name, f"{address[0]}:{address[1]}")
 
     def find(self, name: str) -> tuple[str, int]:
-        """Where a task listens; waits until it has told.
+        """Return the address of a task; waits until it is published.
 
         Raises:
-            LinkError: it has not come in time.
+            LinkError: it was not published in time.
         """
         try:
             text = self._store.get(name).decode(errors="replace")
@@ -67,7 +68,7 @@ class AddressBook:
         return host, int(port)
 
     def end(self) -> None:
-        """The training is over: who comes now need not begin."""
+        """Publish that the training is over: tasks that start later need not begin."""
         with suppress(RuntimeError):  # the store may be gone
             self._store.set(_OVER, "")
 

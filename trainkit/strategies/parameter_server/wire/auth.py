@@ -1,8 +1,8 @@
-"""How two tasks show each other that they know the run's token, which itself never travels.
+"""Mutual authentication of two tasks by the run's token, which is never sent.
 
-Each end sends a number used once; each answers the other's with an HMAC under the token, over both numbers, its own
-role and the client's name. The server answers first, so that a client tells nothing to a stranger that listens on the
-port of a server that is gone.
+Each end sends a nonce; each answers the other's with an HMAC under the token, over both nonces, its own role and the
+client's name. The server answers first, so that a client sends no proof to an unrelated process that listens on the
+port of a dead server.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from trainkit.strategies.parameter_server.wire.transport import Connection, Fram
 __all__ = ["AuthenticatedListener", "connect"]
 
 MAX_UNAUTHENTICATED: Final = 32
-"""Connections at a time that have not shown that they know the token."""
-_GREETING_S: Final = 5.0
-"""How long a stranger has for that."""
-_AGAIN_S: Final = 0.05
-"""Until another try to connect."""
+"""Limit of simultaneous connections that have not been authenticated."""
+_HANDSHAKE_S: Final = 5.0
+"""Time limit of the authentication."""
+_RETRY_S: Final = 0.05
+"""Seconds until another attempt to connect."""
 _NAME_LENGTH: Final = 64
 
 
 class AuthenticatedListener:
-    """Accepts connections of tasks that know the token, a thread each; all others are dropped.
+    """Accepts connections of tasks that know the token, one thread each; all others are dropped.
 
     Args:
         name: of this task, for messages.
         token: the run's.
-        host: the address to listen on; one host needs no more than loopback.
-        port: 0: any that is free.
+        host: the address to listen on; loopback is enough on one host.
+        port: 0: any free port.
         timeout_s: how long a peer may pause within a frame.
 
     Example:
@@ -55,14 +55,14 @@ class AuthenticatedListener:
     ) -> None:
         self.name, self.timeout_s = name, timeout_s
         self.rejected = 0
-        """Connections that were dropped before their peer had shown that it knows the token."""
+        """Number of connections that were dropped before their peer was authenticated."""
         self._token = token
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=128)
-        self._socket.settimeout(1.0)  # where nothing wakes a thread in accept, it looks for itself
+        self._socket.settimeout(1.0)  # if nothing wakes a thread in accept, it checks at this interval
         address: tuple[str, int] = self._socket.getsockname()[:2]
         self.address = address
-        self._strangers = BoundedSemaphore(MAX_UNAUTHENTICATED)
+        self._unauthenticated = BoundedSemaphore(MAX_UNAUTHENTICATED)
         self._lock = Lock()
         self._links: set[Connection] = set()
         self._threads: set[Thread] = set()
@@ -75,15 +75,16 @@ class AuthenticatedListener:
         self.close()
 
     def serve(self, handle: Callable[[Connection], None]) -> None:
-        """Begin to accept; returns at once.
+        """Start to accept connections; returns at once.
 
         Args:
-            handle: called on a thread of its own for each connection; when it returns, or raises LinkError, that ends.
+            handle: called on a separate thread for each connection; when it returns, or raises LinkError, the
+                connection is closed.
         """
         self._start(self._accept, handle)
 
     def close(self) -> None:
-        """End all connections and their threads."""
+        """Close all connections and end their threads."""
         with self._lock:
             self._is_closed = True
             links, threads = list(self._links), list(self._threads)
@@ -117,21 +118,21 @@ class AuthenticatedListener:
                 connection, where = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:  # closed; or no more files can be opened, which passes
-                time.sleep(_AGAIN_S)
+            except OSError:  # closed; or no more files can be opened, which is temporary
+                time.sleep(_RETRY_S)
                 continue
-            if self._strangers.acquire(blocking=False):
-                self._start(self._attend, connection, f"{where[0]}:{where[1]}", handle)
+            if self._unauthenticated.acquire(blocking=False):
+                self._start(self._serve_connection, connection, f"{where[0]}:{where[1]}", handle)
             else:
                 self.rejected += 1
                 connection.close()
 
-    def _attend(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
-        """A connection from its beginning to its end."""
+    def _serve_connection(self, connection: socket.socket, where: str, handle: Callable[[Connection], None]) -> None:
+        """Serve a connection from its beginning to its end."""
         try:
-            link = Connection(connection, peer=where, timeout_s=self.timeout_s, until=time.monotonic() + _GREETING_S)
-        except OSError:  # gone already
-            self._strangers.release()
+            link = Connection(connection, peer=where, timeout_s=self.timeout_s, until=time.monotonic() + _HANDSHAKE_S)
+        except OSError:  # closed already
+            self._unauthenticated.release()
             connection.close()
             return
         with self._open(link), suppress(LinkError):
@@ -141,7 +142,7 @@ class AuthenticatedListener:
                 self.rejected += 1
                 return
             finally:
-                self._strangers.release()
+                self._unauthenticated.release()
             handle(link)
 
     @contextmanager
@@ -167,18 +168,18 @@ def connect(
     timeout_s: float,
     is_over: Callable[[], bool] = lambda: False,
 ) -> Connection:
-    """Connect to a task that listens, trying again while nobody does.
+    """Connect to a listening task, retrying until it listens.
 
     Args:
         address: host and port.
         token: the run's.
-        name: of this task, which the other end gets to know.
-        peer: of the other, for messages.
-        timeout_s: how long to try, and how long the other end may then pause within a frame.
-        is_over: whether the training has ended meanwhile, so that nobody will listen again.
+        name: of this task, which is sent to the peer.
+        peer: name of the peer, for messages.
+        timeout_s: how long to retry, and how long the peer may later pause within a frame.
+        is_over: returns whether the training has ended meanwhile, so that no server will listen again.
 
     Raises:
-        LinkError: nobody answered, or who did does not know the token, or the training is over.
+        LinkError: no server answered, the peer does not know the token, or the training is over.
     """
     until = time.monotonic() + timeout_s
     while True:
@@ -192,18 +193,18 @@ def connect(
             reason = str(error)
         if is_over():
             raise LinkError(f"{peer} at {address[0]}:{address[1]} listens no more: the training is over")
-        if time.monotonic() + _AGAIN_S > until:
+        if time.monotonic() + _RETRY_S > until:
             raise LinkError(f"{peer} at {address[0]}:{address[1]} cannot be reached: {timeout_s:g} s, {reason}")
-        time.sleep(_AGAIN_S)
+        time.sleep(_RETRY_S)
 
 
 class _RejectedError(Exception):
-    """The other end let go before it had shown anything: it is busy, or just ending."""
+    """The peer closed the connection before its authentication: it is busy, or about to end."""
 
 
 def _connected(address: tuple[str, int], *, token: bytes, name: str, peer: str, timeout_s: float) -> Connection:
-    connection = socket.create_connection(address, timeout=min(timeout_s, _GREETING_S))
-    link = Connection(connection, peer=peer, timeout_s=timeout_s, until=time.monotonic() + _GREETING_S)
+    connection = socket.create_connection(address, timeout=min(timeout_s, _HANDSHAKE_S))
+    link = Connection(connection, peer=peer, timeout_s=timeout_s, until=time.monotonic() + _HANDSHAKE_S)
     try:
         _client_handshake(link, token, name)
     except BaseException:
@@ -214,43 +215,43 @@ def _connected(address: tuple[str, int], *, token: bytes, name: str, peer: str, 
 
 
 def _client_handshake(link: Connection, token: bytes, name: str) -> None:
-    """The client's side."""
+    """Authenticate as the client."""
     own = secrets.token_hex(32)
     try:
         link.send("hello", {"name": name, "nonce": own})
-        answer = link.receive(_GREETING_S)
+        answer = link.receive(_HANDSHAKE_S)
     except LinkError as error:
         raise _RejectedError(str(error)) from error
     other = _text(answer, "challenge", "nonce")
     if not hmac.compare_digest(_text(answer, "challenge", "proof"), _proof(token, "server", name, own, other)):
         raise LinkError(f"{link.peer} does not know the token of this run")
     link.send("proof", {"proof": _proof(token, "client", name, own, other)})
-    _text(link.receive(_GREETING_S), "welcome", "name")
+    _text(link.receive(_HANDSHAKE_S), "welcome", "name")
 
 
 def _server_handshake(link: Connection, token: bytes) -> str:
-    """The server's side: the name of a client that knows the token."""
-    hello, own = link.receive(_GREETING_S), secrets.token_hex(32)
+    """Authenticate as the server; return the name of the client."""
+    hello, own = link.receive(_HANDSHAKE_S), secrets.token_hex(32)
     name, other = _text(hello, "hello", "name"), _text(hello, "hello", "nonce")
     link.send("challenge", {"nonce": own, "proof": _proof(token, "server", name, other, own)})
-    said = _text(link.receive(_GREETING_S), "proof", "proof")
-    if not hmac.compare_digest(said, _proof(token, "client", name, other, own)):
+    proof = _text(link.receive(_HANDSHAKE_S), "proof", "proof")
+    if not hmac.compare_digest(proof, _proof(token, "client", name, other, own)):
         raise LinkError(f"{link.peer} does not know the token of this run")
     link.send("welcome", {"name": name})
     return name
 
 
 def _text(frame: Frame, kind: str, key: str) -> str:
-    """A text of a greeting, which is short and plain."""
+    """Return a text of a handshake message, which must be short and printable."""
     value = frame.meta.get(key)
     if frame.kind != kind or frame.num_bytes or not isinstance(value, str):
-        raise LinkError("a greeting that is none")
+        raise LinkError("malformed handshake message")
     if len(value) > _NAME_LENGTH or not (value.isascii() and value.isprintable()):
-        raise LinkError("a greeting that is none")
+        raise LinkError("malformed handshake message")
     return value
 
 
 def _proof(token: bytes, role: str, name: str, client_nonce: str, server_nonce: str) -> str:
-    """What only those who know the token can say."""
-    told = f"{role}\n{name}\n{client_nonce}\n{server_nonce}".encode()
-    return hmac.new(token, told, hashlib.sha256).hexdigest()
+    """Return the proof that its sender knows the token."""
+    message = f"{role}\n{name}\n{client_nonce}\n{server_nonce}".encode()
+    return hmac.new(token, message, hashlib.sha256).hexdigest()

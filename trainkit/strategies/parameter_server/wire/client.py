@@ -1,4 +1,4 @@
-"""A task's connections to all servers: a request goes to each of them at once, for the part that it holds."""
+"""A task's client of all servers: a request goes to each of them at once, for the part that it holds."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ from trainkit.strategies.tensors.layouts import in_layout
 __all__ = ["ParameterServerClient"]
 
 _PULLS = 8
-"""Tries to read all servers at one version."""
+"""Attempts to read all servers at one version."""
 
 
 class ParameterServerClient(ServerConnections):
-    """The servers of a run, as one task sees them: what workers ask for, and what the chief orders.
+    """The servers of a run from the point of view of one task: requests of workers, and orders of the chief.
 
-    One thread at a time uses it; `connect` makes it.
+    One thread at a time uses it; `connect` creates it.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.version = -1
-        """Of the variables that were pulled last."""
+        """The version of the variables that were pulled last."""
         self.mixed = False
-        """Whether those are of several versions: no try found all servers at one."""
+        """Whether they are of several versions: no attempt found all servers at one."""
         self.loads: int | None = None
-        """How often the servers had been given their numbers when they were pulled last."""
-        self._landings: dict[int, tuple[tuple[Any, ...], PullBuffer]] = {}
+        """How often the servers had been loaded when they were pulled last."""
+        self._buffers: dict[int, tuple[tuple[Any, ...], PullBuffer]] = {}
 
     def pull(self, into: Sequence[Tensor | None]) -> int:
-        """Read the variables; what is not trained only where it was loaded since.
+        """Read the variables; untrained ones only if they were loaded since.
 
         Args:
-            into: a tensor a variable, which changes; None: leave it out (its rows are pulled by `pull_rows`).
+            into: one tensor per variable, which is overwritten; None: skip it (its rows are pulled by `pull_rows`).
 
         Returns:
             The version: how many updates they have seen. Of several (`mixed`), the oldest.
 
         Raises:
-            LinkError: a server is gone.
+            LinkError: the connection to a server broke.
         """
         while True:
             whole = self.loads is None
@@ -64,9 +64,9 @@ class ParameterServerClient(ServerConnections):
         return self.version
 
     def _pulled_alike(self, into: Sequence[Tensor | None], *, whole: bool) -> list[tuple[int, int]]:
-        """Read all servers, again where an update came in between; returns version and loads of each.
+        """Read all servers, again if an update came in between; return version and loads of each.
 
-        All again, not those alone that were behind: what counts is when requests arrive, and that is then at once.
+        All servers are read again, not only those that were behind, so that the requests arrive at the same time.
         """
         self.mixed, newest = False, 0
         for _ in range(_PULLS):
@@ -80,39 +80,39 @@ class ParameterServerClient(ServerConnections):
 
     def _pulled(self, server: int, into: Sequence[Tensor | None], *, whole: bool, version: int = 0) -> tuple[int, int]:
         """Read one server's variables, of that version or a later one."""
-        landing, link = self._landing(server, into, whole=whole), self.links[server]
-        link.send("pull", {"have": landing.mask, "dtype": dtype_name(landing.dtype), "version": version})
+        buffer, link = self._buffer_for(server, into, whole=whole), self.links[server]
+        link.send("pull", {"have": buffer.mask, "dtype": dtype_name(buffer.dtype), "version": version})
         answer = self.answer(server, "pulled")
-        link.read_memory(landing.views)
-        landing.settle()
+        link.read_memory(buffer.views)
+        buffer.settle()
         return int(answer.meta["version"]), int(answer.meta["loads"])
 
-    def _landing(self, server: int, into: Sequence[Tensor | None], *, whole: bool) -> PullBuffer:
-        """Where it lands; known from the last time where the tensors are the same."""
+    def _buffer_for(self, server: int, into: Sequence[Tensor | None], *, whole: bool) -> PullBuffer:
+        """Return the buffer of a pull; the last one is reused if the tensors are the same."""
         key = (whole, *(None if tensor is None else tensor.data_ptr() for tensor in into))
-        known = self._landings.get(server)
+        known = self._buffers.get(server)
         if known is not None and known[0] == key:
             return known[1]
         dtype = self.transfer or self._dtype_of(into)
-        landing = PullBuffer(self.shares.pieces[server], into, whole=whole, dtype=dtype)
-        self._landings[server] = key, landing
-        return landing
+        buffer = PullBuffer(self.shares.pieces[server], into, whole=whole, dtype=dtype)
+        self._buffers[server] = key, buffer
+        return buffer
 
     def _dtype_of(self, into: Sequence[Tensor | None]) -> torch.dtype:
-        """What trainable parameters are pulled in: rounding the masters is the server's work."""
+        """Return the dtype in which trainable parameters are pulled: the server rounds the master parameters."""
         pairs = zip(into, self.shares.variables, strict=True)
         found = [tensor.dtype for tensor, one in pairs if tensor is not None and one.kind == "param"]
         return found[0] if found else self.shares.master_dtype
 
     def pull_rows(self, place: int, rows: Tensor) -> Tensor:
-        """Rows of a variable, (len(rows), ...), in the order asked for, as they are now.
+        """Return the current rows of a variable, (len(rows), ...), in the requested order.
 
         Args:
-            place: the number of a trainable variable.
-            rows: (n,) int64, any of them several times.
+            place: the index of a trainable variable.
+            rows: (n,) int64, may contain duplicates.
 
         Raises:
-            LinkError: a server is gone.
+            LinkError: the connection to a server broke.
         """
         wanted, order = torch.unique(rows.detach().cpu(), return_inverse=True)
         variable, dtype = self.shares.variables[place], self.transfer or self.shares.master_dtype
@@ -132,15 +132,16 @@ class ParameterServerClient(ServerConnections):
         return found[order]
 
     def push(self, key: str, grads: Sequence[Tensor | None], buffers: Sequence[Tensor | None] = ()) -> None:
-        """Leave a gradient with the servers, for the chief to have it applied.
+        """Stage a gradient at the servers, until the chief has it applied.
 
         Args:
-            key: its name; another of that name is replaced.
-            grads: one a trainable parameter, dense or sparse; None where there is none.
-            buffers: one a buffer, in the masters' dtype: what `StepBuffers.take` gives, None for those it has not.
+            key: its name; it replaces another of that name.
+            grads: one per trainable parameter, dense or sparse; None if there is none.
+            buffers: one per buffer, in the dtype of the master parameters: from `StepBuffers.take`, None for missing
+                ones.
 
         Raises:
-            LinkError: a server is gone.
+            LinkError: the connection to a server broke.
         """
         dtype = self.transfer or self.shares.master_dtype
         tensors: list[Tensor | None] = [None] * len(self.shares.variables)
@@ -158,11 +159,11 @@ class ParameterServerClient(ServerConnections):
     def load_state(
         self, tensors: Mapping[str, Tensor], *, version: int, unsaved: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Give the servers their numbers; the chief's.
+        """Load the variables into the servers; for the chief.
 
         Args:
-            tensors: parameters, buffers and the optimizer's state, as `replica_state` gives them; a checkpoint is read
-                piece by piece.
+            tensors: parameters, buffers and the optimizer's state, from `replica_state`; a checkpoint is read piece by
+                piece.
             version: updates that they have seen.
             unsaved: `buffer/<name>` -> buffers that no checkpoint holds (`unsaved_of`).
 
@@ -183,48 +184,50 @@ class ParameterServerClient(ServerConnections):
         self.each(load)
 
     def state(self) -> dict[str, Tensor]:
-        """Parameters, buffers that are saved and the optimizer's state, whole, as `replica_state` names them."""
-        wholes = FullStateAssembler(self.shares)
+        """Return parameters, saved buffers and the optimizer's state, full tensors, with the names of
+        `replica_state`.
+        """
+        assembler = FullStateAssembler(self.shares)
 
         def read(server: int) -> None:
             link = self.links[server]
             link.send("state")
             while (frame := self.answer(server, "tensor", "complete")).kind == "tensor":
-                wholes.add(link, frame, server)
+                assembler.add(link, frame, server)
 
         self.each(read)
-        return wholes.tensors()
+        return assembler.tensors()
 
-    def sum(self, keys: Sequence[str], *, exact: bool = False, **wished: Any) -> Norms:
-        """Add up what was pushed; it then waits for `apply` or `discard`; the chief's.
+    def sum(self, keys: Sequence[str], *, exact: bool = False, **settings: Any) -> Norms:
+        """Sum staged gradients; the sum then waits for `apply` or `discard_sum`; for the chief.
 
         Args:
-            keys: one a shard of the step, in their order.
-            exact: take the norm of a variable that is cut from the whole of it, which travels for that.
-            wished: the order of summation, and what is done to the sum: fields of `AggregationOptions`. Whether it is
-                finite is looked at where nothing else is said.
+            keys: one per shard of the step, in their order.
+            exact: compute the norm of a split variable from the full gradient, which is transferred for that.
+            settings: the order of summation, and the operations on the sum: fields of `AggregationOptions`. By default
+                the sum is checked for finite numbers.
         """
-        wishes = AggregationOptions(**{"check_finite": True, **wished})
+        options = AggregationOptions(**{"check_finite": True, **settings})
 
         def ask(server: int) -> tuple[bool, bool, dict[int, Tensor]]:
             link, pieces = self.links[server], self.shares.pieces[server]
-            link.send("sum", {"keys": list(keys), "wishes": asdict(wishes)})
+            link.send("sum", {"keys": list(keys), "wishes": asdict(options)})
             answer = self.answer(server, "sums")
-            flags = as_flags(answer, "have", len(pieces)) if wishes.norms else []
+            flags = as_flags(answer, "have", len(pieces)) if options.norms else []
             norms = torch.empty(sum(flags), dtype=self.shares.master_dtype)
             link.read([norms])
             places = [piece.place for piece, flag in zip(pieces, flags, strict=False) if flag]
             finite, others = bool(answer.meta["finite"]), bool(answer.meta["others"])
             return finite, others, dict(zip(places, norms.unbind(), strict=True))
 
-        told = self.each(ask)
+        answers = self.each(ask)
         parts: dict[int, list[Tensor]] = {}
-        for _, _, norms in told:
+        for _, _, norms in answers:
             for place, norm in norms.items():
                 parts.setdefault(place, []).append(norm)
         return Norms(
-            finite=all(finite for finite, _, _ in told),
-            others_finite=all(others for _, others, _ in told),
+            finite=all(finite for finite, _, _ in answers),
+            others_finite=all(others for _, others, _ in answers),
             values=joined(parts, self._whole if exact else None),
         )
 
@@ -237,34 +240,35 @@ class ParameterServerClient(ServerConnections):
         buffer_factor: float = 1.0,
         keys: Sequence[str] | None = None,
     ) -> None:
-        """Make an update of the last sum, on all servers; the chief's.
+        """Make an update of the last sum, on all servers; for the chief.
 
         Args:
-            version: that the variables have afterwards.
-            lr_factor: every rate is multiplied by it.
-            factor: gradients are multiplied by it.
-            buffer_factor: sums of floating buffers are multiplied by it.
-            keys: add these up first; none: an update of nothing but the version.
+            version: the version of the variables afterwards.
+            lr_factor: factor of every learning rate.
+            factor: factor of the gradients.
+            buffer_factor: factor of the sums of floating-point buffers.
+            keys: sum these gradients first; empty: only the version changes.
 
         Raises:
-            TrainingError: an optimizer refuses such gradients; or one of the keys is not there.
+            TrainingError: an optimizer refuses such gradients, or one of the keys does not exist.
         """
         meta: dict[str, Any] = {"version": version, "rate": lr_factor, "factor": factor, "buffers": buffer_factor}
         self._order("apply", meta if keys is None else {**meta, "keys": list(keys)}, "applied")
 
     def discard_sum(self) -> None:
-        """Forget the last sum; the chief's."""
+        """Discard the last sum; for the chief."""
         self._order("discard", {}, "discarded")
 
     def discard_staged(self, keys: Sequence[str]) -> None:
-        """Forget what was pushed under these names, where it was; the chief's.
+        """Discard staged gradients of these names, if they exist; for the chief.
 
-        No server does so by itself: what a dead worker has left may be reported, and must then be applied by all.
+        No server does so by itself: gradients of a dead worker may be reported, and must then be applied by all
+        servers.
         """
         self._order("drop", {"keys": list(keys)}, "dropped")
 
     def shutdown(self) -> None:
-        """Let the servers end; the chief's."""
+        """End the servers; for the chief."""
         self._order("bye", {}, "bye")
 
     def _order(self, kind: str, meta: Mapping[str, Any], answer: str) -> None:
@@ -275,7 +279,7 @@ class ParameterServerClient(ServerConnections):
         self.each(ask)
 
     def _numbers(self, place: int) -> dict[int, int]:
-        """Servers that hold rows of a variable -> the number of that piece there."""
+        """Return the servers that hold rows of a variable -> the index of that piece there."""
         return {
             server: number
             for server, pieces in enumerate(self.shares.pieces)
@@ -284,7 +288,7 @@ class ParameterServerClient(ServerConnections):
         }
 
     def _whole(self, place: int) -> Tensor:
-        """The last sum's gradient of a variable that is cut."""
+        """Return the full gradient of a split variable in the last sum."""
         whole = torch.empty(self.shares.variables[place].shape, dtype=self.shares.master_dtype)
         numbers = self._numbers(place)
 

@@ -1,4 +1,4 @@
-"""A task's connections to all servers: how they come about, are asked at once, and end."""
+"""A task's connections to all servers: establish them, send requests in parallel, and close them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["ServerConnections"]
 
 T = TypeVar("T")
 _MORE_S = 10.0
-"""A server says itself that something does not come, before its silence would."""
+"""A server reports a timeout itself, before its silence would count as one."""
 
 
 class ServerConnections:
-    """The servers of a run, connected. One thread at a time uses it.
+    """Connections to the servers of a run. One thread at a time uses it.
 
     Args:
-        links: a connection a server, in their order.
-        shares: the cut of the variables.
-        transfer: what gradients and parameters travel in; None: in their own dtype.
+        links: one connection per server, in their order.
+        shares: the partition of the variables.
+        transfer: the dtype of transferred gradients and parameters; None: their own dtype.
         timeout_s: how long an answer may take.
     """
 
@@ -54,20 +54,20 @@ class ServerConnections:
         transfer: torch.dtype | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> Self:
-        """Connect to all of them.
+        """Connect to all servers.
 
         Args:
-            addresses: one a server, in their order.
-            shares: the cut of the variables; the servers refuse another.
+            addresses: one per server, in their order.
+            shares: the partition of the variables; servers refuse another one.
             token: the run's.
-            name: of this task: `chief` for the only one whose orders they follow.
-            timeout_s: how long to try, and how long an answer may take.
-            transfer: what gradients and parameters travel in; None: in their own dtype.
-            is_over: whether the training has ended meanwhile.
+            name: of this task: `chief` for the only one whose orders they execute.
+            timeout_s: how long to retry, and how long an answer may take.
+            transfer: the dtype of transferred gradients and parameters; None: their own dtype.
+            is_over: returns whether the training has ended meanwhile.
 
         Raises:
-            LinkError: one cannot be reached.
-            TrainingError: one holds another model.
+            LinkError: a server cannot be reached.
+            TrainingError: a server holds another model.
         """
         links: list[Connection] = []
         try:
@@ -96,22 +96,22 @@ class ServerConnections:
         return {server: link.received_bytes for server, link in enumerate(self.links)}
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for link in self.links:
             link.close()
         if self._threads is not None:
             self._threads.shutdown()
 
     def answer(self, server: int, *kinds: str) -> Frame:
-        """What a server says to a request.
+        """Receive the answer of a server to a request.
 
         Args:
-            server: which one.
-            kinds: of frames that are expected.
+            server: its index.
+            kinds: expected kinds of frames.
 
         Raises:
-            TrainingError: it cannot do what was asked, and says why.
-            LinkError: it is gone, or says something else.
+            TrainingError: the server rejects the request; the error contains its reason.
+            LinkError: the connection broke, or the answer is of another kind.
         """
         frame = self.links[server].receive(self._timeout_s + _MORE_S)
         if frame.kind == "refused":
@@ -120,15 +120,15 @@ class ServerConnections:
             raise LinkError(f"ps:{server} says {frame.kind}, and {' or '.join(kinds)} was expected")
         return frame
 
-    def each(self, ask: Callable[[int], T], servers: Sequence[int] | None = None) -> list[T]:
-        """Ask several servers at once, all where none are named; returns when all have answered.
+    def each(self, request: Callable[[int], T], servers: Sequence[int] | None = None) -> list[T]:
+        """Run a request on several servers in parallel, by default on all; return when all have answered.
 
         Raises:
-            LinkError, TrainingError: of the first that fails; the others are waited for.
+            LinkError, TrainingError: of the first that fails, after all have answered.
         """
         chosen = range(len(self.links)) if servers is None else servers
         if self._threads is None or len(chosen) < 2:
-            return [ask(server) for server in chosen]
-        asked = [self._threads.submit(ask, server) for server in chosen]
-        wait(asked)
-        return [one.result() for one in asked]
+            return [request(server) for server in chosen]
+        futures = [self._threads.submit(request, server) for server in chosen]
+        wait(futures)
+        return [one.result() for one in futures]

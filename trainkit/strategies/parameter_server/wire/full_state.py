@@ -1,4 +1,4 @@
-"""A checkpoint's tensors, from and into the rows that servers hold."""
+"""Convert between the full tensors of a checkpoint and the rows that servers hold."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FullStateAssembler", "rows_to_load"]
 
 
 class FullStateAssembler:
-    """Whole tensors that fill up with what servers send; several threads may add to them at once."""
+    """Full tensors that are filled with the rows of all servers; thread-safe."""
 
     def __init__(self, shares: VariableShards) -> None:
         self._shares = shares
@@ -25,7 +25,7 @@ class FullStateAssembler:
         self._lock = Lock()
 
     def add(self, link: Connection, frame: Frame, server: int) -> None:
-        """Read the rows of a tensor into the whole of it."""
+        """Read the rows of a tensor into the full tensor."""
         key, shape = str(frame.meta["key"]), torch.Size(frame.meta["shape"])
         piece = self._piece(server, key)
         is_part = not piece.is_whole and shape == piece.shape
@@ -37,13 +37,13 @@ class FullStateAssembler:
         link.read([piece.of(whole) if is_part else whole])
 
     def _piece(self, server: int, key: str) -> RowShard:
-        """The piece that a name in a checkpoint is of."""
+        """Return the piece that belongs to a name in a checkpoint."""
         name = name_in(key)
         kinds = ("buffer",) if key.startswith("buffer/") else ("param", "frozen")
         return next(p for p in self._shares.pieces[server] if p.variable.name == name and p.variable.kind in kinds)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, the model's own in the order of the variables."""
+        """Return all tensors, those of the model in the order of the variables."""
         keys = [variable.key for variable in self._shares.variables if variable.key in self._found]
         return {key: self._found[key] for key in dict.fromkeys([*keys, *self._found])}
 
@@ -51,11 +51,11 @@ class FullStateAssembler:
 def rows_to_load(
     pieces: Sequence[RowShard], tensors: Mapping[str, Tensor], unsaved: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """What a server gets of a checkpoint, name by name; no more is read than that.
+    """Yield the tensors that a server needs from a checkpoint, name by name; nothing else is read.
 
     Args:
-        pieces: what it holds.
-        tensors: names -> whole tensors.
+        pieces: the pieces of the server.
+        tensors: names -> full tensors.
         unsaved: buffers that no checkpoint holds.
     """
     trained = {piece.variable.name: piece for piece in pieces if piece.variable.kind == "param"}

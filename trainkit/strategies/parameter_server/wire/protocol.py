@@ -1,4 +1,4 @@
-"""What a server takes from a frame: every number of it is looked at before anything is made of it."""
+"""Decode the frames that a server receives: every number is validated before it is used."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _KEY_LENGTH: Final = 128
 
 
 class RequestRejectedError(Exception):
-    """A request that cannot be answered; the message goes to whoever asked."""
+    """A request that cannot be answered; the message is sent to the requesting task."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As a frame says it.
+    """Return the name of a dtype in a frame.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -53,7 +53,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def mask_of(flags: Sequence[bool]) -> str:
-    """Flags as a frame says them.
+    """Encode flags for a frame.
 
     Example:
         >>> mask_of([True, False, True, True, True])
@@ -63,12 +63,12 @@ def mask_of(flags: Sequence[bool]) -> str:
 
 
 def row_dtype(num_rows: int) -> torch.dtype:
-    """What numbers of rows are sent in."""
+    """Return the dtype of transferred row indices."""
     return torch.int32 if num_rows < 2**31 else torch.int64
 
 
 def as_flags(frame: Frame, key: str, count: int) -> list[bool]:
-    """What `mask_of` said of so many."""
+    """Decode `count` flags that `mask_of` encoded."""
     text = frame.meta.get(key)
     try:
         mask = int(text, 16) if isinstance(text, str) else -1
@@ -81,7 +81,7 @@ def as_flags(frame: Frame, key: str, count: int) -> list[bool]:
 
 
 def as_dtype(frame: Frame) -> torch.dtype:
-    """The type of its numbers."""
+    """Decode the dtype of a frame's numbers."""
     found = _DTYPES.get(str(frame.meta.get("dtype")))
     if found is None:
         raise RequestRejectedError(f"{frame.kind}: no type of numbers")
@@ -89,7 +89,7 @@ def as_dtype(frame: Frame) -> torch.dtype:
 
 
 def as_count(frame: Frame, key: str, most: int = 2**53) -> int:
-    """A number of something."""
+    """Decode a non-negative whole number."""
     value = frame.meta.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
         raise RequestRejectedError(f"{frame.kind}: {key} is no number up to {most}")
@@ -97,7 +97,7 @@ def as_count(frame: Frame, key: str, most: int = 2**53) -> int:
 
 
 def as_float(frame: Frame, key: str) -> float:
-    """A factor; 1 where it is not said."""
+    """Decode a factor; 1 if it is missing."""
     value = frame.meta.get(key, 1.0)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise RequestRejectedError(f"{frame.kind}: {key} is no number")
@@ -105,7 +105,7 @@ def as_float(frame: Frame, key: str) -> float:
 
 
 def as_keys(frame: Frame, key: str = "keys") -> list[str]:
-    """Names of gradients."""
+    """Decode names of gradients."""
     value = frame.meta.get(key)
     if not isinstance(value, list) or not all(isinstance(one, str) and len(one) <= _KEY_LENGTH for one in value):
         raise RequestRejectedError(f"{frame.kind}: {key} are no names")
@@ -113,7 +113,7 @@ def as_keys(frame: Frame, key: str = "keys") -> list[str]:
 
 
 def take_tensor(link: Connection, frame: Frame, most_bytes: int) -> Tensor:
-    """A tensor that a frame describes, of so many bytes at most."""
+    """Read a tensor that a frame describes, of at most `most_bytes`."""
     shape, dtype = frame.meta.get("shape"), as_dtype(frame)
     if not isinstance(shape, list) or not all(isinstance(size, int) and 0 <= size < 2**53 for size in shape):
         raise RequestRejectedError(f"{frame.kind}: no shape")
@@ -127,45 +127,45 @@ def take_tensor(link: Connection, frame: Frame, most_bytes: int) -> Tensor:
     return tensor
 
 
-def decode_gradient(link: Connection, frame: Frame, pieces: Sequence[RowShard], spares: BufferPool) -> StagedGradient:
-    """What a worker pushes: dense gradients, sums of buffers, then sparse gradients as rows and values.
+def decode_gradient(link: Connection, frame: Frame, pieces: Sequence[RowShard], pool: BufferPool) -> StagedGradient:
+    """Decode a pushed gradient: dense gradients, sums of buffers, then sparse gradients as rows and values.
 
     Args:
-        link: where the numbers come from.
-        frame: says which pieces there are (`have`), and of which rows (`rows`).
-        pieces: what the server holds.
-        spares: gives the memory, in the masters' dtype.
+        link: the connection to read the numbers from.
+        frame: describes which pieces are present (`have`), and how many rows of sparse ones (`rows`).
+        pieces: the pieces of the server.
+        pool: provides the memory, in the dtype of the master parameters.
     """
-    flags, counts, arriving = as_flags(frame, "have", len(pieces)), _as_rows(frame, pieces), as_dtype(frame)
+    flags, counts, wire_dtype = as_flags(frame, "have", len(pieces)), _as_rows(frame, pieces), as_dtype(frame)
     dense = [number for number, flag in enumerate(flags) if flag and number not in counts]
     if any(pieces[number].variable.kind == "frozen" for number in dense):
         raise RequestRejectedError(f"{frame.kind}: a gradient of what is not trained")
     params = [number for number in dense if pieces[number].variable.kind == "param"]
-    memory = spares.take(sum(pieces[number].numel for number in params))
-    arrived = memory if arriving is spares.dtype else torch.empty(memory.numel(), dtype=arriving)
-    buffers = {n: torch.empty(pieces[n].shape, dtype=spares.dtype) for n in dense[len(params) :]}
-    sparse = {number: _room(pieces[number], count, arriving) for number, count in counts.items()}
-    link.read([arrived, *buffers.values(), *(tensor for pair in sparse.values() for tensor in pair)])
-    if arrived is not memory:
-        memory.copy_(arrived)
+    memory = pool.take(sum(pieces[number].numel for number in params))
+    received = memory if wire_dtype is pool.dtype else torch.empty(memory.numel(), dtype=wire_dtype)
+    buffers = {n: torch.empty(pieces[n].shape, dtype=pool.dtype) for n in dense[len(params) :]}
+    sparse = {number: _allocate_sparse(pieces[number], count, wire_dtype) for number, count in counts.items()}
+    link.read([received, *buffers.values(), *(tensor for pair in sparse.values() for tensor in pair)])
+    if received is not memory:
+        memory.copy_(received)
     parts: Parts = [None] * len(pieces)
     for number, view in zip(params, memory.split_with_sizes([pieces[n].numel for n in params]), strict=True):
         parts[number] = view_of(view, pieces[number].shape, pieces[number].strides)
     for number, total in buffers.items():
         parts[number] = total
     for number, (rows, values) in sparse.items():
-        parts[number] = _sparse(pieces[number], rows, values.to(spares.dtype))
+        parts[number] = _sparse(pieces[number], rows, values.to(pool.dtype))
     find_sparse(parts)
     return StagedGradient(parts, memory)
 
 
 def _as_rows(frame: Frame, pieces: Sequence[RowShard]) -> dict[int, int]:
-    """The numbers of sparse pieces, and of how many rows they have something."""
-    said = frame.meta.get("rows", {})
-    if not isinstance(said, dict):
+    """Decode the indices of sparse pieces, and the number of their rows."""
+    described = frame.meta.get("rows", {})
+    if not isinstance(described, dict):
         raise RequestRejectedError(f"{frame.kind}: rows of nothing")
     found = {}
-    for text, count in said.items():
+    for text, count in described.items():
         number = int(text) if text.isdecimal() and len(text) < 9 else -1
         if not 0 <= number < len(pieces):
             raise RequestRejectedError(f"{frame.kind}: rows of nothing")
@@ -177,7 +177,7 @@ def _as_rows(frame: Frame, pieces: Sequence[RowShard]) -> dict[int, int]:
     return found
 
 
-def _room(piece: RowShard, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _allocate_sparse(piece: RowShard, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = torch.empty(count, dtype=row_dtype(piece.variable.num_rows))
     return rows, torch.empty((count, *piece.shape[1:]), dtype=dtype)
 

@@ -1,4 +1,4 @@
-"""What a client and one server exchange: where pulled variables land, and what of a gradient is sent."""
+"""Encode what a client and one server exchange: the destination of pulled variables, and the parts of a gradient."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["PullBuffer", "encode_for_server", "on_the_wire"]
 
 
 class PullBuffer:
-    """The memory that a server's variables are read into: that of the tensors themselves, where it can be.
+    """The memory that a server's variables are read into: that of the tensors themselves, if possible.
 
     Args:
-        pieces: what the server holds.
-        into: a tensor a variable; None: not read.
-        whole: whether what is not trained is read, too.
-        dtype: what trainable parameters travel in.
+        pieces: the pieces of the server.
+        into: one tensor per variable; None: not read.
+        whole: whether untrained variables are read, too.
+        dtype: the dtype in which trainable parameters are transferred.
     """
 
     def __init__(
@@ -42,24 +42,24 @@ class PullBuffer:
         self.mask = mask_of(flags)
 
     def _add(self, piece: RowShard, target: Tensor) -> None:
-        arriving = self.dtype if piece.variable.kind == "param" else piece.variable.dtype
-        strides = piece.strides  # the server sends the memory of its piece as it lies
+        wire_dtype = self.dtype if piece.variable.kind == "param" else piece.variable.dtype
+        strides = piece.strides  # the server sends the memory of its piece in its own layout
         fits = target.is_contiguous() if strides is None else target.stride() == strides
-        if target.device.type != "cpu" or target.dtype is not arriving or not fits:
-            memory = view_of(torch.empty(piece.numel, dtype=arriving), piece.shape, strides)
+        if target.device.type != "cpu" or target.dtype is not wire_dtype or not fits:
+            memory = view_of(torch.empty(piece.numel, dtype=wire_dtype), piece.shape, strides)
             self._moves.append((target, memory))
             target = memory
         if target.numel():
             self.views.append(memory_of(in_memory_order(target)))
 
     def settle(self) -> None:
-        """Move on what has arrived apart."""
+        """Copy what was received into separate memory to its tensors."""
         for target, memory in self._moves:
             target.copy_(memory)
 
 
 def on_the_wire(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A gradient as it is sent: on the CPU, sparse ones with each row once."""
+    """Return a gradient as it is sent: on the CPU, sparse ones coalesced."""
     if grad is None:
         return None
     if not grad.is_sparse:
@@ -72,15 +72,15 @@ def on_the_wire(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def encode_for_server(
     pieces: Sequence[RowShard], tensors: Sequence[Tensor | None], dtype: torch.dtype
 ) -> tuple[dict[str, Any], list[Tensor]]:
-    """What a server gets of a gradient.
+    """Encode the part of a gradient for one server.
 
     Args:
-        pieces: what it holds.
-        tensors: one a variable, as they are sent; None where there is none.
-        dtype: what gradients are sent in.
+        pieces: the pieces of the server.
+        tensors: one per variable, from `on_the_wire`; None if there is none.
+        dtype: the dtype in which gradients are sent.
 
     Returns:
-        What the frame says, and its numbers: dense gradients, sums of buffers, then rows and values of sparse ones.
+        The fields of the frame, and its tensors: dense gradients, sums of buffers, then rows and values of sparse ones.
     """
     flags: list[bool] = []
     dense: list[Tensor] = []
@@ -100,7 +100,7 @@ def encode_for_server(
 
 
 def _rows_of(piece: RowShard, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The rows of a coalesced gradient that lie in a piece, counted from its first, and their values."""
+    """Return the rows of a coalesced gradient that lie in a piece, relative to its first row, and their values."""
     rows = grad.indices()[0]
     first, last = torch.searchsorted(rows, torch.tensor([piece.start, piece.stop])).tolist()
     return (rows[first:last] - piece.start).to(row_dtype(piece.variable.num_rows)), grad.values()[first:last]

@@ -1,7 +1,7 @@
-"""Connections between tasks: frames of a kind, a little JSON, and raw numbers straight from and into tensors.
+"""Connections between tasks: frames of a kind, a small JSON text, and raw numbers read into and sent from tensors.
 
-Nothing that arrives is unpickled, and nothing is allocated because a peer says so: a frame's text is bounded, and its
-numbers are read into tensors that the reader has made for what it expects, or the connection ends.
+Received data is never unpickled, and a peer cannot cause large allocations: a frame's text is bounded, and its numbers
+are read into tensors that the reader has allocated for what it expects, or the connection is closed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["Connection", "Frame", "memory_of"]
 _HEAD: Final = struct.Struct("!4s16sIQ")
 _MAGIC: Final = b"tkl1"
 _META_BYTES: Final = 64 * 1024
-_STRANGER_BYTES: Final = 1024
-"""Text of a frame from a peer that has not shown that it knows the token."""
+_UNAUTHENTICATED_BYTES: Final = 1024
+"""Size limit of a frame's text from a peer that is not authenticated."""
 _META_DEPTH: Final = 8
-"""Maps and lists within each other in the text of a frame."""
-_TOGETHER: Final = 64
-"""Stretches of memory that one system call moves."""
-_PATIENCE_S: Final = 1e6
-"""As long as a socket can be told to wait."""
+"""Depth limit of nested maps and lists in the text of a frame."""
+_MAX_RANGES: Final = 64
+"""Number of memory ranges that one system call transfers."""
+_LONGEST_WAIT_S: Final = 1e6
+"""The longest timeout of a socket."""
 _KEEPALIVE: Final = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Where a host vanishes, its silence is noticed within 35 s, also while nothing is asked of it."""
+"""If a host vanishes, this is detected within 35 s, even without traffic."""
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU; those of a copy where its numbers do not lie in a row.
+    """Return the bytes of a tensor on the CPU; those of a copy if it is not contiguous.
 
     Example:
         >>> memory_of(torch.ones(3, dtype=torch.bfloat16)).nbytes
@@ -54,30 +54,30 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What came over a link; the numbers that go with it are still to be read."""
+    """A received frame; the numbers that follow it are still to be read."""
 
     kind: str
     meta: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
-    """Of the numbers."""
+    """Size of the numbers."""
 
 
 class Connection:
     """One end of a connection. One thread at a time receives; any thread may send.
 
     Args:
-        connection: a connected socket, which belongs to the link from now on.
-        peer: who is at the other end, for messages.
+        connection: a connected socket, which this object owns from now on.
+        peer: name of the other end, for messages.
         timeout_s: how long the other end may pause within a frame.
-        until: as time.monotonic counts: when a peer that is still a stranger must have shown who it is; None: it is no
-            stranger.
+        until: on the clock of time.monotonic: when a peer that is not authenticated must have authenticated itself;
+            None: it is authenticated.
     """
 
     def __init__(self, connection: socket.socket, *, peer: str, timeout_s: float, until: float | None = None) -> None:
         self.peer, self.timeout_s = peer, timeout_s
         self.sent_bytes = self.received_bytes = 0
         self._connection, self._until = connection, until
-        self._out = connection.dup()  # with a timeout of its own: one thread may send while another waits
+        self._out = connection.dup()  # a duplicate with its own timeout: one thread may send while another waits
         self._unread = 0
         self._sending = Lock()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -87,19 +87,19 @@ class Connection:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def mark_authenticated(self, peer: str) -> None:
-        """The other end has shown who it is."""
+        """Record that the peer is authenticated."""
         self.peer, self._until = peer, None
 
     def send(self, kind: str, meta: Mapping[str, Any] | None = None, tensors: Iterable[Tensor] = ()) -> None:
-        """Send a frame; returns when the system has taken all of it.
+        """Send a frame; returns when the system has accepted all of it.
 
         Args:
             kind: up to 16 ASCII letters.
-            meta: what JSON can say in 64 KiB.
-            tensors: on the CPU; their numbers follow, without a copy where they lie in a row.
+            meta: up to 64 KiB of JSON.
+            tensors: on the CPU; their numbers follow, without a copy if they are contiguous.
 
         Raises:
-            LinkError: the other end is gone, or takes nothing for `timeout_s`.
+            LinkError: the connection broke, or the peer accepts nothing for `timeout_s`.
         """
         text = json.dumps(meta or {}, separators=(",", ":")).encode()
         if len(text) > _META_BYTES:
@@ -110,20 +110,20 @@ class Connection:
             self._send([memoryview(head + text), *views])
 
     def receive(self, timeout_s: float | None = None) -> Frame:
-        """Wait for the next frame; its numbers are then to be read by `read`.
+        """Wait for the next frame; its numbers must then be read by `read`.
 
         Args:
             timeout_s: how long to wait for it to begin; None: for ever.
 
         Raises:
-            LinkError: the other end is gone, pauses, or sends what is no frame.
+            LinkError: the connection broke, the peer pauses, or it sends a malformed frame.
         """
         if self._unread:
             raise self._refusal(f"sent {self._unread} bytes that nothing was expected to follow")
         head = bytearray(_HEAD.size)
-        self._fill([memoryview(head)], _PATIENCE_S if timeout_s is None else timeout_s)
+        self._fill([memoryview(head)], _LONGEST_WAIT_S if timeout_s is None else timeout_s)
         magic, kind, length, num_bytes = _HEAD.unpack(head)
-        if magic != _MAGIC or length > (_META_BYTES if self._until is None else _STRANGER_BYTES):
+        if magic != _MAGIC or length > (_META_BYTES if self._until is None else _UNAUTHENTICATED_BYTES):
             raise self._refusal("sent what is no frame")
         text = bytearray(length)
         self._fill([memoryview(text)], self.timeout_s)
@@ -131,19 +131,19 @@ class Connection:
         return Frame(self._decoded(kind), self._parsed(text), num_bytes)
 
     def read(self, into: Sequence[Tensor]) -> None:
-        """Read the numbers of the frame that was received last.
+        """Read the numbers of the last received frame.
 
         Args:
             into: contiguous tensors on the CPU that they fill exactly.
 
         Raises:
-            LinkError: there are more or fewer of them, or the other end is gone.
+            LinkError: there are more or fewer numbers, or the connection broke.
         """
         assert all(tensor.is_contiguous() for tensor in into), "the numbers would go into copies"
         self.read_memory([memory_of(tensor) for tensor in into if tensor.numel()])
 
     def read_memory(self, views: Sequence[memoryview]) -> None:
-        """As `read`, into stretches of memory."""
+        """Read the numbers of the last received frame into memory ranges."""
         wanted = sum(view.nbytes for view in views)
         if wanted != self._unread:
             raise self._refusal(f"sent {self._unread} bytes where {wanted} were expected")
@@ -151,7 +151,7 @@ class Connection:
         self._unread = 0
 
     def close(self) -> None:
-        """End the connection, at once for whoever waits on it."""
+        """Close the connection, and interrupt threads that wait on it."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -160,40 +160,40 @@ class Connection:
     def _send(self, views: Sequence[memoryview]) -> None:
         left = deque(views)
         try:
-            self._out.settimeout(self._patience(self.timeout_s))
+            self._out.settimeout(self._timeout(self.timeout_s))
             while left:
-                sent = _send_some(self._out, list(islice(left, _TOGETHER)))
+                sent = _send_some(self._out, list(islice(left, _MAX_RANGES)))
                 self.sent_bytes += sent
                 _advance(left, sent)
         except TimeoutError:
             raise LinkError(f"{self.peer} takes nothing: {self.timeout_s:g} s") from None
         except OSError as error:
-            raise LinkError(f"{self.peer} is gone: {_said(error)}") from error
+            raise LinkError(f"{self.peer} is gone: {_describe(error)}") from error
 
-    def _fill(self, views: Iterable[memoryview], patience_s: float) -> None:
+    def _fill(self, views: Iterable[memoryview], wait_s: float) -> None:
         left = deque(view for view in views if view.nbytes)
         try:
             while left:
-                self._connection.settimeout(self._patience(patience_s))
-                count = _receive_some(self._connection, list(islice(left, _TOGETHER)))
+                self._connection.settimeout(self._timeout(wait_s))
+                count = _receive_some(self._connection, list(islice(left, _MAX_RANGES)))
                 if not count:
                     raise LinkError(f"{self.peer} closed the connection")
                 self.received_bytes += count
                 _advance(left, count)
-                patience_s = self.timeout_s
+                wait_s = self.timeout_s
         except LinkError:
             raise
         except TimeoutError:
-            raise LinkError(f"{self.peer} says nothing: {patience_s:g} s") from None
+            raise LinkError(f"{self.peer} says nothing: {wait_s:g} s") from None
         except OSError as error:
-            raise LinkError(f"{self.peer} is gone: {_said(error)}") from error
+            raise LinkError(f"{self.peer} is gone: {_describe(error)}") from error
 
-    def _patience(self, wanted_s: float) -> float:
+    def _timeout(self, wanted_s: float) -> float:
         return wanted_s if self._until is None else max(min(wanted_s, self._until - time.monotonic()), 1e-3)
 
     def _decoded(self, kind: bytes) -> str:
         name = kind.rstrip(b"\0")
-        if not name.isalpha():  # of bytes: ASCII letters alone
+        if not name.isalpha():  # on bytes: ASCII letters only
             raise self._refusal("sent what is no frame")
         return name.decode("ascii")
 
@@ -204,7 +204,7 @@ class Connection:
             raise self._refusal("sent what is no frame") from None
 
     def _refusal(self, why: str) -> LinkError:
-        """What is raised at a frame that is wrong: nothing after it can be understood."""
+        """Close the connection and return the error of an invalid frame: nothing after it can be decoded."""
         self.close()
         return LinkError(f"{self.peer} {why}")
 
@@ -220,7 +220,7 @@ def _receive_some(connection: socket.socket, views: list[memoryview]) -> int:
 
 
 def _advance(left: deque[memoryview], count: int) -> None:
-    """Leave out the bytes that are done."""
+    """Remove the transferred bytes."""
     while count:
         first = left[0]
         if count < first.nbytes:
@@ -230,5 +230,5 @@ def _advance(left: deque[memoryview], count: int) -> None:
         left.popleft()
 
 
-def _said(error: OSError) -> str:
+def _describe(error: OSError) -> str:
     return os.strerror(error.errno) if error.errno else str(error)

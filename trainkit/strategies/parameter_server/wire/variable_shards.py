@@ -1,4 +1,6 @@
-"""The cut of the variables over servers: a contiguous stretch each, balanced by bytes, large variables cut by rows."""
+"""The partition of the variables over servers: a contiguous range each, balanced by bytes, large variables split by
+rows.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +22,19 @@ from trainkit.strategies.tensors.layouts import part_strides
 __all__ = ["RowShard", "VariableShards", "split_problems"]
 
 _SNAP: Final = 0.05
-"""Of a share: how far a boundary moves to the edge of a variable; two boundaries make 10 %."""
+"""How far a boundary moves to the edge of a variable, as a fraction of a server's shard; two boundaries make 10 %."""
 _VECTOR: Final = 16
-"""Numbers that a processor steps together, at most. A fused optimizer rounds the last few of a tensor, which fill no
-vector, otherwise than the rest (FMA): a cut at a multiple leaves each where it was, and so its bits."""
+"""Largest number of elements that a processor handles in one vector. A fused optimizer rounds the last elements of a
+tensor, which do not fill a vector, differently from the rest (FMA): a split at a multiple leaves each element in its
+place, and so its bits.
+"""
 _SMALL_BYTES: Final = 2**20
-"""Of a share, up to which equal bits are worth more than equal sizes."""
+"""Below this size, split only at multiples of the vector width (keeps bits equal) even if shards become uneven."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowShard:
-    """What of a variable one server holds.
+    """The rows of a variable that one server holds.
 
     Example:
         >>> import torch
@@ -40,45 +44,45 @@ class RowShard:
     """
 
     place: int
-    """The number of the variable."""
+    """The index of the variable."""
     variable: Variable
     start: int
-    """Its first row here."""
+    """The first row."""
     stop: int
-    """The row after its last one here."""
+    """The row after the last one."""
 
     @property
     def is_whole(self) -> bool:
-        """Whether all rows are here."""
+        """Whether it contains all rows."""
         return self.start == 0 and self.stop == self.variable.num_rows
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the part."""
+        """The shape of the part."""
         return (self.stop - self.start, *self.variable.shape[1:]) if self.variable.shape else ()
 
     @property
     def strides(self) -> tuple[int, ...] | None:
-        """Those of the part, whose dims lie in memory in the order of the variable's; None: contiguous."""
+        """The strides of the part, with its dims in memory in the order of the variable's; None: contiguous."""
         return self.variable.strides if self.is_whole else part_strides(self.shape, self.variable.strides)
 
     @property
     def numel(self) -> int:
-        """Numbers of the part."""
+        """Number of elements of the part."""
         return (self.stop - self.start) * self.variable.row_numel
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the part, as the server holds it."""
+        """Bytes of the part on the server."""
         return self.numel * self.variable.dtype.itemsize
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Its place in the whole."""
+        """Its region in the full tensor."""
         return tuple(slice(0, size) for size in self.variable.shape) if self.is_whole else self._cut
 
     def of(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor, in the same memory."""
+        """Return the part of a full tensor, as a view."""
         return whole if self.is_whole else whole[self.start : self.stop]
 
     @property
@@ -87,15 +91,15 @@ class RowShard:
 
 
 class VariableShards:
-    """Which rows of which variables each server holds.
+    """The rows of the variables that each server holds.
 
-    Trainable parameters, frozen ones and buffers are each cut by themselves: what a step moves is then as balanced as
-    what is held. A boundary goes to the edge of a variable where one is within 5 % of a share, else between two rows;
-    at most one variable a boundary is cut.
+    Trainable parameters, frozen ones and buffers are each partitioned by themselves, so that the traffic of a step is
+    as balanced as the memory. A boundary moves to the edge of a variable within 5 % of a shard, else it lies between
+    two rows; at most one variable per boundary is split.
 
     Args:
-        variables: as `variables_of` gives them.
-        num_servers: servers.
+        variables: from `variables_of`.
+        num_servers: number of servers.
 
     Example:
         >>> import torch
@@ -118,17 +122,17 @@ class VariableShards:
         self.pieces = tuple(map(tuple, parts))
 
     def bytes_of(self, server: int) -> int:
-        """Bytes of the variables that a server holds."""
+        """Return the bytes of the variables that a server holds."""
         return sum(piece.num_bytes for piece in self.pieces[server])
 
     @property
     def split(self) -> tuple[str, ...]:
-        """The names of the trainable parameters that are cut by rows."""
+        """The names of the trainable parameters that are split by rows."""
         return self._names(lambda piece: not piece.is_whole)
 
     @property
     def roughly_split(self) -> tuple[str, ...]:
-        """Those of them whose cut a fused optimizer may feel in the last bit."""
+        """The names of those whose split may change the last bit of a fused optimizer's update."""
         return self._names(_is_rough)
 
     def _names(self, chooses: Callable[[RowShard], bool]) -> tuple[str, ...]:
@@ -137,7 +141,7 @@ class VariableShards:
 
 
 def _cut(variables: Sequence[Variable], places: Sequence[int], num_servers: int) -> list[list[RowShard]]:
-    """What of some variables each server holds."""
+    """Return the pieces of some variables on each server."""
     chosen = [variables[place] for place in places]
     edges = [0, *accumulate(variable.num_bytes for variable in chosen)]
     inner = [_boundary(chosen, edges, server, num_servers) for server in range(1, num_servers)]
@@ -155,7 +159,7 @@ def _rows(variable: Variable, place: int, number: int, first: tuple[int, int], l
 
 
 def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, num_servers: int) -> tuple[int, int]:
-    """(variable, row) where a server's stretch begins."""
+    """Return (variable, row) where a server's range begins."""
     share = edges[-1] / num_servers
     wanted = share * server
     nearest = min(range(len(edges)), key=lambda edge: abs(edges[edge] - wanted))
@@ -171,8 +175,8 @@ def _boundary(variables: Sequence[Variable], edges: Sequence[int], server: int, 
 
 
 def _is_rough(piece: RowShard) -> bool:
-    """Whether another number of servers would round alike no more: by where the piece begins, or since its rows are
-    no stretch of the variable's memory.
+    """Return whether another number of servers would round differently: because of where the piece begins, or because
+    its rows are not contiguous in the variable's memory.
     """
     strides = piece.variable.strides
     if strides is not None and strides[0] != piece.variable.row_numel and not piece.is_whole:
@@ -181,11 +185,11 @@ def _is_rough(piece: RowShard) -> bool:
 
 
 def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
-    """Whether the run's optimizer can step parts of variables, where some are cut, and to the bit where it must.
+    """Return a problem if the run's optimizer cannot update split variables, or not to the bit where that is required.
 
     Args:
-        shares: the cut.
-        facts: the optimizer and the numbers settings.
+        shares: the partition.
+        facts: the optimizer and the numerics settings.
     """
     kind: Any = facts.optimizer
     if facts.numerics.reproducible and shares.roughly_split:

@@ -1,4 +1,4 @@
-"""The variables of a training: what servers hold, in the one order that every task agrees on."""
+"""The variables of a training, which the servers hold, in the order that all tasks agree on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.strategies.tensors.layouts import dense_strides
 __all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "unsaved_of", "variables_of"]
 
 Kind = Literal["param", "frozen", "buffer"]
-"""Trainable parameters, those that are not, and buffers."""
+"""Trainable parameters, frozen parameters, and buffers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +33,22 @@ class Variable:
     kind: Kind
     shape: tuple[int, ...]
     dtype: torch.dtype
-    """That of the masters for a trainable parameter, else the model's own."""
+    """The dtype of the master parameter of a trainable parameter, else the model's own."""
     strides: tuple[int, ...] | None = None
-    """Those of a trainable parameter in the model, which its gradients and the optimizer's slots have as well; None:
-    contiguous, as all other variables are on a server."""
+    """The strides of a trainable parameter in the model, which its gradients and the optimizer's slots share; None:
+    contiguous, as all other variables on a server.
+    """
     saved: bool = True
-    """Whether a checkpoint holds it; some buffers are made anew."""
+    """Whether a checkpoint holds it; some buffers are recomputed."""
 
     @property
     def num_rows(self) -> int:
-        """What it can be cut into: its length along dim 0; a number is a row of its own."""
+        """The number of rows it can be split into: its length along dim 0; a scalar is one row."""
         return self.shape[0] if self.shape else 1
 
     @property
     def row_numel(self) -> int:
-        """Numbers in a row."""
+        """Number of elements of a row."""
         return math.prod(self.shape[1:])
 
     @property
@@ -57,7 +58,7 @@ class Variable:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the whole variable."""
         return self.num_rows * self.row_bytes
 
     @property
@@ -67,11 +68,11 @@ class Variable:
 
 
 def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable, ...]:
-    """Trainable parameters, frozen ones, buffers, each in canonical order.
+    """Return trainable parameters, frozen ones, and buffers, each in canonical order.
 
     Args:
-        model: on any device, the meta device too; in the dtypes it is trained in.
-        master_dtype: of what the optimizer updates.
+        model: on any device, including meta; in the dtypes it is trained in.
+        master_dtype: the dtype of the master parameters.
 
     Example:
         >>> [(v.name, v.kind) for v in variables_of(nn.BatchNorm1d(2), torch.float32)][:3]
@@ -93,7 +94,7 @@ def _variable(
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
-    """The model's own tensors, one a variable and in their order: what is pulled into.
+    """Return the model's own tensors, one per variable and in their order: the destination of a pull.
 
     Example:
         >>> [tensor.dim() for tensor in tensors_of(nn.Linear(3, 2))]
@@ -104,7 +105,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def unsaved_of(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that no checkpoint holds, by their names in one; made anew with the model.
+    """Return the buffers that no checkpoint holds, by their names in one; they are recomputed with the model.
 
     Example:
         >>> unsaved_of(nn.BatchNorm1d(2))
@@ -115,7 +116,7 @@ def unsaved_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def layout_digest(variables: Sequence[Variable], num_servers: int) -> str:
-    """What two tasks compare, to see that they mean the same variables and the same cut of them.
+    """Return a digest by which two tasks check that they have the same variables and the same partition.
 
     Example:
         >>> len(layout_digest([], 1))

@@ -1,4 +1,4 @@
-"""What a worker and the chief say to each other, over a link or within the chief's own process."""
+"""Messages between a worker and the chief, over a connection or within the chief's own process."""
 
 from __future__ import annotations
 
@@ -16,55 +16,55 @@ __all__ = ["LocalWorkChannel", "RemoteWorkChannel", "WorkChannel", "WorkOrder", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOrder:
-    """An errand as the worker gets it."""
+    """A work item as sent to a worker."""
 
     number: int
-    """Names the gradient that comes of it."""
+    """Part of the name of its gradient."""
     step: int
     shards: tuple[int, ...]
     version: int
-    """Updates that the variables have seen as it is handed out."""
+    """Updates that the variables have seen when it is assigned."""
     loads: int = 1
-    """How often the servers have been given their numbers: more than once where the training was rolled back."""
+    """How often the servers have been loaded: more than once if the training was rolled back."""
     scale: float = 1.0
     """The loss scale."""
 
     @property
     def ticket(self) -> Ticket:
-        """What to compute."""
+        """The ticket to compute."""
         return Ticket(self.step, self.shards)
 
     @classmethod
     def of(cls, frame: Frame) -> Self:
-        """As it came over a link."""
+        """Decode a received work order."""
         return cls(**{**frame.meta, "shards": tuple(frame.meta["shards"])})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkReport:
-    """What came of an errand: its gradient is staged at the servers."""
+    """The result of a work order: its gradient is staged at the servers."""
 
     number: int
     read: int
-    """Updates that the variables had seen when it was computed from them."""
+    """Updates that the variables had seen when it was computed."""
     loss_sum: float
     weights: tuple[float, ...]
-    """What the shards of each staged gradient weigh: there is one, or one a shard."""
+    """The weights of the shards of each staged gradient: there is one gradient, or one per shard."""
     norm: float | None = None
-    """The global norm of the gradient before clipping, where the worker clips."""
+    """The global norm of the gradient before clipping, if the worker clips."""
     is_finite: bool = True
-    """False: the worker leaves it out, by policy, and has staged nothing."""
+    """False: the worker skips it by policy, and has staged nothing."""
     mixed: bool = False
-    """Whether it was computed from variables of several versions: no try found all servers at one."""
+    """Whether it was computed from variables of several versions: no attempt found all servers at one."""
 
     @classmethod
     def of(cls, meta: Mapping[str, Any]) -> Self:
-        """As it was said."""
+        """Decode a received report."""
         return cls(**{**meta, "weights": tuple(meta["weights"])})
 
 
 def gradient_keys(number: int, count: int) -> list[str]:
-    """The names of an errand's gradients at the servers.
+    """Return the names of a work item's gradients at the servers.
 
     Example:
         >>> gradient_keys(7, 2)
@@ -74,23 +74,23 @@ def gradient_keys(number: int, count: int) -> list[str]:
 
 
 class WorkChannel(Protocol):
-    """How a worker talks with the chief."""
+    """The channel of a worker to the chief."""
 
     def take(self) -> WorkOrder | None:
-        """The next errand, waited for; None: there are no more."""
+        """Wait for the next work order; return None if there are no more."""
 
     def pulled(self, number: int) -> None:
-        """The variables have been read."""
+        """Report that the variables have been read."""
 
     def report(self, report: WorkReport) -> None:
-        """A gradient is staged."""
+        """Report that a gradient is staged."""
 
 
 class RemoteWorkChannel:
-    """Over a link to the chief.
+    """A channel over a connection to the chief.
 
     Args:
-        link: to the chief; anything but an errand and a bye ends it.
+        link: to the chief; any frame except a work order and a bye ends it.
     """
 
     def __init__(self, link: Connection) -> None:
@@ -98,10 +98,10 @@ class RemoteWorkChannel:
         link.send("ready")
 
     def take(self) -> WorkOrder | None:
-        """The next errand; None where the chief says bye.
+        """Receive the next work order; return None if the chief requests the end.
 
         Raises:
-            LinkError: the chief is gone, or says something else.
+            LinkError: the connection to the chief broke, or it sent another kind of frame.
         """
         frame = self._link.receive()
         if frame.kind == "bye":
@@ -114,33 +114,33 @@ class RemoteWorkChannel:
         raise LinkError(f"{self._link.peer} says {frame.kind!r}, which is no errand")
 
     def pulled(self, number: int) -> None:
-        """Tell the chief."""
+        """Send the message to the chief."""
         self._link.send("pulled", {"number": number})
 
     def report(self, report: WorkReport) -> None:
-        """Tell the chief."""
+        """Send the message to the chief."""
         self._link.send("report", asdict(report))
 
 
 class LocalWorkChannel:
-    """Within the chief's process.
+    """A channel within the chief's process.
 
     Args:
-        tell: takes a kind and what goes with it, as a link's frames have them.
+        send: receives the kind and content of a message, as in a frame.
     """
 
-    def __init__(self, tell: Callable[[str, dict[str, Any]], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
+        self._send = send
         self.orders: queue.SimpleQueue[WorkOrder | None] = queue.SimpleQueue()
 
     def take(self) -> WorkOrder | None:
-        """The next errand; None at the end."""
+        """Return the next work order; None at the end."""
         return self.orders.get()
 
     def pulled(self, number: int) -> None:
-        """Tell the main thread."""
-        self._tell("pulled", {"number": number})
+        """Send the message to the main thread."""
+        self._send("pulled", {"number": number})
 
     def report(self, report: WorkReport) -> None:
-        """Tell the main thread."""
-        self._tell("report", asdict(report))
+        """Send the message to the main thread."""
+        self._send("report", asdict(report))

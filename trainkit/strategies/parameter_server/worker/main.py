@@ -1,4 +1,6 @@
-"""A worker: takes an errand, reads the variables, computes its gradient, stages it at the servers, reports."""
+"""The worker: it takes a work order, reads the variables, computes the gradient, stages it at the servers,
+and reports.
+"""
 
 from __future__ import annotations
 
@@ -25,27 +27,28 @@ Mode = Literal["sync", "async"]
 
 
 class GradientCapture(OptimizerStepper):
-    """Stands where other strategies have their optimizer: what it would step with goes to the servers."""
+    """Takes the place of an optimizer: it captures the gradients, which are sent to the servers."""
 
     def __init__(self) -> None:
         self.grads: Sequence[Tensor | None] = ()
 
     def step(self, grads: Sequence[Tensor | None], lr_factor: float) -> None:
-        """Keep the gradients; the rate is that of the version at which they are applied."""
+        """Store the gradients; the learning rate is that of the version at which they are applied."""
         del lr_factor
         self.grads = grads
 
 
 class Worker:
-    """Computes errands with a team of its own. It keeps nothing that another worker would need.
+    """Executes work orders with its own replicas. It keeps no state that another worker would need.
 
     Args:
-        team: computes; the parameters of its first replica are those of the last read.
-        servers: its own links to the servers.
+        team: the replicas; the parameters of the first are those of the last read.
+        servers: its own connections to the servers.
         data: its own access to the training data.
         training: plan, objective and update rule.
         mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of one.
-        mixes: whether an update may take shards of several steps, so that all are divided by what a full batch is.
+        mixes: whether an update may contain shards of several steps, so that all are divided by the size of a full
+            batch.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Worker:
         self._team, self._servers, self._data, self._training = team, servers, data, training
         self._mode, self._mixes = mode, mixes
         self._replica = team.first
-        self._handed_over = team.first.stepper = GradientCapture()
+        self._captured = team.first.stepper = GradientCapture()
         self._version: int | None = None
         self._loads: int | None = None
         self._row_lock = Lock()
@@ -69,26 +72,26 @@ class Worker:
         for replica in team.replicas:
             read_when_looked_up(sparse_tables(replica.model), self._pull_rows)
 
-    def run(self, errands: WorkChannel, waits: Callable[[int], None] = lambda _step: None) -> None:
-        """Compute errands until there are no more.
+    def run(self, channel: WorkChannel, waits: Callable[[int], None] = lambda _step: None) -> None:
+        """Execute work orders until there are no more.
 
         Args:
-            errands: where they come from.
-            waits: is told the step that was computed last, whenever there may be nothing to do for long.
+            channel: the channel to the chief.
+            waits: receives the last computed step, whenever there may be no work for a long time.
         """
         step = 0
         waits(step)
-        while (order := errands.take()) is not None:
-            errands.report(self._execute(order, errands))
+        while (order := channel.take()) is not None:
+            channel.report(self._execute(order, channel))
             step = order.step
             waits(step)
 
-    def _execute(self, order: WorkOrder, errands: WorkChannel) -> WorkReport:
+    def _execute(self, order: WorkOrder, channel: WorkChannel) -> WorkReport:
         if self._replica.on_phase is not None:
             self._replica.on_phase("data", order.step)
         batches = self._data.fetch(order.ticket)
         read, mixed = self._read(order), self._servers.mixed
-        errands.pulled(order.number)
+        channel.pulled(order.number)
         plan = self._training.plan
         computed = self._team.compute(
             order.ticket,
@@ -100,7 +103,7 @@ class Worker:
         return replace(self._stage(order, read, computed), mixed=mixed)
 
     def _read(self, order: WorkOrder) -> int:
-        """Pull the variables, unless they are those that are wanted already; their version."""
+        """Pull the variables, unless the required ones are present already; return their version."""
         if self._mode == "async" or self._version != order.version or self._loads != order.loads:
             tensors = enumerate(tensors_of(self._replica.model))
             self._version = self._servers.pull([None if place in self._tables else one for place, one in tensors])
@@ -109,13 +112,13 @@ class Worker:
         return self._version
 
     def _pull_rows(self, place: int, rows: Tensor) -> Tensor:
-        """As the servers have them; threads of a team ask one after the other."""
+        """Return current rows from the servers; threads of the replicas call one after the other."""
         with self._row_lock:
             return self._servers.pull_rows(place, rows)
 
     def _stage(self, order: WorkOrder, read: int, computed: Computed) -> WorkReport:
         replica, norm = self._replica, None
-        told = WorkReport(number=order.number, read=read, loss_sum=computed.loss_sum, weights=tuple(computed.weights))
+        report = WorkReport(number=order.number, read=read, loss_sum=computed.loss_sum, weights=tuple(computed.weights))
         if self._mode == "async":
             (sums,) = computed.sums
             status, norm = apply_update(
@@ -126,16 +129,16 @@ class Worker:
                 loss_sum=torch.tensor(computed.loss_sum, device=replica.device),
             )
             if status is not Status.applied:
-                return replace(told, is_finite=False)
+                return replace(report, is_finite=False)
         for key, sums in zip(gradient_keys(order.number, len(computed.sums)), computed.sums, strict=True):
             self._push(key, sums, computed)
-        return replace(told, norm=None if norm is None else float(norm))
+        return replace(report, norm=None if norm is None else float(norm))
 
     def _push(self, key: str, sums: Sequence[Tensor | None], computed: Computed) -> None:
         replica, count = self._replica, len(self._replica.params)
         grads, buffers = sums[:count], sums[count : len(sums) - int(computed.divisor.counted)]
         if self._mode == "async":
-            grads = self._handed_over.grads
+            grads = self._captured.grads
         elif replica.sparse and replica.numerics.reproducible:
             grads = [one.to_dense() if one is not None and one.is_sparse else one for one in grads]
         self._servers.push(key, grads, replica.buffers.in_all_places(buffers))

@@ -1,4 +1,4 @@
-"""The devices of a worker: they share out the shards of an errand, and what these add up to is pushed once."""
+"""The devices of a worker: they share the shards of a work order, and the sum of their gradients is pushed once."""
 
 from __future__ import annotations
 
@@ -32,35 +32,36 @@ _Sums = Sequence[Tensor | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Computed:
-    """What came of an errand."""
+    """The result of a work order."""
 
     sums: list[_Sums]
-    """Gradients, sums of buffers, the counted weight where there is one: of all shards together, or of each where the
-    order of summation is reproducible."""
+    """Gradients, sums of buffers, and the counted weight if there is one: of all shards together, or of each if the
+    order of summation is reproducible.
+    """
     weights: list[float]
-    """What the shards of each weigh."""
+    """The weights of the shards of each."""
     divisor: LossDivisor
-    """What the loss was divided by."""
+    """The divisor of the loss."""
     loss_sum: float
 
 
 @dataclass(kw_only=True)
 class _ReplicaShards:
-    """What a replica computes in one go."""
+    """The work of a replica that is computed at once."""
 
     place: int
-    """Of its first shard, in the errand."""
+    """The position of its first shard in the work order."""
     rank: int
-    """Of the replica."""
+    """The rank of the replica."""
     work: ThreadWork
     sums: _Sums = ()
 
 
 class WorkerReplicas:
-    """Replicas of a model, with a thread each; one that is alone computes on the caller's.
+    """Replicas of a model, one thread each; a single replica computes on the caller's thread.
 
     Args:
-        first: what is read from the servers is in its model, and what is computed meets on its device.
+        first: its model holds the variables read from the servers, and the results are collected on its device.
         devices: of all replicas, its own first.
 
     Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
@@ -83,24 +84,24 @@ class WorkerReplicas:
             torch.set_num_threads(self._had_threads)
 
     def refresh(self, *, frozen: bool) -> None:
-        """Give all replicas what the first one has.
+        """Copy the parameters of the first replica to all others.
 
         Args:
-            frozen: with what is not trained.
+            frozen: whether to copy untrained ones, too.
         """
         refresh(self.replicas[1:], self.first, frozen=frozen)
 
     def compute(
         self, ticket: Ticket, batches: Sequence[Any], training: StepContext, *, loss_scale: LossScale, batch_size: int
     ) -> Computed:
-        """Forward and backward of the shards of an errand.
+        """Compute forward and backward of the shards of a work order.
 
         Args:
             ticket: shards of a step.
-            batches: one a shard, on the first device.
+            batches: one per shard, on the first device.
             training: plan, objective and update rule.
-            loss_scale: gradients are multiplied by it.
-            batch_size: samples of the update that these shards are for.
+            loss_scale: factor of the gradients.
+            batch_size: samples of the update that these shards belong to.
         """
         for replica in self.replicas:
             replica.loss_scale = loss_scale
@@ -120,7 +121,9 @@ class WorkerReplicas:
     def _parts(
         self, ticket: Ticket, batches: Sequence[Any], training: StepContext, batch_size: int
     ) -> list[_ReplicaShards]:
-        """Shards in turn for the replicas, the first one's first; each by itself where the order is that of lanes."""
+        """Assign the shards to the replicas in turn; each shard is separate work if the order of summation
+        uses lanes.
+        """
         parts = []
         for rank, replica in enumerate(self.replicas):
             own = shards_of_rank(len(batches), rank=rank, num_ranks=len(self.replicas), lanes=None)
@@ -139,7 +142,7 @@ class WorkerReplicas:
             return
         shares = [list(own) for _, own in groupby(parts, key=lambda part: part.rank)]
         running = [self._threads.submit(_compute, own) for own in shares]
-        wait(running)  # also where one fails: nobody computes with what is being torn down
+        wait(running)  # even if one fails: no thread may compute while the replicas are torn down
         for one in running:
             one.result()
         for part in parts:
@@ -147,6 +150,6 @@ class WorkerReplicas:
 
 
 def _compute(parts: Sequence[_ReplicaShards]) -> None:
-    """What one thread does."""
+    """Compute the parts of one thread."""
     for part in parts:
         ((_, part.sums),) = computed(part.work)

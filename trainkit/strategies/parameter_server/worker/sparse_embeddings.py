@@ -1,4 +1,4 @@
-"""Tables of which a shard needs a few rows: those are read when they are looked up, and no others."""
+"""Embedding tables of which a shard needs only a few rows, which are pulled when they are looked up."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["read_when_looked_up", "sparse_tables"]
 
 
 def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
-    """The tables with sparse gradients, by their place among the trainable parameters.
+    """Return the tables with sparse gradients, by their index among the trainable parameters.
 
-    One whose weight another module uses as well is left out: that one needs all of it.
+    A table whose weight another module uses as well is excluded: that module needs the full weight.
 
     Example:
         >>> list(sparse_tables(nn.Sequential(nn.Linear(2, 2), nn.Embedding(9, 2, sparse=True))))
@@ -30,11 +30,11 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def read_when_looked_up(tables: Mapping[int, nn.Module], pull_rows: Callable[[int, Tensor], Tensor]) -> None:
-    """Bring the rows that a table is asked for up to date, each time it is asked.
+    """Pull the rows that a table needs before each of its lookups.
 
     Args:
-        tables: as `sparse_tables` gives them.
-        pull_rows: (place, (n,) rows) -> (n, ...) their numbers.
+        tables: from `sparse_tables`.
+        pull_rows: (index, (n,) rows) -> (n, ...) their values.
     """
     for place, table in tables.items():
         table.register_forward_pre_hook(_reader(place, pull_rows), with_kwargs=True)
