@@ -60,7 +60,7 @@ def sleeper() -> Iterator[tuple[subprocess.Popen[bytes], ProcessId]]:
 def waiting(peer: Peer, timeout_s: float) -> TrainingError:
     segment = SharedMemorySegment(peer, numel=8, dtype=torch.float32)
     with pytest.raises(TrainingError) as caught:
-        segment.meet(timeout_s)
+        segment.barrier(timeout_s)
     return caught.value
 
 
@@ -142,7 +142,7 @@ def let_go_early(place: Place) -> str:
         segment.close()
         return ""
     with pytest.raises(TrainingError) as caught:
-        segment.meet(60)
+        segment.barrier(60)
     return str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""Pipelines: stages of one replica over ranks, by `torch.distributed.pipelining`."""
+"""Pipeline parallelism: the stages of a replica on several ranks, by `torch.distributed.pipelining`."""
 
 from trainkit.strategies.pipeline.strategy import Pipeline
 

@@ -1,4 +1,6 @@
-"""A stage that knows its microbatches: keys, buffers and time belong to each of them, in whatever order they come."""
+"""A pipeline stage that sets up random keys, buffers and timing for each microbatch, in whatever order they are
+computed.
+"""
 
 from __future__ import annotations
 
@@ -21,65 +23,65 @@ __all__ = ["BusyTimer", "Chunk", "ChunkStage"]
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A microbatch: a shard of the step, or a repeat of one that only fills the schedule."""
+    """A microbatch: a shard of the step, or a repetition of one that only fills the schedule."""
 
     shard: int
     inputs: tuple[Tensor, ...]
     """The tensors among the model's inputs."""
     targets: Any
     share: float
-    """Its samples over the step's."""
+    """Its fraction of the step's samples."""
     counts: bool = True
-    """False for a repeat: it leaves no trace."""
+    """False for a repetition, which has no effect on the result."""
 
 
 class BusyTimer:
-    """Seconds that this rank computes; on devices that compute beside the host they mean nothing."""
+    """Measures the seconds that this rank computes; meaningless on devices that compute asynchronously."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Count the time inside."""
+        """Measure the time of the block."""
         start = time.perf_counter()
         yield
         self.busy_s += time.perf_counter() - start
 
 
 class MicrobatchHooks:
-    """What a stage does around each microbatch; see `PipelineReplica`."""
+    """Hooks of a stage around each microbatch; see `PipelineReplica`."""
 
     clock: BusyTimer
 
     def before_forward(self, chunk: Chunk) -> None:
-        """Keys and buffers of its shard."""
+        """Set the random key and the buffers of its shard."""
         raise NotImplementedError
 
     def after_forward(self, chunk: Chunk, stage: int) -> None:
-        """Read the buffers that it left."""
+        """Record the buffers after the forward pass."""
         raise NotImplementedError
 
     def after_backward(self) -> None:
-        """Take the gradients that it left, where they are summed apart."""
+        """Collect the gradients, if they are summed separately."""
         raise NotImplementedError
 
 
 class ChunkStage(PipelineStage):
     """A stage of `torch.distributed.pipelining` for inputs of one shape.
 
-    Shapes are given, so that torch runs no forward pass to find them: that would spoil batch statistics.
+    Shapes are given, so that torch runs no forward pass to infer them: that would change batch statistics.
 
     Args:
-        segment: computes it.
+        segment: the module of the stage.
+        stretch: the received and sent values.
+        program: has the shapes of those.
         stage: its number.
-        stretch: what is received and sent.
-        program: knows the shapes of those.
-        num_stages: stages there are.
-        device: where it computes.
+        num_stages: number of stages.
+        device: the device of the stage.
         group: the ranks of the replica.
-        around: what happens around each microbatch.
-        autocast: makes the context of a forward pass.
+        around: hooks around each microbatch.
+        autocast: creates the context of a forward pass.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class ChunkStage(PipelineStage):
         )
         self._segment, self._around, self._autocast = segment, around, autocast
         self.microbatches: Sequence[Chunk] = ()
-        """Those of the step to come."""
+        """The microbatches of the next step."""
 
     def forward_one_chunk(
         self,
@@ -116,7 +118,7 @@ class ChunkStage(PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,  # noqa: ARG002 - torch's signature; no output is merged
     ) -> Any:
-        """The forward pass of one microbatch."""
+        """Run the forward pass of one microbatch."""
         chunk = self.microbatches[fwd_chunk_id]
         with self._around.clock.running(), _unwrapped():
             self._around.before_forward(chunk)
@@ -133,16 +135,16 @@ class ChunkStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> None:
-        """The backward pass of one microbatch, or that of its inputs alone."""
+        """Run the backward pass of one microbatch, or that of its inputs alone."""
         with self._around.clock.running(), _unwrapped():
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=full_backward, last_backward=last_backward)
-            # Sent as they lie in memory, and received as tensors without gaps.
+            # Tensors are sent in their memory layout, and received as contiguous ones.
             found = self.bwd_cache.get(bwd_chunk_id, ())
             self.bwd_cache[bwd_chunk_id] = tuple(None if grad is None else grad.contiguous() for grad in found)
             self._around.after_backward()
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """The rest of a backward pass that was split."""
+        """Run the rest of a split backward pass."""
         with self._around.clock.running(), _unwrapped():
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward=last_backward)
             self._around.after_backward()
@@ -150,7 +152,7 @@ class ChunkStage(PipelineStage):
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Raise what the model raised, not torch's account of it."""
+    """Raise the exception of the model instead of the one that torch wraps around it."""
     try:
         yield
     except RuntimeError as error:

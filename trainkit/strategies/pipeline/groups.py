@@ -1,4 +1,4 @@
-"""Who holds what: the groups of ranks that add up gradients, and the tensors that several stages hold."""
+"""The ranks that hold each tensor, and the process groups that sum their gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["Groups", "drifted", "holders_of", "meet"]
 
-_NOTHING = torch.zeros((), dtype=torch.int64)
+_NO_HASH = torch.zeros((), dtype=torch.int64)
 
 
 def holders_of(model: nn.Module, cut: StageAssignment, num_ranks: int) -> dict[str, tuple[int, ...]]:
-    """Parameter or buffer, by canonical name -> the places in the pipeline whose stages hold it.
+    """Return parameter or buffer, by canonical name -> the pipeline positions whose stages hold it.
 
-    Most are on one. A tied one is on each stage that has one of its names; what the model owns itself is on all.
+    Most are on one. A tied one is on each stage that has one of its names; tensors that the model owns itself are on
+    all.
 
     Args:
         model: the whole model.
@@ -42,20 +43,21 @@ def holders_of(model: nn.Module, cut: StageAssignment, num_ranks: int) -> dict[s
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups that this rank is part of."""
+    """The process groups of this rank."""
 
     replica: ProcessGroup
-    """The ranks of its replica, by stage."""
+    """The ranks of its replica, in the order of the stages."""
     alike: dict[tuple[int, ...], ProcessGroup]
-    """Places in the pipeline -> the ranks there, in all replicas: who holds the same tensors. Only those that this rank
-    is in, and that have more than one rank; in an order that is the same on all ranks."""
+    """Pipeline positions -> the ranks there, in all replicas, which hold the same tensors. Only groups that contain
+    this rank and have more than one rank; in an order that is the same on all ranks.
+    """
 
     def sum(self, tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
-        """Each tensor's sum over the ranks that hold it; collective.
+        """Return each tensor's sum over the ranks that hold it; collective.
 
         Args:
             tensors: of one dtype and device; None where it is None on all ranks.
-            holders: the places in the pipeline that hold each.
+            holders: the pipeline positions that hold each.
         """
         sums = list(tensors)
         for places, group in self.alike.items():
@@ -70,7 +72,7 @@ class Groups:
         return sums
 
     def align(self, tensors: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]]) -> None:
-        """Take over each tensor from the first rank that holds it; collective."""
+        """Broadcast each tensor from the first rank that holds it; collective."""
         for places, group in self.alike.items():
             for name in sorted(tensors):
                 if holders[name] == places:
@@ -78,18 +80,18 @@ class Groups:
 
 
 def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
-    """Make the groups; collective over all ranks.
+    """Create the groups; collective over all ranks.
 
     Args:
-        holders: of `holders_of`.
-        stages: ranks of a replica, which are neighbours.
-        replicas: how many replicas.
+        holders: from `holders_of`.
+        stages: ranks of a replica, which are consecutive.
+        replicas: number of replicas.
         rank: of this process.
     """
     pipelines = [list(range(first * stages, (first + 1) * stages)) for first in range(replicas)]
     made = [dist.new_group(ranks) for ranks in pipelines]
     alike = {}
-    # Sets of one place first, which are apart from each other, then those of shared tensors, in one order everywhere.
+    # Sets of one position first, which are disjoint, then those of shared tensors, in the same order on all ranks.
     for places in sorted(set(holders.values()), key=lambda one: (len(one), one)):
         ranks = [replica * stages + place for replica in range(replicas) for place in places]
         if len(ranks) > 1:
@@ -102,15 +104,15 @@ def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, 
 def drifted(
     params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], everyone: Collective, *, num_ranks: int
 ) -> str | None:
-    """The first parameter that differs between two ranks that hold it, and on which; collective.
+    """Return the first parameter that differs between two ranks that hold it, and on which; collective.
 
     Args:
         params: those of this rank.
-        holders: of `holders_of`.
+        holders: from `holders_of`.
         everyone: all ranks.
         num_ranks: ranks of a replica.
     """
-    hashes = torch.stack([bits_hash(params[name]) if name in params else _NOTHING for name in holders])
+    hashes = torch.stack([bits_hash(params[name]) if name in params else _NO_HASH for name in holders])
     rows = torch.stack(everyone.gather(hashes)).tolist()
     for at, (name, places) in enumerate(holders.items()):
         ranks = [rank for rank in range(len(rows)) if rank % num_ranks in places]

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline may hold."""
+"""Memory limits of the ranks of a pipeline."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEY = "strategy.max_memory"
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Memory that ranks take, for all or by rank.
+    """Memory that ranks may use, for all or by rank.
 
     Example:
         >>> Limits(given=2.0, num_ranks=2).of_rank(1) == 2 * 2**30
@@ -33,13 +33,13 @@ class Limits:
     """Ranks of a replica."""
 
     def of_rank(self, rank: int) -> float:
-        """Bytes that a rank takes, `math.inf` where nothing limits it."""
+        """Return the limit of a rank in bytes, `math.inf` if there is none."""
         if isinstance(self.given, Mapping):
             return self.given.get(str(rank), math.inf) * 2**30
         return math.inf if self.given is None else self.given * 2**30
 
     def problems(self) -> list[Problem]:
-        """Ranks that there are not, and limits below which nothing is."""
+        """Return problems: ranks that do not exist, and limits that are not positive."""
         if not isinstance(self.given, Mapping):
             return []
         ranks = [str(rank) for rank in range(self.num_ranks)]
@@ -57,12 +57,12 @@ class Limits:
     def exceeded(
         self, cut: StageAssignment, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
     ) -> list[Problem]:
-        """The ranks whose stages hold more than they take.
+        """Return a problem for each rank whose stages exceed its limit.
 
         Args:
             cut: the stage of each block.
-            bytes_of: what a tensor costs.
-            kept: bytes that each block keeps of a shard for backward; None where that is not known.
+            bytes_of: returns the bytes of a tensor.
+            kept: bytes that each block stores of a shard for backward; None if unknown.
         """
         sizes = [_bytes(unit, bytes_of) for unit in cut.units]
         counted = "parameters, gradients and buffers"

@@ -18,7 +18,7 @@ def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tup
 
     Args:
         units: the blocks, in the order in which the model names them.
-        programs: what the model does; the first one gives the order. Empty: the order stays.
+        programs: the recorded passes of the model; the first one gives the order. Empty: the order is unchanged.
     """
     if not programs:
         return tuple(units)
@@ -33,17 +33,17 @@ def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tup
 
 
 def leaders_among(units: Sequence[Block], programs: Sequence[Program]) -> list[int]:
-    """Return for each block the first one whose stage it must share, by position: itself where it is free.
+    """Return for each block the position of the first block whose stage it must share; its own if it is free.
 
-    Blocks must be together from one call of a block to its next one, from a block to code that uses its tensors, and
-    from where a tensor is made to where its memory is used after it was written into.
+    Blocks must be on one stage from one call of a block to its next one, from a block to code that uses its tensors,
+    and from where a tensor is created to where its memory is used after an in-place write.
     """
     leaders = list(range(len(units)))
     for program in programs:
         for first, last in _together(units, program):
             for at in range(first + 1, last + 1):
                 leaders[at] = min(leaders[at], leaders[first])
-    for at in range(len(leaders) - 2, -1, -1):  # overlapping stretches are one
+    for at in range(len(leaders) - 2, -1, -1):  # overlapping ranges are merged
         later = min(leaders[at + 1 :])
         leaders[at] = min(leaders[at], later) if later <= at else leaders[at]
     return leaders

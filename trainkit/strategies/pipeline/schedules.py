@@ -1,4 +1,4 @@
-"""The order in which stages compute microbatches: torch's schedules, what each takes, and its bubble."""
+"""The schedules of microbatches: torch's classes, the number of microbatches that each accepts, and its bubble."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 def several_a_rank(schedule: ScheduleName) -> bool:
-    """Whether a rank may have several stages."""
+    """Return whether a rank may have several stages."""
     return schedule in ("interleaved", "zero_bubble")
 
 
 def padded_microbatches(schedule: ScheduleName, count: int, num_ranks: int) -> int:
-    """The microbatches that a schedule takes, `count` or a few more: what is missing are repeats that count nothing.
+    """Return the number of microbatches for a schedule: `count` or a few more, which are repetitions without effect.
 
-    Interleaved and zero-bubble schedules go through their microbatches in equal rounds of at least one a rank.
+    Interleaved and zero-bubble schedules process their microbatches in equal rounds of at least one per rank.
 
     Example:
         >>> [padded_microbatches("interleaved", count, 2) for count in (1, 2, 3, 5)]
@@ -35,10 +35,10 @@ def padded_microbatches(schedule: ScheduleName, count: int, num_ranks: int) -> i
 
 
 def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a_rank: int) -> float:
-    """The share of a step that each rank waits, with equal stages and no time for sending.
+    """Return the fraction of a step that each rank waits, for equal stages and no communication time.
 
-    With p ranks, m microbatches and v stages a rank: (p - 1) / (v m + p - 1). A zero-bubble schedule waits with weight
-    gradients, a third of the work, for the gaps to come: (p - 1) / (3 v m + p - 1).
+    With p ranks, m microbatches and v stages per rank: (p - 1) / (v m + p - 1). A zero-bubble schedule computes weight
+    gradients, a third of the work, during the gaps: (p - 1) / (3 v m + p - 1).
 
     Example:
         >>> ideal_bubble("1f1b", 9, num_ranks=4, stages_a_rank=1)
@@ -53,11 +53,11 @@ def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a
 def make_schedule(
     schedule: ScheduleName, stages: Sequence[ChunkStage], count: int, loss: Callable[[Any, Any], Any]
 ) -> Any:
-    """Torch's schedule of so many microbatches; gradients are not scaled by it.
+    """Create torch's schedule for a number of microbatches; it does not scale gradients.
 
-    1F1B of fewer microbatches than stages is GPipe: all forward passes come before the first backward pass.
+    1F1B with fewer microbatches than stages is GPipe: all forward passes come before the first backward pass.
     """
-    from torch.distributed import pipelining  # noqa: PLC0415 - heavy, and needed by ranks with stages only
+    from torch.distributed import pipelining  # noqa: PLC0415 - slow to import, and needed only by ranks with stages
 
     if schedule == "interleaved":
         return pipelining.ScheduleInterleaved1F1B(list(stages), count, loss_fn=loss, scale_grads=False)

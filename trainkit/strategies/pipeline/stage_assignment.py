@@ -1,4 +1,4 @@
-"""Which block is on which stage: by the user's map or balanced by bytes, and what is wrong with it."""
+"""Assign blocks to stages, by the user's map or balanced by bytes, and validate the map."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StageAssignment:
 
     units: tuple[Block, ...]
     stages: tuple[int, ...]
-    """One a unit."""
+    """The stage of each unit."""
     num_stages: int
 
     @property
@@ -35,21 +35,21 @@ class StageAssignment:
         return {unit.name: stage for unit, stage in zip(self.units, self.stages, strict=True)}
 
     def members(self, stage: int) -> list[Block]:
-        """The blocks of a stage, in the order in which the model names them."""
+        """Return the blocks of a stage, in the order in which the model names them."""
         return [unit for unit, one in zip(self.units, self.stages, strict=True) if one == stage]
 
     def words(self) -> str:
-        """The cut as a map, for messages: `embed:0,blocks.0-5:0,rest:1`."""
+        """Return the assignment as a map, for messages: `embed:0,blocks.0-5:0,rest:1`."""
         runs = groupby(zip(self.units, self.stages, strict=True), key=lambda pair: pair[1])
         named = [(stage, collapsed([unit.name for unit, _ in members])) for stage, members in runs]
         return "{" + ",".join(f"{word}:{stage}" for stage, words in named for word in words) + "}"
 
 
 def blocks_to_cut(model: nn.Module) -> tuple[Block, ...]:
-    """The blocks between which a pipeline may cut: those of maps, each with one module that is called.
+    """Return the blocks between which a pipeline may cut, each with one module that is called.
 
-    A block of what is left around a list of others (a `transformer` around its `h`) comes as its parts, which may be on
-    different stages. A tensor that the model owns itself is where its code uses it.
+    A block that consists of the rest around a list of others (a `transformer` around its `h`) is split into its parts,
+    which may be on different stages. A tensor that the model owns itself belongs to the code that uses it.
 
     Example:
         >>> [unit.name for unit in blocks_to_cut(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))]
@@ -84,19 +84,19 @@ def cut_blocks(
     activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None,
     programs: Sequence[Program] = (),
 ) -> StageAssignment | list[Problem]:
-    """Cut a model, which may be on the meta device.
+    """Assign the blocks of a model, which may be on the meta device, to stages.
 
     Args:
         model: the model.
         given: the user's map; None: balanced by bytes.
-        num_stages: stages that there are.
-        bytes_of: what a tensor costs.
-        activations: bytes that each block keeps of a shard for backward; None where that is not known.
-        programs: what the model does in its forward passes; empty where that is not known, and then blocks are taken
-            to run in the order in which the model names them.
+        num_stages: number of stages.
+        bytes_of: returns the bytes of a tensor.
+        activations: returns the bytes that each block stores of a shard for backward; None if unknown.
+        programs: the recorded forward passes of the model; empty if unknown, and then blocks are assumed to run in the
+            order in which the model names them.
 
     Returns:
-        The cut, with the blocks in the order in which they run, or every problem of the map.
+        The assignment, with the blocks in the order in which they run, or every problem of the map.
     """
     units = in_forward_order(blocks_to_cut(model), programs)
     if given is None:
@@ -126,7 +126,7 @@ def _balanced(
         counted = _with_kept(counted, kept)
     anywhere = [math.inf] * num_stages
     found = balanced(counted, anywhere, leaders=leaders, fill=True)
-    if found is None:  # what the model does then says which blocks must be together
+    if found is None:  # then the recorded passes tell which blocks must be on one stage
         found = balanced(counted, anywhere, leaders=range(len(units)), fill=True)
     if found is None:
         most = sum(size > 0 for size in counted)
@@ -136,9 +136,10 @@ def _balanced(
 
 
 def _with_kept(counted: Sequence[int], kept: Sequence[int]) -> list[int]:
-    """Bytes with what blocks keep for backward; that of one that trains nothing goes to the trained one before it.
+    """Return bytes including those stored for backward; those of untrained blocks are added to the trained block
+    before.
 
-    Every stage must train something, so what trains nothing counts for nothing.
+    Every stage must contain trained parameters, so untrained blocks count as zero.
 
     Example:
         >>> _with_kept([0, 5, 0, 5], [1, 10, 10, 0])
@@ -168,7 +169,7 @@ def _number_problems(given: Mapping[str, Place], num_stages: int) -> list[Proble
 
 
 def _filled_in(places: Sequence[Place | None]) -> tuple[int, ...]:
-    """Blocks without tensors that no key names go with the block before them, the first ones with the first stage."""
+    """Assign blocks without tensors that no key names to the stage of the block before them, or to the first stage."""
     stages, now = [], 0
     for place in places:
         now = now if place is None else int(place)
@@ -193,8 +194,8 @@ def _with_parts_moved_on(
 ) -> tuple[int, ...]:
     """Move the parts of a block that a key names as a whole forward to the stage of the blocks before them.
 
-    `{transformer:0,transformer.h.1:1}` names the embedding and the last norm of a `transformer` at once, for a device
-    map cuts between blocks only. A pipeline runs forwards: the norm goes with the layer before it.
+    `{transformer:0,transformer.h.1:1}` names the embedding and the last norm of a `transformer` at once, because a
+    device map cuts between blocks only. A pipeline runs forwards: the norm moves to the stage of the layer before it.
     """
     whole = {unit.name for unit in blocks_of(model)}
     moved, furthest = [], 0
@@ -206,7 +207,7 @@ def _with_parts_moved_on(
 
 
 def names_parts(model: nn.Module, given: Mapping[str, Place]) -> bool:
-    """Whether a key of a map names a block of maps that a pipeline cuts into parts."""
+    """Return whether a key of a map names a block that a pipeline splits into parts."""
     return any(unit.name in given and len(unit.entries) > 1 for unit in blocks_of(model))
 
 

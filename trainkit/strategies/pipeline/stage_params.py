@@ -1,4 +1,4 @@
-"""Keeping of a model what this rank's stages need, and leaving the rest without memory."""
+"""Keep only the parameters and buffers that this rank's stages need; the rest of the model uses no memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["StageParams"]
 
 @dataclass(frozen=True, kw_only=True)
 class StageParams:
-    """The tensors of some stages on one device; those of all others go to torch's meta device."""
+    """The tensors of some stages on one device; all others are moved to torch's meta device."""
 
     device: torch.device
     names: frozenset[str]
@@ -23,41 +23,43 @@ class StageParams:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The one."""
+        """The devices: only one."""
         return (self.device,)
 
     def device_of(self, name: str) -> torch.device:
-        """Where a tensor is."""
+        """Return the device of a tensor."""
         return self.device if name in self.names else torch.device("meta")
 
     def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-        """Let go of what is not kept, and make the numbers of what is; what is tied stays tied.
+        """Release the tensors that are not kept, and initialise the others; tied tensors stay tied.
 
         Args:
             model: the model.
-            values: what it begins with, where it was built without; asked for one at a time.
+            values: the initial values, if the model was built without data; accessed one at a time.
         """
         named = [*model.named_parameters(), *model.named_buffers()]
         name_of = {id(tensor): name for name, tensor in named}
-        settled: dict[int, Tensor] = {}
+        replaced: dict[int, Tensor] = {}
 
-        def in_its_place(tensor: Tensor) -> Tensor:
+        def replacement(tensor: Tensor) -> Tensor:
             name = name_of[id(tensor)]
             if name in self.names and not (tensor.is_meta and values is not None):
                 return tensor
-            if id(tensor) not in settled:
-                settled[id(tensor)] = _like(tensor, values[name] if name in self.names and values is not None else None)
-            return settled[id(tensor)]
+            if id(tensor) not in replaced:
+                replaced[id(tensor)] = _like(
+                    tensor, values[name] if name in self.names and values is not None else None
+                )
+            return replaced[id(tensor)]
 
         for module in model.modules():
-            for own in (module._parameters, module._buffers):  # noqa: SLF001 - its own, not those below
-                own.update({leaf: in_its_place(tensor) for leaf, tensor in own.items() if tensor is not None})  # type: ignore[misc]
+            for own in (module._parameters, module._buffers):  # noqa: SLF001 - without those of its children
+                own.update({leaf: replacement(tensor) for leaf, tensor in own.items() if tensor is not None})  # type: ignore[misc]
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move what is kept to the device."""
+        """Move the kept tensors to the device."""
         for param in model.parameters():
             if not param.is_meta:
-                param.data = param.data.to(self.device)  # the same Parameter: what is tied stays tied
+                param.data = param.data.to(self.device)  # the same Parameter object: tied tensors stay tied
         for module in model.modules():
             for leaf, buffer in module._buffers.items():  # noqa: SLF001
                 if buffer is not None and not buffer.is_meta:
@@ -66,6 +68,6 @@ class StageParams:
 
 
 def _like(tensor: Tensor, value: Tensor | None) -> Tensor:
-    """A tensor with these numbers, or without memory."""
+    """Return a tensor with these values, or without memory."""
     new = torch.empty_like(tensor, device="meta") if value is None else in_layout(value, dense_strides(tensor))
     return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new

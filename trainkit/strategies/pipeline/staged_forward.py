@@ -1,4 +1,4 @@
-"""Calling the model of a pipeline: its stages one after the other, and the outputs on every rank."""
+"""Call the model of a pipeline: its stages run one after the other, and the outputs are sent to every rank."""
 
 from __future__ import annotations
 
@@ -17,31 +17,32 @@ __all__ = ["StagedForward"]
 
 
 class StagedForward:
-    """The forward pass of a model that is in stages, in place of its own: `model.forward = StagedForward(replica)`.
+    """The forward pass of a staged model, which replaces its own: `model.forward = StagedForward(replica)`.
 
-    For evaluation and samples: one batch at a time, without gradients. Collective over the ranks of a replica; all give
-    the same inputs, and get the outputs.
+    For evaluation and sampling: one batch at a time, without gradients. Collective over the ranks of a replica; all
+    pass the same inputs, and receive the outputs.
     """
 
     def __init__(self, replica: PipelineReplica) -> None:
         self._replica = replica
 
     def __call__(self, inputs: Any) -> Any:
-        """What the model makes of its inputs."""
+        """Run the model on its inputs."""
         replica = self._replica
         with torch.no_grad():
             traced = replica.trace(inputs)
         program, last = traced.program, replica.cut.num_stages - 1
         tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
         outputs: tuple[Tensor, ...] = ()
-        with torch.no_grad(), replica.keys.at(replica.keys.beginning):  # the program itself keys the model's own code
+        # The recorded program itself sets the random keys of the model's own code.
+        with torch.no_grad(), replica.keys.at(replica.keys.beginning):
             for stage in replica.stages_here:
                 received = self._received(program, traced.stretches[stage].received, stage)
                 traced.segments[stage].inputs = tensors
                 outputs = traced.segments[stage](*received)
                 if stage < last:
                     self._send(outputs, stage + 1)
-            finals = self._spread(program, outputs)
+            finals = self._broadcast(program, outputs)
         return filled(program.outputs, dict(zip(program.finals(), finals, strict=True)), {})
 
     def _received(self, program: Program, numbers: tuple[int, ...], stage: int) -> list[Tensor]:
@@ -55,8 +56,8 @@ class StagedForward:
         for tensor in tensors:
             dist.send(tensor, group=self._replica.groups.replica, group_dst=stage % self._replica.num_stage_ranks)
 
-    def _spread(self, program: Program, outputs: tuple[Tensor, ...]) -> list[Tensor]:
-        """The last stage's outputs, on every rank."""
+    def _broadcast(self, program: Program, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Broadcast the outputs of the last stage to every rank."""
         replica = self._replica
         is_last = replica.place == replica.num_stage_ranks - 1
         found = []

@@ -1,4 +1,4 @@
-"""Whether the stages of a cut fit what the model does: blocks in their order, and tensors where they are used."""
+"""Validate that the stages match what the model computes: blocks in their order, and tensors where they are used."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ __all__ = ["misfits", "run_problems"]
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
 ) -> list[Problem]:
-    """Whether a cut fits all that a model does; by the names of its blocks alone where that is not known.
+    """Return problems of a stage assignment; if the recorded passes are unknown, only the order of block names is
+    checked.
 
     Args:
         cut: the stage of each block.
-        programs: what the model does, in training and in evaluation; empty where that is not known.
-        better: another cut, which is advised where it fits.
+        programs: the recorded passes, in training and in evaluation; empty if unknown.
+        better: another assignment, which is suggested if it is valid.
     """
     if better is not None and misfits(better, programs):
         better = None
@@ -31,33 +32,33 @@ def misfits(
 
 
 def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
-    """Whether the stages follow each other as the blocks do.
+    """Return a problem if the stages do not follow each other as the blocks do.
 
     Args:
         cut: the stage of each block.
-        ran: the blocks in the order in which the model runs them, or names them where that is not known.
-        better: a cut without the problem; None where none is known.
+        ran: the blocks in the order in which the model runs them, or names them if that is unknown.
+        better: an assignment without the problem; None if none is known.
     """
     stages = [cut.stage_of[name] for name in ran]
     at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
     if at is None:
         return []
-    said = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
+    text = f"goes back from stage {stages[at]} ({ran[at]}) to stage {stages[at + 1]} ({ran[at + 1]})"
     twice = next((name for name in ran if ran.count(name) > 1), None)
     use = "" if better is None else f" Use {better.words()}."
     if twice is not None:
-        rule = f"{said}, and the model runs {twice} more than once. Put all blocks between its calls on its stage.{use}"
+        rule = f"{text}, and the model runs {twice} more than once. Put all blocks between its calls on its stage.{use}"
         return [Problem(key="strategy.map", rule=rule)]
     changes = sum(one != other for one, other in pairwise(stages))
     rule = (
-        f"{said}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
+        f"{text}; activations change their stage {changes} time{'' if changes == 1 else 's'}, and {cut.num_stages - 1} "
         f"would do. A pipeline runs forwards{'.' if better is None else f': use {better.words()}.'}"
     )
     return [Problem(key="strategy.map", rule=rule)]
 
 
 def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignment | None = None) -> list[Problem]:
-    """Whether what the model does fits the stages: blocks in their order, and tensors where they are used."""
+    """Return problems of one recorded pass: the order of its blocks, and tensors that are used on other stages."""
     return _order_problems(cut, program.blocks(), better) or [
         *_reach_problems(cut, program),
         *_memory_problems(cut, program),
@@ -67,7 +68,7 @@ def run_problems(cut: StageAssignment, program: Program, *, better: StageAssignm
 def _reach_problems(cut: StageAssignment, program: Program) -> list[Problem]:
     homes, tensors = dict[int, set[int]](), dict[str, int]()
     for unit, stage in zip(cut.units, cut.stages, strict=True):
-        for name, tensor in unit.tensors():  # a tied one is at home on several stages
+        for name, tensor in unit.tensors():  # a tied tensor belongs to several stages
             homes.setdefault(id(tensor), set()).add(stage)
             tensors[name] = id(tensor)
     problems = []
@@ -81,7 +82,7 @@ def _reach_problems(cut: StageAssignment, program: Program) -> list[Problem]:
 
 
 def _memory_problems(cut: StageAssignment, program: Program) -> list[Problem]:
-    """A tensor that is sent is a copy: what is then written into one of its views does not reach the others."""
+    """Return a problem for in-place writes across stages: a sent tensor is a copy, so its other views do not change."""
     stages, blocks = program.stages_of_calls(cut.stage_of), _blocks_of_calls(program)
     for calls in program.shared_memory():
         first, last = calls[0], calls[-1]
@@ -96,7 +97,7 @@ def _memory_problems(cut: StageAssignment, program: Program) -> list[Problem]:
 
 
 def _blocks_of_calls(program: Program) -> list[str]:
-    """The block that each call is, or follows."""
+    """Return the block of each call, or the block that it follows."""
     found, now = [], "its own code"
     for call in program.calls:
         now = call.block or now

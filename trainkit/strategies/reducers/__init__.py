@@ -1,4 +1,4 @@
-"""Reducers: how the partial sums of a step become its total on every rank."""
+"""Reducers: they sum the partial sums of a step over all ranks."""
 
 from trainkit.strategies.reducers.auto import AutoReducer
 from trainkit.strategies.reducers.backend import BackendReducer

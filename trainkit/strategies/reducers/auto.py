@@ -1,4 +1,4 @@
-"""Chooses among reducers by timing them on this model's gradients, before the first step."""
+"""Choose among reducers by timing them on this model's gradients, before the first step."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 __all__ = ["AutoReducer"]
 
 _ROUNDS: Final = 5
-"""Timed exchanges a candidate, after one that makes its memory and connections."""
+"""Timed exchanges per candidate, after one that allocates its memory and connections."""
 
 
 class AutoReducer:
     """The fastest of several reducers, once `choose` has timed them; until then the first.
 
     Args:
-        candidates: name -> what makes the reducer, collectively; in one order on every rank.
+        candidates: name -> factory of the reducer, which is collective; in the same order on every rank.
         collective: the ranks.
     """
 
@@ -34,35 +34,35 @@ class AutoReducer:
         self._candidates, self._collective = dict(candidates), collective
         self._current: Reducer | None = None
         self.chosen: str | None = None
-        """The name of the one in use; None until `choose`."""
+        """The name of the reducer in use; None until `choose`."""
         self.recalled: str | None = None
-        """The choice of the run that is continued, which stands where that reducer works here."""
+        """The choice of the run that is continued, which is kept if that reducer exists here."""
 
     def choose(self, packing: FlatBuffer) -> str:
-        """Take the fastest; collective.
+        """Choose the fastest reducer; collective.
 
         Args:
-            packing: what a step exchanges.
+            packing: the layout of a step's exchange.
 
         Returns:
-            A line that says what was chosen and why.
+            A line about the choice and the reason.
         """
         if self.recalled is not None and self.recalled in self._candidates:
-            self._take(self.recalled)
+            self._use(self.recalled)
             return f"strategy.reduce=auto: {self.recalled}, as this run has chosen before."
         times_s = {name: self._time(make(), packing) for name, make in self._candidates.items()}
         fastest = min(times_s, key=lambda name: times_s[name])
-        self._take(fastest)
+        self._use(fastest)
         size = packing.numel * packing.dtype.itemsize / 2**20
         others = ", ".join(f"{name} {seconds * 1e3:.3g} ms" for name, seconds in times_s.items())
         return f"strategy.reduce=auto: {fastest}. Summing {size:.3g} MiB takes {others}."
 
-    def _take(self, name: str) -> None:
+    def _use(self, name: str) -> None:
         self.close()
         self.chosen, self._current = name, self._candidates[name]()
 
     def _time(self, reducer: Reducer, packing: FlatBuffer) -> float:
-        """Seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree."""
+        """Return the seconds of an exchange: the median over rounds, of the slowest rank, so that all ranks agree."""
         seconds = []
         for _ in range(_ROUNDS + 1):
             self._collective.gather(torch.zeros(1))  # begin together
@@ -76,11 +76,11 @@ class AutoReducer:
         return float(slowest.max())
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """The sums over all ranks, by the reducer in use."""
+        """Return the sums over all ranks, by the reducer in use."""
         return self._reducer.reduce(partials, num_shards=num_shards, packing=packing)
 
     def arm(self, params: Sequence[Tensor]) -> None:
-        """Pass it on to a reducer that overlaps with backward."""
+        """Forward the call to a reducer that overlaps with backward."""
         reducer: object = self._reducer
         if isinstance(reducer, Overlapping):
             reducer.arm(params)

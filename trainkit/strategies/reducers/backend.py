@@ -1,4 +1,6 @@
-"""The backend's own all-reduce (NCCL, gloo): the fastest order, whichever it is, while backward still runs."""
+"""The all-reduce of the backend (NCCL, gloo), overlapping with backward; the fastest, in an unspecified order of
+summation.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ __all__ = ["BackendReducer"]
 
 
 class BackendReducer:
-    """Sums over a process group, always with SUM: an average taken back costs bits.
+    """Sums over a process group, always with SUM: converting an average back to a sum would lose bits.
 
     Gradients lie in one vector, cut into buckets. In the last backward pass of a step a bucket is exchanged as soon as
-    it is full and those before it are on their way: the same order on every rank. A rank without a shard sends zeros.
+    it is full and those before it have been started: the same order on every rank. A rank without a shard sends zeros.
 
     Args:
-        bucket_mb: MiB from which a bucket is full; 0: all at once, after backward.
+        bucket_mb: MiB from which a bucket is full; 0: one exchange after backward.
         compressor: exchanges gradients in fewer bytes, and less exactly.
         group: the ranks to sum over; None: all of them.
     """
@@ -52,13 +54,13 @@ class BackendReducer:
         self._reducing = False
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """The sums over all ranks."""
+        """Return the sums over all ranks."""
         if self._packing is not packing:
             self._lay_out(packing)
         self._waits.clear()
         self._reducing = True
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
-        for _, sums in partials:  # noqa: B007 - at most one; backward runs in here, and launches buckets
+        for _, sums in partials:  # noqa: B007 - at most one; computing it runs backward, which launches buckets
             pass
         self._armed, self._reducing = None, False
         for bucket in self._buckets[len(self._waits) :]:
@@ -85,19 +87,19 @@ class BackendReducer:
                 self._bucket_of[bucket.first : bucket.last] = [number] * (bucket.last - bucket.first)
 
     def arm(self, params: Sequence[Tensor]) -> None:
-        """Exchange buckets during the backward pass that comes now."""
+        """Exchange buckets during the next backward pass."""
         if not self._reducing or sum(not bucket.is_tail for bucket in self._buckets) < 2:
-            return  # another reducer has this step; or the only bucket is full when backward is over
+            return  # another reducer has this step, or the only bucket is full when backward has ended
         if not self._hooks:
             self._hooks = [
-                param.register_post_accumulate_grad_hook(partial(self._arrived, place))  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(partial(self._on_gradient, place))  # type: ignore[no-untyped-call]
                 for place, param in enumerate(params)
             ]
         self._missing = [set(range(bucket.first, bucket.last)) for bucket in self._buckets if not bucket.is_tail]
         self._armed = params
 
-    def _arrived(self, place: int, _: Tensor) -> None:
-        """A gradient of the last backward pass is final."""
+    def _on_gradient(self, place: int, _: Tensor) -> None:
+        """Record that a gradient of the last backward pass is final."""
         if self._armed is None:
             return  # an earlier shard
         missing = self._missing[self._bucket_of[place]]
@@ -131,7 +133,7 @@ class BackendReducer:
             self._waits.append(self.compressor.sum(part, grads, index=len(self._waits)))
 
     def close(self) -> None:
-        """Take the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -12,38 +12,38 @@ from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 __all__ = ["Closing", "Overlapping", "Partials", "Reducer"]
 
 Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
-"""(lane, the sums over that lane's shards), computed as they are asked for."""
+"""(lane, the sums over that lane's shards), computed on iteration."""
 
 
 class Reducer(Protocol):
-    """Adds the partial sums of a step, here and over the ranks."""
+    """Sums the partial sums of a step, locally and over the ranks."""
 
     @property
     def lanes(self) -> int | None:
-        """Lanes of the order of summation; None: this rank's shards are one sum."""
+        """Number of lanes of the order of summation; None: this rank's shards form one sum."""
         ...
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """The sums over all shards of the step, the same on every rank; collective.
+        """Return the sums over all shards of the step, the same on every rank; collective.
 
         Args:
-            partials: what this rank computes, lane after lane in the order of `lane_order`; without lanes at most
-                one item.
-            num_shards: shards of the step, over all ranks.
-            packing: shapes and dtype of what each item holds.
+            partials: the sums of this rank, lane after lane in the order of `lane_order`; without lanes at most one
+                item.
+            num_shards: number of shards of the step, over all ranks.
+            packing: shapes and dtype of each item.
 
         Returns:
-            A tensor a shape of the packing; valid until the next call.
+            One tensor per shape of the packing; valid until the next call.
         """
         ...
 
 
 @runtime_checkable
 class Overlapping(Protocol):
-    """A reducer that may begin while the last backward pass still runs."""
+    """A reducer that may start while the last backward pass still runs."""
 
     def arm(self, params: Sequence[Tensor]) -> None:
-        """The backward pass that comes now is this rank's last of the step: every gradient it leaves is final.
+        """Announce this rank's last backward pass of the step: every gradient that it computes is final.
 
         Args:
             params: the parameters whose gradients are exchanged, in the order of the packing.
@@ -53,8 +53,8 @@ class Overlapping(Protocol):
 
 @runtime_checkable
 class Closing(Protocol):
-    """A reducer that holds more than tensors."""
+    """A reducer with resources other than tensors."""
 
     def close(self) -> None:
-        """Let go of it; not collective."""
+        """Release the resources; not collective."""
         ...

@@ -1,4 +1,4 @@
-"""How gradients are cut into buckets, so that the exchange of the first begins while backward still computes others."""
+"""Cut gradients into buckets, so that the exchange of the first one starts while backward still computes others."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["Bucket", "cut_into_buckets"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """A stretch of the packing's tensors that is exchanged at once."""
+    """A range of the packing's tensors that is exchanged at once."""
 
     first: int
-    """The place of its first tensor."""
+    """The index of its first tensor."""
     last: int
-    """The place behind its last tensor."""
+    """The index after its last tensor."""
     is_tail: bool = False
-    """Whether it holds what is no gradient: buffers and the counted weight."""
+    """Whether it contains no gradients, but buffers and the counted weight."""
 
 
 def cut_into_buckets(packing: FlatBuffer, *, bucket_bytes: int, part_tail: bool) -> tuple[Bucket, ...]:
-    """The buckets of a packing, in the order in which they are exchanged.
+    """Return the buckets of a packing, in the order in which they are exchanged.
 
-    Gradients come in about the reverse order of the parameters, and so do buckets. All but the last have at least
-    `bucket_bytes`.
+    Gradients become final in about the reverse order of the parameters, and buckets follow that order. All but the last
+    have at least `bucket_bytes`.
 
     Args:
         packing: gradients first, then buffers and the counted weight.
         bucket_bytes: size from which a bucket is full; 0: one bucket.
-        part_tail: whether what is no gradient must stand alone; else it goes with the gradients where they are one
+        part_tail: whether buffers and weight must form a separate bucket; else they join the gradients if those are one
             bucket, which saves an exchange.
 
     Example:

@@ -1,7 +1,7 @@
-"""Gradients in fewer bytes: torch's own hooks for DistributedDataParallel, called with buckets of ours.
+"""Compress gradients with torch's own hooks for DistributedDataParallel, called with trainkit's buckets.
 
-They average; sums are wanted here, so a bucket is multiplied by the number of ranks first. For bf16 and fp16 that
-cancels their division exactly where the number is a power of two.
+The hooks average; sums are needed here, so a bucket is multiplied by the number of ranks first. For bf16 and fp16 that
+cancels their division exactly if the number is a power of two.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from trainkit.strategies.tensors.layouts import in_memory_order
 __all__ = ["Compression", "Compressor"]
 
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
-"""How gradients are sent."""
+"""The encoding of exchanged gradients."""
 
-_LET_GO_S: Final = 1.0
+_RELEASE_S: Final = 1.0
 """Seconds to wait for a thread that takes microseconds."""
 
 
@@ -29,10 +29,10 @@ class Compressor:
     """Sums buckets of gradients over the default group, in fewer bytes.
 
     Args:
-        kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two thin matrices in the place of one, and
-            adds what was lost to the next step's gradient.
-        powersgd_rank: width of those matrices.
-        powersgd_after: steps before that, whose gradients are sent whole; 2 or more.
+        kind: bf16 and fp16 round every gradient to 2 bytes; powersgd sends two low-rank matrices instead of one matrix,
+            and adds the error to the next step's gradient.
+        powersgd_rank: rank of those matrices.
+        powersgd_after: number of first steps whose gradients are sent uncompressed; 2 or more.
 
     Source: Vogels et al. 2019, arXiv:1905.13727; torch.distributed.algorithms.ddp_comm_hooks.
     """
@@ -40,8 +40,9 @@ class Compressor:
     def __init__(self, kind: Compression, *, powersgd_rank: int = 1, powersgd_after: int = 1000) -> None:
         self.takes_buckets = kind != "powersgd"
         """Whether another exchange may begin before one has ended. PowerSGD's hook begins exchanges in callbacks, at
-        moments of their own: beside any other they would meet the wrong ones on other ranks (gloo then hangs)."""
-        # Only here: they import torch's optimizers, which every start would pay for.
+        unpredictable moments: concurrent exchanges could be matched with wrong ones on other ranks (gloo then hangs).
+        """
+        # Only here: they import torch's optimizers, which would slow every start.
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook  # noqa: PLC0415
 
         self._state: Any = None
@@ -52,20 +53,20 @@ class Compressor:
                 process_group=None,
                 matrix_approximation_rank=powersgd_rank,
                 start_powerSGD_iter=powersgd_after,
-                orthogonalization_epsilon=1e-8,  # a layer whose gradient is zero would become NaN
+                orthogonalization_epsilon=1e-8,  # else a layer whose gradient is zero would become NaN
             )
         self._hook = hook
 
     def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], Any]:
-        """Begin to sum a bucket in place; collective.
+        """Start to sum a bucket in place; collective.
 
         Args:
             part: the bucket, (numel,).
             grads: the gradients inside it.
-            index: its place among the buckets.
+            index: its index among the buckets.
 
         Returns:
-            What waits for the sum.
+            A function that waits for the sum.
         """
         part.mul_(dist.get_world_size())
         group = dist.group.WORLD
@@ -80,9 +81,9 @@ class Compressor:
         if self.takes_buckets:
             return wait
         wait()
-        # A thread of gloo's still holds the group through callbacks that have done their work. Were it the last to let
-        # go, it would have to join itself: "Resource deadlock avoided", and the process aborts.
-        deadline = time.monotonic() + _LET_GO_S
+        # A thread of gloo still references the group through finished callbacks. If it released the last reference, it
+        # would have to join itself: "Resource deadlock avoided", and the process aborts.
+        deadline = time.monotonic() + _RELEASE_S
         while sys.getrefcount(group) > references and time.monotonic() < deadline:
             time.sleep(0)
         return lambda: None
@@ -99,7 +100,7 @@ class Compressor:
 
 
 class _Bucket:
-    """What a hook asks of torch's GradBucket, which cannot be made from Python."""
+    """The interface of torch's GradBucket, which cannot be constructed in Python."""
 
     def __init__(self, part: Tensor, grads: Sequence[Tensor], index: int) -> None:
         self._part, self._index = part, index
@@ -115,4 +116,4 @@ class _Bucket:
         return self._index
 
     def is_last(self) -> bool:
-        return True  # asked by PowerSGD alone, whose bucket is the only one
+        return True  # called by PowerSGD only, whose bucket is the only one

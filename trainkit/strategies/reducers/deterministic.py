@@ -1,4 +1,4 @@
-"""The reproducible reducer: the same bits on any number of ranks up to the lanes."""
+"""The reproducible reducer: equal bits on any number of ranks up to the number of lanes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["DeterministicReducer"]
 
 
 class DeterministicReducer:
-    """Adds lanes in the order of the tree (see `numerics.summation`).
+    """Sums lanes in the order of the tree (see `numerics.summation`).
 
-    Each rank adds up what lies wholly below it, the slices of those partial sums go to the ranks that own them, each
-    adds its slice in the order of the tree, and all slices are gathered.
+    Each rank sums the subtrees that lie completely on it, slices of those partial sums are sent to the ranks that own
+    the slices, each sums its slice in the order of the tree, and all slices are gathered.
 
     Args:
         lanes: number of lanes, a power of two.
@@ -32,7 +32,7 @@ class DeterministicReducer:
         self._rank, self._num_ranks = rank, num_ranks
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """The sums over all lanes, in the order of the tree."""
+        """Return the sums over all lanes, in the order of the tree."""
         leaves = ((LaneNode(lane, self.lanes), packing.pack(sums)) for lane, sums in partials)
         own = [
             combine_pairwise(_below(node, leaves, self.lanes, num_shards), Tensor.add_, num_lanes=self.lanes)
@@ -51,7 +51,7 @@ class DeterministicReducer:
         slice_size = -(-packing.numel // ranks)
         padded = slice_size * ranks
         outgoing = [_padded(part, padded).view(ranks, slice_size) for part in own]
-        sent = [torch.stack([part[rank] for part in outgoing]) if own else _nothing(packing) for rank in range(ranks)]
+        sent = [torch.stack([part[rank] for part in outgoing]) if own else _empty(packing) for rank in range(ranks)]
         received = [
             torch.empty((len(nodes[rank]), slice_size), dtype=packing.dtype, device=packing.device)
             for rank in range(ranks)
@@ -68,14 +68,14 @@ class DeterministicReducer:
 def _below(
     node: LaneNode, leaves: Iterator[tuple[LaneNode, Tensor]], num_lanes: int, num_shards: int
 ) -> Iterator[tuple[LaneNode, Tensor]]:
-    """As many leaves as lie below a node, from the stream of all."""
+    """Yield the leaves below a node from the stream of all leaves."""
     count = sum(lane < num_shards for lane in node.lanes(num_lanes))
     for _ in range(count):
         yield next(leaves)
 
 
 def _tree_position(lane: int, num_lanes: int) -> int:
-    """The place of a lane among the leaves of the tree, from left to right: its bits reversed."""
+    """Return the position of a lane among the leaves of the tree, from left to right: its bits reversed."""
     bits = num_lanes.bit_length() - 1
     return int(format(lane, f"0{bits}b")[::-1], 2) if bits else 0
 
@@ -84,12 +84,14 @@ def _padded(flat: Tensor, numel: int) -> Tensor:
     return torch.nn.functional.pad(flat, (0, numel - flat.numel()))
 
 
-def _nothing(packing: FlatBuffer) -> Tensor:
+def _empty(packing: FlatBuffer) -> Tensor:
     return torch.empty(0, dtype=packing.dtype, device=packing.device)
 
 
 def _all_to_all(received: list[Tensor], sent: list[Tensor], rank: int) -> None:
-    """Pairwise sends: gloo has no all_to_all of lists, and NCCL builds its own from the same."""
+    """Exchange tensors by pairwise sends: gloo has no all_to_all of lists, and NCCL implements its own in the
+    same way.
+    """
     received[rank].copy_(sent[rank].view_as(received[rank]))
     operations = []
     for peer in range(len(sent)):

@@ -1,4 +1,4 @@
-"""Reducers that exchange one flat vector: they pack, a transport sums, they unpack."""
+"""Reducers that exchange one flat vector: pack, sum by a transport, unpack."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ class Transport(Protocol):
     """Sums one vector over the ranks."""
 
     def vector(self, packing: FlatBuffer) -> Tensor:
-        """What to write this rank's part into, (numel,); its contents are those of the step before."""
+        """Return the vector for this rank's part, (numel,); it still contains the values of the previous step."""
         ...
 
     def sum(self, flat: Tensor) -> Tensor:
-        """The sum of every rank's vector, the same bits on all; valid until the next `vector`; collective."""
+        """Return the sum of every rank's vector, with equal bits on all ranks; valid until the next `vector`;
+        collective.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of what it holds; not collective."""
+        """Release the resources; not collective."""
         ...
 
 
 class FlatReducer:
-    """Packs what a step exchanges into a transport's vector, and unpacks the sum.
+    """Packs the exchange of a step into a transport's vector, and unpacks the sum.
 
     Args:
         transport: sums the vector.
@@ -44,23 +46,23 @@ class FlatReducer:
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """The sums over all ranks. A rank without shards adds zeros."""
+        """Return the sums over all ranks. A rank without shards adds zeros."""
         flat = self._transport.vector(packing)
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
-        for _, sums in partials:  # noqa: B007 - without lanes there is one at most
+        for _, sums in partials:  # noqa: B007 - without lanes there is at most one
             pass
         packing.fill(self._views_of(flat, packing), sums)
         note_exchange(flat)
         return self._views_of(self._transport.sum(flat), packing)
 
     def _views_of(self, flat: Tensor, packing: FlatBuffer) -> list[Tensor]:
-        """The tensors inside a vector; transports use the same vectors again, so they are made once."""
+        """Return the tensors inside a vector; transports reuse their vectors, so the views are cached."""
         known = self._views.get(flat.data_ptr())
         if known is None or known[0] is not flat:
             known = self._views[flat.data_ptr()] = (flat, packing.views(flat))
         return known[1]
 
     def close(self) -> None:
-        """Let go of memory and groups; not collective."""
+        """Release memory and groups; not collective."""
         self._views.clear()
         self._transport.close()

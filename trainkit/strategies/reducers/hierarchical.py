@@ -1,4 +1,6 @@
-"""Within a host, then between hosts, then back: slow links carry one vector a host instead of one a rank."""
+"""Sum within a host, then between hosts, then broadcast: slow links carry one vector per host instead of one
+per rank.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,10 @@ __all__ = ["HierarchicalTransport"]
 
 
 class HierarchicalTransport(InPlaceVector):
-    """The first rank of each host sums for its host, those ranks sum among themselves, and each tells its host.
+    """Reduces to the first rank of each host, all-reduces among those ranks, and broadcasts on each host.
 
     Args:
-        hosts: the host of every rank, by any name; made collectively.
+        hosts: the host of every rank, by any number; construction is collective.
         rank: this rank.
         timeout_s: seconds to wait for another rank in an exchange.
 
@@ -27,7 +29,7 @@ class HierarchicalTransport(InPlaceVector):
     def __init__(self, hosts: Sequence[int], *, rank: int, timeout_s: float) -> None:
         members = {host: [other for other, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
         timeout = timedelta(seconds=timeout_s)
-        # Every rank makes every group, in one order: that is how torch agrees on them.
+        # Every rank creates every group in the same order, as torch requires.
         groups = {host: dist.new_group(ranks, timeout=timeout) for host, ranks in members.items()}
         self._leaders = dist.new_group([ranks[0] for ranks in members.values()], timeout=timeout)
         self._leads = members[hosts[rank]][0] == rank
@@ -35,7 +37,7 @@ class HierarchicalTransport(InPlaceVector):
         self._host = groups[hosts[rank]]
 
     def sum(self, flat: Tensor) -> Tensor:
-        """The sum over all ranks, in place; collective."""
+        """Sum over all ranks, in place; collective."""
         dist.reduce(flat, dst=self._leader, op=dist.ReduceOp.SUM, group=self._host)
         if self._leads:
             dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._leaders)

@@ -1,4 +1,4 @@
-"""One rank, any order: nothing to add."""
+"""The reducer for a single rank: no communication."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["LocalReducer"]
 
 
 class LocalReducer:
-    """Takes the sums that autograd accumulated as they are."""
+    """Returns the sums that autograd accumulated."""
 
     lanes = None
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
-        """The sums of this rank."""
+        """Return the sums of this rank."""
         ((_, sums),) = partials
         return sums

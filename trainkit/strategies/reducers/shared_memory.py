@@ -1,7 +1,7 @@
-"""A sum over shared memory: for CPU processes of one host, at the speed of a copy.
+"""All-reduce through shared memory: for CPU processes of one host, at the speed of a copy.
 
-Every rank packs its gradients into its own slot; each adds up one slice of all slots, in the order of the ranks; each
-copies the whole result. Two barriers a step: all slots are full, all slices are summed.
+Every rank packs its gradients into its own slot; each sums one slice of all slots, in the order of the ranks; each
+copies the whole result. There are two barriers per step: all slots are written, all slices are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SharedMemoryTransport:
     """Sums over the ranks of one host through memory that all have mapped.
 
     Args:
-        collective: the ranks; used once, to hand round the memory.
+        collective: the ranks; used once, to share the memory.
         timeout_s: seconds to wait for another rank in an exchange.
     """
 
@@ -29,7 +29,7 @@ class SharedMemoryTransport:
         self._segment: SharedMemorySegment | None = None
 
     def vector(self, packing: FlatBuffer) -> Tensor:
-        """The slot of this rank; collective at the first call, which makes the memory."""
+        """Return the slot of this rank; collective at the first call, which allocates the memory."""
         if self._segment is None:
             self._segment = SharedMemorySegment(self._collective, numel=packing.numel, dtype=packing.dtype)
             self._own = torch.empty(packing.numel, dtype=packing.dtype)
@@ -41,24 +41,24 @@ class SharedMemoryTransport:
         return self._segment.slots[self._collective.rank]
 
     def sum(self, flat: Tensor) -> Tensor:  # noqa: ARG002 - `flat` is the slot
-        """The sum over all ranks, in memory of this rank's own; collective.
+        """Return the sum over all ranks, in this rank's own memory; collective.
 
         Raises:
-            TrainingError: a rank has ended or does not come; names it.
+            TrainingError: a rank has ended or does not arrive; names it.
         """
         segment = self._segment
         assert segment is not None
-        segment.meet(self._timeout_s)  # all slots are full
+        segment.barrier(self._timeout_s)  # all slots are written
         torch.add(self._parts[0], self._parts[1], out=self._total)
         for part in self._parts[2:]:
             self._total.add_(part)
-        segment.meet(self._timeout_s)  # all slices are summed; from here on no slot is read
-        # The next exchange overwrites the total only after its first meeting, when all have copied this one. It is
+        segment.barrier(self._timeout_s)  # all slices are summed; no slot is read from here on
+        # The next exchange overwrites the total only after its first barrier, when all have copied this one. It is
         # copied because clipping and unscaling write into gradients.
         return self._own.copy_(segment.total)
 
     def close(self) -> None:
-        """Tell the others that this rank is gone, and let go of the memory."""
+        """Mark this rank as gone for the others, and release the memory."""
         if self._segment is not None:
             self._segment.close()
             del self._parts, self._total

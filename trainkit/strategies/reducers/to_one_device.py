@@ -1,4 +1,4 @@
-"""Reduction to one device: the backend sums on rank 0, which sends the sum to all."""
+"""Reduce to rank 0, which broadcasts the sum to all."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ __all__ = ["ReduceThenBroadcastTransport"]
 
 
 class ReduceThenBroadcastTransport(InPlaceVector):
-    """Two exchanges through rank 0's link; where links are unequal, its may be the best one.
+    """Reduce to rank 0, then broadcast. Useful when rank 0 has the fastest link.
 
     Source: tf.distribute.ReductionToOneDevice.
     """
 
     def sum(self, flat: Tensor) -> Tensor:
-        """The sum over all ranks, in place; collective."""
+        """Sum over all ranks, in place; collective."""
         dist.reduce(flat, dst=0, op=dist.ReduceOp.SUM)
         dist.broadcast(flat, src=0)
         return flat

@@ -10,16 +10,16 @@ __all__ = ["InPlaceVector"]
 
 
 class InPlaceVector:
-    """Keeps one vector of this rank's own from step to step: a new one would cost its page faults every time."""
+    """Reuses one vector in all steps: a new allocation would cost page faults every time."""
 
     _flat: Tensor | None = None
 
     def vector(self, packing: FlatBuffer) -> Tensor:
-        """What to write this rank's part into."""
+        """Return the vector for this rank's part."""
         if self._flat is None:
             self._flat = packing.empty()
         return self._flat
 
     def close(self) -> None:
-        """Let go of the vector."""
+        """Release the vector."""
         self._flat = None

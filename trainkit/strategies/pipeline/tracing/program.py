@@ -1,4 +1,4 @@
-"""A forward pass as a list of calls, cut into stretches that run one after the other."""
+"""A forward pass as a list of calls, cut into the programs of stages that run one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Modes", "ParamRef", "Program", "RecordedCall", "StageProgram", "Tens
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor that is an input of the model, or that a call has made."""
+    """A tensor that is an input of the model, or the result of a call."""
 
     number: int
 
@@ -31,20 +31,20 @@ class ParamRef:
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """What is known of a value beforehand."""
+    """The shape and dtype of a value, known in advance."""
 
     size: tuple[int, ...]
     dtype: torch.dtype
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor of this shape; on the meta device it takes no memory."""
+        """Return a tensor of this shape; on the meta device it takes no memory."""
         return torch.empty(self.size, dtype=self.dtype, device=device)
 
     def check(self, tensor: torch.Tensor) -> None:
-        """Refuse a tensor of another shape: the stage that waits for it would wait for ever.
+        """Refuse a tensor of another shape: the stage that receives it would wait for ever.
 
         Raises:
-            TrainingError: it has another one.
+            TrainingError: its shape or dtype differs.
         """
         if tuple(tensor.shape) != self.size or tensor.dtype != self.dtype:
             raise TrainingError(
@@ -55,17 +55,17 @@ class TensorMeta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modes:
-    """The modes of torch that a call is made in."""
+    """The modes of torch during a call."""
 
     grad: bool
-    """Whether what the call does is kept for backward."""
+    """Whether the call is recorded for backward."""
     device_type: str
     autocast: torch.dtype | None
-    """The dtype of autocast on that type of device; None where it is off."""
+    """The dtype of autocast on that type of device; None if it is off."""
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Set the modes for the calls inside."""
+        """Set the modes for the block."""
         autocast = torch.autocast(self.device_type, dtype=self.autocast, enabled=self.autocast is not None)
         with torch.set_grad_enabled(self.grad), autocast:
             yield
@@ -73,25 +73,25 @@ class Modes:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedCall:
-    """One call: of a block, or of a function of torch by the model's own code."""
+    """One call: of a block, or of a torch function by the model's own code."""
 
     block: str | None = None
     """The block's name; None for a function."""
     function: Callable[..., Any] | None = None
     args: Any = ()
-    """Arguments, with a `Value` or `Held` in the place of each tensor."""
+    """Arguments, with a `Value` or `ParamRef` in place of each tensor."""
     kwargs: Any = field(default_factory=dict)
     outputs: Any = None
-    """What it gives, likewise."""
+    """The result, likewise."""
     modes: Modes | None = None
-    """The modes that the model's own code has set around it (`torch.no_grad`); None: those of the forward pass."""
+    """The modes that the model's own code has set for the call (`torch.no_grad`); None: those of the forward pass."""
 
     def reads(self) -> Iterator[Value | ParamRef]:
-        """The tensors among its arguments."""
+        """Yield the tensors among its arguments."""
         yield from _tensors((self.args, self.kwargs))
 
     def makes(self) -> Iterator[Value]:
-        """The tensors it gives."""
+        """Yield the tensors of its result."""
         yield from (one for one in _tensors(self.outputs) if isinstance(one, Value))
 
 
@@ -101,46 +101,46 @@ class StageProgram:
 
     calls: tuple[RecordedCall, ...]
     received: tuple[int, ...]
-    """Values that come from the stage before, by number."""
+    """Values that are received from the previous stage, by number."""
     sent: tuple[int, ...]
-    """Values that go on to the next stage; from the last one, the tensors of the outputs."""
+    """Values that are sent to the next stage; from the last one, the tensors of the outputs."""
     copied: frozenset[int] = frozenset()
-    """Those received that the stage writes into: it gets copies, for what has arrived is a leaf of its graph."""
+    """Received values that the stage writes into: it uses copies, because a received tensor is a leaf of its graph."""
 
     def held(self) -> set[str]:
-        """Tensors of the model that calls between blocks use."""
+        """Return the names of the model's tensors that calls between blocks use."""
         return {one.name for call in self.calls for one in call.reads() if isinstance(one, ParamRef)}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Program:
-    """What a model does with inputs of one shape."""
+    """The recorded computation of a model for inputs of one shape."""
 
     calls: tuple[RecordedCall, ...]
     num_inputs: int
-    """Tensors among the inputs: the values 0 to `num_inputs - 1`."""
+    """Number of tensors among the inputs: the values 0 to `num_inputs - 1`."""
     outputs: Any
-    """What the model gives, with a `Value` in the place of each tensor."""
+    """The outputs of the model, with a `Value` in place of each tensor."""
     shapes: dict[int, TensorMeta]
     """Number of a value -> its shape."""
     written: dict[int, frozenset[int]] = field(default_factory=dict)
-    """Place of a call -> the values whose memory it writes into."""
+    """Index of a call -> the values whose memory it writes into."""
     storages: dict[int, int] = field(default_factory=dict)
-    """Number of a value -> its memory: views of one tensor have one."""
+    """Number of a value -> its memory: views of one tensor share one."""
 
     def blocks(self) -> list[str]:
-        """The blocks in the order in which they run."""
+        """Return the blocks in the order in which they run."""
         return [call.block for call in self.calls if call.block is not None]
 
     def finals(self) -> tuple[int, ...]:
-        """The numbers of the tensors that the model gives, each once."""
+        """Return the numbers of the output tensors, each once."""
         return tuple(dict.fromkeys(one.number for one in _tensors(self.outputs) if isinstance(one, Value)))
 
     def shared_memory(self) -> Iterator[list[int]]:
-        """The calls that must be on one stage because of memory, by place: a tensor that is sent is a copy.
+        """Yield the indices of calls that must be on one stage because they share memory: a sent tensor is a copy.
 
-        One of them writes into a memory that later calls know under several names, views of one tensor that the others
-        make; or into an input of the model, which each stage has by itself, and which the others read.
+        One of them writes into a memory that later calls use under several names, as views of one tensor that the
+        others create; or into an input of the model, of which each stage has its own copy, and which the others read.
         """
         uses = [{one.number for one in (*call.reads(), *call.makes()) if isinstance(one, Value)} for call in self.calls]
         for write, numbers in self.written.items():
@@ -154,7 +154,7 @@ class Program:
                     yield [*makers, write, *readers]
 
     def stages_of_calls(self, stage_of: dict[str, int]) -> list[int]:
-        """The stage of each call; what runs between blocks belongs to the block before it."""
+        """Return the stage of each call; calls between blocks belong to the block before them."""
         stages, now = [], 0
         for call in self.calls:
             now = now if call.block is None else stage_of[call.block]
@@ -162,9 +162,9 @@ class Program:
         return stages
 
     def cut(self, stage_of: dict[str, int], num_stages: int) -> list[StageProgram]:
-        """The stretch of each stage; stages must not decrease along the blocks.
+        """Return the program of each stage; stages must not decrease along the blocks.
 
-        The model's inputs are not sent on: every rank of a replica has them.
+        The model's inputs are not sent: every rank of a replica has them.
         """
         stages = self.stages_of_calls(stage_of)
         made, read = dict[int, int](), dict[int, int]()

@@ -1,4 +1,4 @@
-"""What a forward pass does outside of torch: attributes it changes, objects it passes on, seeds it sets."""
+"""Detect side effects of a forward pass outside of torch: changed attributes, passed objects, set seeds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["CannotCut", "PythonState", "contents_outside", "refused_object"]
 _ELSEWHERE: Final = "or use strategy=mirrored."
 
 
-class CannotCut(Exception):  # noqa: N818 - the reason why, which becomes a problem or an error elsewhere
-    """A forward pass that cannot be written down.
+class CannotCut(Exception):  # noqa: N818 - a reason, which becomes a problem or an error elsewhere
+    """A forward pass that cannot be recorded.
 
     Args:
         reason: what the model does, without a full stop.
-        remedy: a sentence that says what to do.
+        remedy: a sentence with a remedy.
     """
 
     def __init__(self, reason: str, *, remedy: str = "Use strategy=fsdp.") -> None:
@@ -30,10 +30,10 @@ class CannotCut(Exception):  # noqa: N818 - the reason why, which becomes a prob
 
 
 class PythonState:
-    """What Python objects hold around each block of one forward pass.
+    """The state of Python objects around each block of one forward pass.
 
-    A block's own attributes may change in its own calls: it is called in every pass, by one rank. What else changes is
-    seen by a pass that runs the model's own code, and by no other.
+    A block's own attributes may change in its own calls: it is called in every pass, by one rank. Other changes are
+    only visible to a pass that runs the model's own code.
 
     Args:
         model: the model, at the beginning of its forward pass.
@@ -44,19 +44,19 @@ class PythonState:
         self._outside = contents_outside(model, units)
         self._modules = {unit.name: unit.owners for unit in units}
         self._blocks = {unit.name: ObjectSnapshot(unit.owners) for unit in units}
-        self._given: ObjectSnapshot | None = None
+        self._arguments: ObjectSnapshot | None = None
         self._seed = torch.default_generator.initial_seed()
 
     def before_block(self, name: str, args: Any) -> None:
-        """Refuse what the model's own code has changed since the block before, and look at what this block is given."""
+        """Refuse changes of the model's own code since the previous block, and store the arguments of this block."""
         self._own_code(f"before the block {name}")
         self._block(name)
-        self._given = ObjectSnapshot([("", args)])
+        self._arguments = ObjectSnapshot([("", args)])
 
     def after_block(self, name: str) -> None:
-        """Refuse what a block has changed that others see."""
-        assert self._given is not None
-        kind = self._given.changed_class()
+        """Refuse changes of a block that are visible outside of it."""
+        assert self._arguments is not None
+        kind = self._arguments.changed_class()
         if kind is not None:
             raise CannotCut(
                 f"the block {name} changes the {kind} that it is given, which a pipeline makes anew for every block",
@@ -79,7 +79,7 @@ class PythonState:
             )
 
     def at_the_end(self) -> None:
-        """Refuse what has changed since the last block."""
+        """Refuse changes since the last block."""
         self._own_code("after its last block")
         for name in self._blocks:
             self._block(name)
@@ -99,15 +99,15 @@ class PythonState:
             )
 
 
-def refused_object(said: str, found: Any, model: nn.Module) -> CannotCut:
-    """Return the refusal of an object that crosses a block's boundary.
+def refused_object(crossing: str, found: Any, model: nn.Module) -> CannotCut:
+    """Return the error for an object that crosses a block's boundary.
 
     Args:
-        said: where it crosses: `the block h.0 is given`.
+        crossing: the crossing, as a text: `the block h.0 is given`.
         found: the object.
-        model: knows whether the object is a cache that its config asks for.
+        model: tells whether the object is a cache that its config enables.
     """
-    reason = f"{said} an object of the class {class_name(found)}, which would be the same object in every pass"
+    reason = f"{crossing} an object of the class {class_name(found)}, which would be the same object in every pass"
     remedy = f"Use tensors and immutable values, in tuples, lists or dicts, {_ELSEWHERE}"
     if type(found).__name__.endswith("Cache"):
         for name, module in model.named_modules():
@@ -119,6 +119,6 @@ def refused_object(said: str, found: Any, model: nn.Module) -> CannotCut:
 
 
 def contents_outside(model: nn.Module, units: Sequence[Block]) -> ObjectSnapshot:
-    """Return what the modules hold whose code runs between blocks, and in a trace alone."""
+    """Return the state of the modules whose code runs between blocks, which is run only when the model is traced."""
     inside = {id(module) for unit in units for entry in unit.entries for module in entry.modules()}
     return ObjectSnapshot((name, one) for name, one in model.named_modules() if id(one) not in inside)

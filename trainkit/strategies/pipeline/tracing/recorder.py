@@ -1,4 +1,4 @@
-"""Noting the calls of one forward pass: of blocks, and of functions of torch that the model's own code calls."""
+"""Record the calls of one forward pass: of blocks, and of torch functions that the model's own code calls."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonS
 __all__ = ["CannotCut", "Recorder", "whole_functions"]
 
 _LOST: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
-"""Methods of tensors that leave something behind and give no tensor: a list of calls does not show what they did."""
+"""Methods of tensors with side effects and without a tensor result: a list of calls does not represent them."""
 
 
 class Recorder(TorchFunctionMode):
-    """Notes the calls that happen outside of blocks.
+    """Records the calls outside of blocks.
 
     Args:
         model: the model.
-        own: the model's parameters and buffers as the pass has them, by name.
-        inputs: the model's inputs as the pass has them.
+        own: the model's parameters and buffers in this pass, by name.
+        inputs: the model's inputs in this pass.
         device_type: of the device that the pass is for.
     """
 
@@ -44,7 +44,7 @@ class Recorder(TorchFunctionMode):
         self._shapes: dict[int, TensorMeta] = {}
         self._calls: list[RecordedCall] = []
         self._written: dict[int, frozenset[int]] = {}
-        self._depth = 1  # nothing counts before the model's own forward begins
+        self._depth = 1  # nothing is recorded before the model's own forward begins
         self._handles: list[Any] = []
         self._state: PythonState | None = None
         self._pending: Any = None
@@ -54,7 +54,7 @@ class Recorder(TorchFunctionMode):
         self._num_inputs = len(self._shapes)
 
     def watch(self, units: Sequence[Block]) -> None:
-        """Look on at the model and at each of its blocks."""
+        """Register hooks on the model and on each of its blocks."""
         for unit in units:
             (module,) = unit.entries
             enter, leave = self._block_hooks(unit.name)
@@ -69,7 +69,7 @@ class Recorder(TorchFunctionMode):
         ]
 
     def release(self) -> None:
-        """Look away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -94,7 +94,7 @@ class Recorder(TorchFunctionMode):
                 refs = self._refs(args), self._refs(kwargs)
                 self._pending = refs, self._versions((args, kwargs)), self._modes()
                 self._state.before_block(name, (args, kwargs))
-                torch.set_grad_enabled(False)  # what a block keeps for backward is its own
+                torch.set_grad_enabled(False)  # calls inside a block are recorded for backward by the block
 
         def leave(_module: nn.Module, _args: Any, _kwargs: Any, outputs: Any) -> None:
             if self._depth == 1:
@@ -109,7 +109,7 @@ class Recorder(TorchFunctionMode):
         return enter, leave
 
     def note_key(self, set_key: Callable[[], None]) -> None:
-        """Set the key in every pass, where the model's own code goes on with it; a block sets its own."""
+        """Record a call that sets the random key, for the model's own code; a block sets its own."""
         if self._depth == 0:
             self._calls.append(RecordedCall(function=set_key))
 
@@ -117,16 +117,16 @@ class Recorder(TorchFunctionMode):
         return self.call(func, args, kwargs or {})
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: Any, *, known_as: Any = None) -> Any:
-        """Call a function, and note the call where the model's own code makes it."""
+        """Call a function, and record the call if the model's own code makes it."""
         if self._depth:
             return func(*args, **kwargs)
         self._depth += 1
         try:
-            return self._noted(func, args, kwargs, known_as or func)
+            return self._recorded(func, args, kwargs, known_as or func)
         finally:
             self._depth -= 1
 
-    def _noted(self, func: Callable[..., Any], args: Any, kwargs: Any, known_as: Any) -> Any:
+    def _recorded(self, func: Callable[..., Any], args: Any, kwargs: Any, known_as: Any) -> Any:
         assert self._state is not None
         title = _title(known_as)
         if getattr(func, "__name__", "") in _LOST:
@@ -147,10 +147,10 @@ class Recorder(TorchFunctionMode):
         dtype = torch.get_autocast_dtype(self._device_type) if on else None
         return Modes(grad=torch.is_grad_enabled(), device_type=self._device_type, autocast=dtype)
 
-    def _check(self, said: str, tree: Any) -> None:
+    def _check(self, where: str, tree: Any) -> None:
         found = first_mutable(tree)
         if found is not None:
-            raise refused_object(said, found, self._model)
+            raise refused_object(where, found, self._model)
 
     def _note(self, call: RecordedCall, before: dict[Value | ParamRef, int]) -> None:
         written = {ref for ref, version in before.items() if self._tensors[ref]._version != version}  # noqa: SLF001 - has no public name
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):
                 "its own code uses a tensor that no call has returned to it: an attribute or an object has kept it",
                 remedy="Return it from the block that makes it, or use strategy=mirrored.",
             )
-        return leaf if known is None else known  # one that the model keeps beside its parameters and buffers
+        return leaf if known is None else known  # a tensor that the model holds beside its parameters and buffers
 
     def _numbers(self, tree: Any) -> Any:
         return tree_map(self._numbered, tree)
@@ -196,12 +196,12 @@ class Recorder(TorchFunctionMode):
         if id(leaf) not in self._names:
             value = Value(len(self._shapes))
             self._names[id(leaf)] = value
-            self._tensors[value] = leaf  # alive, so that no other tensor gets its id
+            self._tensors[value] = leaf  # kept alive, so that no other tensor gets its id
             self._shapes[value.number] = TensorMeta(tuple(leaf.shape), leaf.dtype)
         return self._names[id(leaf)]
 
     def program(self, outputs: Any) -> Program:
-        """What was noted."""
+        """Return the recorded program."""
         self._check("it returns", outputs)
         return Program(
             calls=tuple(self._calls),
@@ -215,7 +215,7 @@ class Recorder(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Applied:
-    """An `autograd.Function` of the user's, with its own backward pass."""
+    """An `autograd.Function` of the user, with its own backward pass."""
 
     kind: type[Function]
 
@@ -225,12 +225,12 @@ class _Applied:
 
 @contextmanager
 def whole_functions(recorder: Recorder) -> Iterator[None]:
-    """Let a recorder note an `autograd.Function` as one call: of its parts alone, its backward pass would be lost."""
+    """Record an `autograd.Function` as one call: its parts alone would lose its backward pass."""
     plain = Function.__dict__["apply"]
 
     def apply(kind: type[Function], *args: Any, **kwargs: Any) -> Any:
         run = plain.__get__(None, kind)
-        if kind.__module__ == "torch.utils.checkpoint":  # it calls blocks, which are noted themselves
+        if kind.__module__ == "torch.utils.checkpoint":  # it calls blocks, which are recorded themselves
             return run(*args, **kwargs)
         return recorder.call(run, args, kwargs, known_as=_Applied(kind))
 
@@ -256,4 +256,4 @@ def _title(func: Any) -> str:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - tensors without numbers have no address
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - fake tensors have no address

@@ -1,4 +1,4 @@
-"""The part of a model that one stage computes."""
+"""The module that computes one stage of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Blocks", "StageModule", "filled"]
 class Blocks(nn.Module):
     """The blocks of a stage, and the tensors that the model owns itself.
 
-    The modules are those of the model; nothing is copied, and the model's own names stay what they are.
+    The modules are those of the model; nothing is copied, and the model's own names are unchanged.
 
     Args:
         blocks: name -> module.
@@ -42,19 +42,19 @@ class StageModule(nn.Module):
     """Computes a stage for inputs of one shape.
 
     Args:
-        blocks: what it calls.
-        stretch: what it does.
-        shapes: of the values that it sends; the next stage waits for tensors of these.
+        blocks: the blocks that it calls.
+        stretch: the program of the stage.
+        shapes: of the values that it sends; the next stage expects tensors of these shapes.
     """
 
     def __init__(self, blocks: Blocks, stretch: StageProgram, shapes: Mapping[int, TensorMeta]) -> None:
         super().__init__()
         self.blocks, self.stretch, self.shapes = blocks, stretch, shapes
         self.inputs: Sequence[Tensor] = ()
-        """The model's own inputs of the microbatch to come: on any stage, its code may use them."""
+        """The model's own inputs of the next microbatch: its code may use them on any stage."""
 
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
-        """From what the stage before has sent to what the next one receives."""
+        """Compute the values for the next stage from those of the previous stage."""
         values = dict(enumerate(self.inputs))
         if self.stretch.received:
             copied = self.stretch.copied
@@ -69,12 +69,12 @@ class StageModule(nn.Module):
             tree_map(_keeper(values), call.outputs, made)
         for number in self.stretch.sent:
             self.shapes[number].check(values[number])
-        # What is sent is received as a tensor without gaps.
+        # Sent tensors are received as contiguous ones.
         return tuple(values[number].contiguous() for number in self.stretch.sent)
 
 
 def filled(tree: Any, values: Mapping[int, Tensor], held: Mapping[str, Tensor]) -> Any:
-    """A tree with its tensors in the places of their names."""
+    """Replace the references in a tree by their tensors."""
 
     def tensor_of(leaf: Any) -> Any:
         if isinstance(leaf, Value):

@@ -1,12 +1,12 @@
-"""Seeing what a model does, from forward passes without numbers: which blocks run, and what lies between.
+"""Record what a model computes, from forward passes without data: which blocks run, and what lies between them.
 
-The passes are run on tensors that have shapes and no memory. Calls of blocks are noted as a whole, and so is each
-function of torch that the model's own code calls between them. What comes out is what the model has done, not what its
-classes say: blocks may branch, take several inputs, and be declared in any order. It holds for inputs of the same
-shapes.
+The passes run on fake tensors, which have shapes and no memory. Calls of blocks are recorded as a whole, and so is each
+torch function that the model's own code calls between them. The recording shows what the model has done, not what its
+classes declare: blocks may branch, take several inputs, and be declared in any order. It is valid for inputs of the
+same shapes.
 
-The model's own Python code is not run again. So whatever it computes without torch must come out alike in every pass:
-two passes are compared, and what a pass changes in Python objects is refused.
+The model's own Python code is not run again. So whatever it computes without torch must be the same in every pass: two
+passes are compared, and a pass that changes Python objects is refused.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ def trace(
     autocast: AbstractContextManager[Any],
     grad: bool = True,
 ) -> Program:
-    """Write down what a model does; nothing is computed, and the model is left as it was.
+    """Record what a model computes; no data is computed, and the model is unchanged.
 
     Args:
         model: may be on the meta device, in part or in whole.
-        units: its blocks, of `blocks_to_cut`.
-        inputs: what it is called with: tensors, or tuples, lists and dicts of them; only their shapes matter.
-        device: where it shall compute.
+        units: its blocks, from `blocks_to_cut`.
+        inputs: its arguments: tensors, or tuples, lists and dicts of them; only their shapes matter.
+        device: the device to compute on.
         autocast: the context of its forward pass.
         grad: whether its forward pass is followed by a backward pass.
 
     Raises:
-        CannotCut: it needs numbers on the way, gives what is not made of tensors, or passes Python objects on that a
-            pass changes.
+        CannotCut: it needs data during the pass, its outputs are not made of tensors, or it passes on Python objects
+            that a pass changes.
     """
     with _as_it_was(model, device), autocast:
         first, second = (_pass(model, units, inputs, device=device, grad=grad) for _ in range(2))
@@ -64,11 +64,11 @@ def trace(
 
 
 def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torch.device, grad: bool) -> Program:
-    # Heavy, and needed where there are stages only.
+    # Slow to import, and needed only with stages.
     from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: PLC0415
 
     with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # what is compiled runs as it is written
+        if "torch._dynamo" in sys.modules:  # compiled code runs eagerly
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(_without_log("torch._subclasses.fake_tensor"))
         stack.enter_context(torch.set_grad_enabled(grad))
@@ -103,7 +103,7 @@ def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torc
 
 @contextmanager
 def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Put back what the passes change beside tensors: attributes of modules, and the states of random generators."""
+    """Restore what the passes change besides tensors: attributes of modules, and the states of random generators."""
     attributes = ObjectSnapshot(model.named_modules())
     host = HostStates.now()
     try:
@@ -116,7 +116,7 @@ def _as_it_was(model: nn.Module, device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _without_log(name: str) -> Iterator[None]:
-    """What fails is told by the error: torch would log each traceback first."""
+    """Disable a logger: the error already reports the failure, and torch would log each traceback first."""
     logger = logging.getLogger(name)
     was, logger.disabled = logger.disabled, True
     try:
@@ -130,7 +130,7 @@ def _without_numbers(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _compare(first: Program, second: Program) -> None:
-    """Refuse a model whose second pass is not its first."""
+    """Refuse a model whose second pass differs from its first."""
     last = "its first block"
     for one, other in zip_longest(first.calls, second.calls):
         if one is None or other is None or not _is_same(one, other):

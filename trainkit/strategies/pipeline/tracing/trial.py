@@ -1,4 +1,4 @@
-"""What a model does with a sample, before anything starts."""
+"""Record what a model computes with a sample, before anything starts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, tuple[Program, ...] | list[Probl
 
 
 def programs_of(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
-    """Return what a model does with two samples in training, and then in evaluation; or why it cannot be cut.
+    """Return what a model computes with two samples in training, and then in evaluation; or why it cannot be cut.
 
     Args:
         model: may be on the meta device.
-        sample: one sample of the training data; None: nothing is known, and nothing is returned.
+        sample: one sample of the training data; None: nothing is known, and the result is empty.
     """
     if sample is None:
         return ()
@@ -40,7 +40,7 @@ def programs_of(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Pro
 def _tried(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
     from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace  # noqa: PLC0415 - heavy
 
-    # The model here is in float32, whatever the run's precision makes of model and inputs.
+    # The model here is in float32, whatever the run's precision.
     inputs = tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
         split_batch(collate([sample, sample], [0, 0]))[0],
@@ -62,5 +62,5 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, training in was.items():  # a parent before its children, which may differ from it
+        for module, training in was.items():  # parents before their children, which may differ
             module.train(training)
