@@ -54,7 +54,7 @@ def test_a_device_map_refuses_a_block_that_writes_into_a_list_that_was_moved() -
     model: Any = refused_models.REFUSED["ListBetweenBlocks"]()
     moved: list[ObjectSnapshot] = []
     model.second.register_forward_pre_hook(placing.bring_inputs(torch.device("meta"), moved), with_kwargs=True)
-    model.second.register_forward_hook(placing._check_given("second", moved))
+    model.second.register_forward_hook(placing._check_arguments("second", moved))
     said = (
         "the block second changes the list that it is given, and a device map gives it copies of lists and dicts on "
         "its device. Return what it adds, or use strategy=mirrored."

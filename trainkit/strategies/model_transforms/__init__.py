@@ -1,4 +1,4 @@
-"""What a run makes of its model before it is placed: what is recomputed in backward, and what is compiled."""
+"""Transform a model before it is placed: recompute modules in backward, and compile them."""
 
 from trainkit.strategies.model_transforms.shape import (
     Compiles,

@@ -1,4 +1,4 @@
-"""The stretches of a model that are recomputed or compiled each as one."""
+"""The blocks of a model that are recomputed or compiled, each as a unit."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlock:
-    """A module made of modules, that a forward pass calls as a whole."""
+    """A module made of modules, which a forward pass calls as a whole."""
 
     name: str
     """Its canonical name."""
     module: nn.Module
     repeated: bool
-    """Whether it is an element of a container: one of the blocks that a deep model is a row of."""
+    """Whether it is an element of a container, like the repeated blocks of a deep model."""
 
 
 def repeated_blocks_of(model: nn.Module) -> tuple[RepeatedBlock, ...]:
-    """The units of a model, in its order: elements of its containers, and top-level children beside them.
+    """Return the blocks of a model, in its order: elements of its containers, and other top-level children.
 
-    A container of containers is looked into; a module without children is too small to be a unit.
+    Containers of containers are searched recursively; a module without children is too small to be a block.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -45,7 +45,7 @@ def _units(parent: nn.Module, prefix: str, *, repeated: bool) -> Iterator[Repeat
 
 
 def _is_row(module: nn.Module) -> bool:
-    """Whether a module is a container of modules that have children themselves."""
+    """Return whether a module is a container of modules that have children themselves."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict):
         return True
     return isinstance(module, nn.Sequential) and any(next(child.children(), None) is not None for child in module)

@@ -1,4 +1,4 @@
-"""A forward pass that torch.compile makes faster."""
+"""A forward pass that is compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from trainkit.numerics.randomness import sets_key
 __all__ = ["Compiled"]
 
 _MOST_VARIANTS = 64
-"""Variants of one piece of code that are compiled before it runs as it is: blocks of other widths share theirs."""
+"""Number of compiled variants of one piece of code before it runs uncompiled: blocks of other widths share
+its limit.
+"""
 
 
 class Compiled:
-    """The forward pass of a module, in place of its own: `module.forward = Compiled(module, ...)`.
+    """The compiled forward pass of a module, which replaces its own: `module.forward = Compiled(module, ...)`.
 
-    Compiled when it is first called, and again for other shapes and for evaluation.
+    Compiled at its first call, and again for other shapes and for evaluation.
 
     Args:
-        module: the module; its forward as it is now is what is compiled.
+        module: the module; its current forward is compiled.
         backend: a backend of torch.compile.
         mode: a mode of the inductor backend; None for any other.
     """
@@ -34,15 +36,15 @@ class Compiled:
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Run the compiled module on its inputs."""
         if self._compiled is None:
             self._compiled = self._compile()
         return self._compiled(*args, **kwargs)
 
     def _compile(self) -> Callable[..., Any]:
-        config = torch._dynamo.config  # noqa: SLF001 - its public name
+        config = torch._dynamo.config  # noqa: SLF001 - the public name of the setting
         config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
-        # its tracer looks at the gradient of inputs that have none, and is warned of it
+        # the tracer reads the gradient of inputs that are no leaves, which causes a warning
         warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
         for module in self.module.modules():
             _keep_keys_out(module)
@@ -50,12 +52,12 @@ class Compiled:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy of the model compiles for itself: what is compiled here computes with these parameters."""
+        """Drop the compiled code: a copy of the model compiles for itself, because this code uses these parameters."""
         return {**self.__dict__, "_compiled": None}
 
 
 def _keep_keys_out(module: nn.Module) -> None:
-    """Keep the hooks that key a block's randomness out of what is compiled: there a key would become a constant."""
+    """Exclude the hooks that set a block's random key from compilation, which would turn the key into a constant."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
         for number, hook in hooks.items():
             if sets_key(hook):

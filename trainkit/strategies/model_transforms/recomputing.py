@@ -1,4 +1,4 @@
-"""A forward pass that keeps its inputs alone, and is computed again when backward needs the rest."""
+"""A forward pass that stores only its inputs, and is recomputed in backward."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["Recomputed"]
 
 
 class Recomputed:
-    """The forward pass of a module, in place of its own: `module.forward = Recomputed(module)`.
+    """The recomputed forward pass of a module, which replaces its own: `module.forward = Recomputed(module)`.
 
-    No module is wrapped, so that names stay what they are. The second computation draws what the first one drew, also
-    where another shard was computed in between, and leaves buffers as it found them.
+    No module is wrapped, so that names do not change. The recomputation draws the same random numbers as the first
+    computation, even if another shard was computed in between, and leaves buffers unchanged.
 
     Args:
-        module: the module; its forward as it is now is what will be computed.
+        module: the module; its current forward is recomputed.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -37,7 +37,7 @@ class Recomputed:
         self._counts = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module makes of its inputs."""
+        """Run the module on its inputs."""
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         before = self._buffers()
@@ -57,14 +57,16 @@ class Recomputed:
             self._counts = bool(attributes[0].changed())
             if not self._counts:
                 attributes.clear()
-            self._updated = _moved(self.module, before)
-            # the entries that the recomputation shall not carry
+            self._updated = _changed(self.module, before)
+            # drop the entries that the recomputation does not need
             kept = {(id(owner), name) for owner, name in self._updated}
             before[:] = [entry for entry in before if (id(entry[0]), entry[1]) in kept]
         return outputs
 
     def _buffers(self) -> list[_Entry]:
-        """Copies of the buffers that the forward pass updates; of all, until the first one has shown which."""
+        """Return copies of the buffers that the forward pass updates; of all buffers until the first pass has shown
+        which.
+        """
         chosen = _places(self.module) if self._updated is None else self._updated
         found = [(owner, name, owner._buffers[name]) for owner, name in chosen]  # noqa: SLF001
         return [(owner, name, buffer.detach().clone()) for owner, name, buffer in found if buffer is not None]
@@ -83,7 +85,9 @@ class Recomputed:
 
 
 class _Again:
-    """Around a recomputation; entered twice where backward comes twice, for inputs and for weights (zero bubble)."""
+    """The context of a recomputation; entered twice if backward runs twice, for inputs and for weights (zero
+    bubble).
+    """
 
     def __init__(self, around: Sequence[Callable[[], AbstractContextManager[None]]]) -> None:
         self._around = around
@@ -98,7 +102,7 @@ class _Again:
 
 
 _Entry = tuple[nn.Module, str, Tensor]
-"""A buffer's module and name, and what it held."""
+"""A buffer's module and name, and its earlier value."""
 
 
 def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
@@ -110,8 +114,10 @@ def _places(module: nn.Module) -> list[tuple[nn.Module, str]]:
     ]
 
 
-def _moved(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
-    """The buffers that differ from what they held; by value: batch normalisation counts no version."""
+def _changed(module: nn.Module, before: list[_Entry]) -> list[tuple[nn.Module, str]]:
+    """Return the buffers whose values have changed; compared by value, because batch normalisation does not change
+    versions.
+    """
     held = {(id(owner), name): tensor for owner, name, tensor in before}
     now = [(owner, name, owner._buffers[name]) for owner, name in _places(module)]  # noqa: SLF001
     return [
@@ -127,7 +133,9 @@ def _equal(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterator[None]:
-    """Give Python attributes what the first computation found there, where it changed them: a count, a table."""
+    """Restore the Python attributes that the first computation has changed, such as counters, to their
+    earlier state.
+    """
     now = [ObjectSnapshot(module.named_modules()) for _ in before]
     for one in before:
         one.restore()
@@ -140,7 +148,7 @@ def _with_attributes(module: nn.Module, before: list[ObjectSnapshot]) -> Iterato
 
 @contextmanager
 def _as_before(before: list[_Entry]) -> Iterator[None]:
-    """Other tensors in the place of buffers, with what the first computation found there; backward may keep those."""
+    """Replace buffers by copies with their values before the first computation; backward may store those."""
     now = [owner._buffers[name] for owner, name, _ in before]  # noqa: SLF001
     for owner, name, tensor in before:
         owner._buffers[name] = tensor.clone()  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Which forward passes of a model are recomputed and compiled, and what of it a model or a strategy cannot carry."""
+"""Apply recomputation and compilation to a model, and validate them for a model and a strategy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainkit.strategies.model_transforms.recomputing import Recomputed
 __all__ = ["Compiles", "ModelTransforms", "apply_transforms", "shaping_notes", "shaping_problems"]
 
 Compiles = Literal["model", "blocks", "nothing"]
-"""What a strategy calls as one: the whole model, its blocks, or neither in a way that could be compiled."""
+"""What a strategy calls as a unit: the whole model, its blocks, or neither in a way that could be compiled."""
 
 _INDUCTOR: Final = "inductor"
 _COMPILERS: Final = ("c++", "g++", "clang++")
@@ -27,37 +27,37 @@ _COMPILERS: Final = ("c++", "g++", "clang++")
 
 @dataclass(frozen=True, kw_only=True)
 class ModelTransforms:
-    """What a run asks for; `none` and `off` ask for nothing."""
+    """The requested transforms; `none` and `off` request nothing."""
 
     recompute: Literal["none", "full"] | int | Sequence[str] = "none"
     """`full`: every block; n: every n-th; names: every module of these classes."""
     compile_mode: Literal["off", "default", "max-autotune"] = "off"
-    """How hard torch.compile tries."""
+    """The optimisation mode of torch.compile."""
     backend: str = _INDUCTOR
-    """What torch.compile hands its graphs to."""
+    """The backend of torch.compile."""
 
     @property
     def recomputes(self) -> bool:
-        """Whether something is computed again in backward."""
+        """Whether some modules are recomputed in backward."""
         return self.recompute != "none"
 
     @property
     def compiles(self) -> bool:
-        """Whether something is compiled."""
+        """Whether some modules are compiled."""
         return self.compile_mode != "off"
 
 
 def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles = "blocks") -> nn.Module:
-    """Have a model recompute and compile what a run asks for; before it is placed, once.
+    """Apply the requested recomputation and compilation to a model, once, before it is placed.
 
-    No module is wrapped and no name changes: modules get another `forward`. Hooks (keys of randomness, moves between
-    devices, gathering of shards) stay outside of what is recomputed or compiled, so that a strategy adds its own to
-    any module of the result. Works on a model without numbers.
+    No module is wrapped and no name changes: modules get another `forward`. Hooks (random keys, moves between devices,
+    gathering of shards) stay outside of what is recomputed or compiled, so that a strategy can add its own to any
+    module of the result. Works on a model without data.
 
     Args:
-        model: as it was built.
-        shaping: what is asked for; `shaping_problems` found nothing wrong with it.
-        compiles: what the strategy calls as one.
+        model: the model as built.
+        shaping: the requested transforms, validated by `shaping_problems`.
+        compiles: what the strategy calls as a unit.
 
     Returns:
         The model itself.
@@ -73,28 +73,28 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
         mode = shaping.compile_mode if shaping.backend == _INDUCTOR else None
         for module in _compiled(model, recomputed, compiles):
             module.forward = Compiled(module, backend=shaping.backend, mode=mode)
-    for module in recomputed:  # around what is compiled: a recomputation runs the same code
+    for module in recomputed:  # outside of what is compiled: a recomputation runs the same code
         module.forward = Recomputed(module)
     return model
 
 
 def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
-    """What of it this model, this strategy or this machine cannot carry; pure.
+    """Return config problems of `activation_checkpointing` and `compile` for this model, strategy and machine.
 
     Args:
         model: may be on the meta device.
-        shaping: what is asked for.
-        compiles: what the strategy calls as one.
+        shaping: the requested transforms.
+        compiles: what the strategy calls as a unit.
         strategy: its name.
     """
     return [*_recompute_problems(model, shaping.recompute), *_compile_problems(model, shaping, compiles, strategy)]
 
 
 def shaping_notes(model: nn.Module, shaping: ModelTransforms) -> tuple[str, ...]:
-    """What the plan and the summary shall say of it."""
+    """Return notes about the transforms for the plan and the startup summary."""
     drawing = shaping.compiles and shaping.backend == _INDUCTOR and any(map(draws_at_random, model.modules()))
-    said = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
-    return (said,) if drawing else ()
+    note = "compile.mode: what the model draws at random differs from an eager run's, in its numbers, not in its kind."
+    return (note,) if drawing else ()
 
 
 def _recomputed(model: nn.Module, shaping: ModelTransforms) -> list[nn.Module]:
@@ -112,7 +112,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compiles) -> list[nn.Module]:
-    """Modules none of which is part of another."""
+    """Return the modules to compile, none of which is part of another."""
     if compiles == "model" and not recomputed and draws_nothing(model):
         return [model]
     units = [unit.module for unit in repeated_blocks_of(model) if compiles == "model" or _is_cut_by_no_map(unit.module)]
@@ -122,7 +122,7 @@ def _compiled(model: nn.Module, recomputed: Sequence[nn.Module], compiles: Compi
 
 
 def _is_cut_by_no_map(module: nn.Module) -> bool:
-    """Whether it is on one device wherever it is: maps cut between the elements of a container."""
+    """Return whether a module is always on one device: maps cut between the elements of a container."""
     return not isinstance(module, nn.Sequential)
 
 

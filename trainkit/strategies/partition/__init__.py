@@ -1,1 +1,1 @@
-"""Maps: which part of a model is placed where, for device maps and pipelines."""
+"""Partition a model into blocks, and place them on devices or pipeline stages."""

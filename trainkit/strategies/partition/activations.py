@@ -1,4 +1,4 @@
-"""What each block keeps of a forward pass for backward, estimated from a pass without numbers."""
+"""Estimate what each block stores for backward, from a forward pass without data."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _META = torch.device("meta")
 def activation_bytes(
     model: nn.Module, units: Sequence[Block], forward: Callable[[Callable[..., Any]], Any], precision: Precision
 ) -> list[int] | None:
-    """Bytes that autograd keeps of one shard until its backward pass, by the block that computes them.
+    """Return the bytes that autograd stores of one shard until its backward pass, by the block that computes them.
 
-    The pass runs on torch's `meta` device: it takes no memory, and no arithmetic. A tensor that several blocks keep
-    counts in the first; what is computed between blocks counts in the one before.
+    The pass runs on torch's `meta` device: it takes no memory, and no arithmetic. A tensor that several blocks store
+    counts in the first; what is computed between blocks counts in the block before.
 
     Args:
-        model: with its numbers or without; left as it is.
+        model: with or without data; unchanged.
         units: its blocks.
-        forward: runs what it is given on a shard that has shapes and no numbers, and scores it.
-        precision: gives the dtype of the model; an autocast to a narrower one is not followed.
+        forward: runs the given model function on a shard that has shapes and no data, and computes the loss.
+        precision: defines the dtype of the model; an autocast to a narrower one is not simulated.
 
     Returns:
-        None where the model cannot be run so: its forward pass looks at numbers.
+        None if the model cannot run without data.
     """
     dtype = precision.model_dtype
     state = {
@@ -46,16 +46,16 @@ def activation_bytes(
         for named in (model.named_parameters(), model.named_buffers())
         for name, tensor in named
     }
-    kept = _Kept(sizes=[0] * len(units), known={_storage(tensor) for tensor in state.values()})
+    kept = _SavedTensors(sizes=[0] * len(units), known={_storage(tensor) for tensor in state.values()})
 
     def run(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = tree_map(lambda value: _cast(value, dtype), (args, kwargs))
         return functional_call(model, state, args, kwargs)
 
     try:
-        with kept.watching(units), torch.enable_grad(), saved_tensors_hooks(kept.note, lambda tensor: tensor):
+        with kept.tracking(units), torch.enable_grad(), saved_tensors_hooks(kept.note, lambda tensor: tensor):
             kept.alive.append(forward(run))
-    except Exception:  # noqa: BLE001 - a forward pass that looks at numbers may fail in any way
+    except Exception:  # noqa: BLE001 - a forward pass that reads data may fail in any way
         return None
     return kept.sizes
 
@@ -63,7 +63,7 @@ def activation_bytes(
 def activations_in(
     facts: PlanContext | None, precision: Precision
 ) -> Callable[[nn.Module, Sequence[Block]], list[int] | None]:
-    """`activation_bytes` of a shard of a config; it gives None where no sample or objective is known."""
+    """Return `activation_bytes` for a shard of a config; the result gives None if no sample or objective is known."""
 
     def find(model: nn.Module, units: Sequence[Block]) -> list[int] | None:
         if facts is None or facts.objective is None or facts.sample is None:
@@ -82,14 +82,14 @@ def _of_size(value: Any, count: int) -> Any:
 
 
 @dataclass(kw_only=True)
-class _Kept:
-    """Counts what is saved while a block runs."""
+class _SavedTensors:
+    """Counts the tensors that are saved while a block runs."""
 
     sizes: list[int]
     known: set[int]
-    """Storages that were counted, or are the model's own."""
+    """Storages that were counted, or belong to the model."""
     alive: list[Any] = field(default_factory=list)
-    """Keeps storages, so that no other gets the place of one that is known."""
+    """Keeps storages alive, so that no other one reuses the address of a known one."""
     at: int = 0
 
     def note(self, tensor: Tensor) -> Tensor:
@@ -101,8 +101,8 @@ class _Kept:
         return tensor
 
     @contextmanager
-    def watching(self, units: Sequence[Block]) -> Iterator[None]:
-        """Know which block runs."""
+    def tracking(self, units: Sequence[Block]) -> Iterator[None]:
+        """Track which block runs."""
 
         def enter(place: int) -> Callable[..., None]:
             return lambda *_: setattr(self, "at", place)
@@ -120,7 +120,7 @@ class _Kept:
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - tensors without numbers have no address
+    return int(tensor.untyped_storage()._cdata)  # noqa: SLF001 - meta tensors have no address
 
 
 def _without_numbers(tensor: Tensor, dtype: torch.dtype) -> Tensor:

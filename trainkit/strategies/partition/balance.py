@@ -1,4 +1,4 @@
-"""`auto`: the units of a model cut into runs of about equal size, one for each place."""
+"""`auto`: partition the blocks of a model into consecutive ranges of about equal size, one for each place."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ __all__ = ["balanced"]
 def balanced(
     sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequence[int], fill: bool = False
 ) -> list[int] | None:
-    """Cut units into runs, in order, so that the fullest place holds least.
+    """Partition blocks into consecutive ranges so that the largest place is as small as possible.
 
     Args:
-        sizes: bytes of each unit.
-        capacities: bytes that each place takes, `math.inf` where there is no limit; a place may stay empty.
-        leaders: for each unit the one whose place it must share, itself for most.
+        sizes: bytes of each block.
+        capacities: byte limit of each place, `math.inf` if there is none; a place may stay empty.
+        leaders: for each block, the one whose place it must share; itself for most.
         fill: whether every place must hold some bytes.
 
     Returns:
-        The number of the place of each unit; None where they do not fit.
+        The place of each block; None if they do not fit.
 
     Example:
         >>> balanced([4, 1, 1, 4], [math.inf, math.inf], leaders=[0, 1, 2, 3])
@@ -43,12 +43,12 @@ def balanced(
 
 
 def _cuts(weights: Sequence[int], capacities: Sequence[float], *, least: int) -> list[tuple[int, int]] | None:
-    """(start, end) of each place's run: the partition with the least maximum, by dynamic programming."""
+    """Return (start, end) of each place's range: the partition with the least maximum, by dynamic programming."""
     total = [0]
     for weight in weights:
         total.append(total[-1] + weight)
     count = len(weights)
-    # best[end]: the least maximum of the places so far, where they hold the first `end` units
+    # best[end]: the least maximum of the places so far, if they hold the first `end` blocks
     best = [0.0] + [math.inf] * count
     starts: list[list[int]] = []
     for capacity in capacities:

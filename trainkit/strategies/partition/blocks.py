@@ -1,8 +1,8 @@
-"""What a map places: the blocks of a model, in its own order, each with the tensors that are its own.
+"""The blocks of a model that a map places, in the model's order, each with its own tensors.
 
-A block is what numerics.randomness keys: an element of a ModuleList or Sequential, or else a top-level child. Blocks
-within an element are not cut apart. A top-level child with a ModuleList deeper inside (a `transformer` with its `h`)
-is a block of what is left of it, and each element one more.
+A block is also the unit of random keys in numerics.randomness: an element of a ModuleList or Sequential, or else a
+top-level child. Blocks within an element are not separated. A top-level child with a nested ModuleList (a `transformer`
+with its `h`) gives one block for each element, and one for the rest of it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Block:
-    """What is placed as a whole."""
+    """A part of a model that is placed as a whole."""
 
     name: str
-    """Its canonical name; that of a tensor where the model itself owns it."""
+    """Its canonical name; that of a tensor which the model itself owns."""
     owners: tuple[tuple[str, nn.Module], ...]
     """Canonical name and module of each that owns its tensors directly."""
     entries: tuple[nn.Module, ...]
-    """The modules at whose entry activations must be where the unit is."""
+    """The modules at whose entry activations must be on the block's device."""
     tensor: str | None = None
-    """The one tensor of its owner that it is; None: all of them."""
+    """If the block is one tensor of its owner, its name; None: all tensors."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers by canonical name; a tied one comes under each of its names."""
+        """Yield parameters and buffers by canonical name; a tied one appears under each of its names."""
         for prefix, owner in self.owners:
             for leaf, tensor in chain(owner._parameters.items(), owner._buffers.items()):  # noqa: SLF001 - own ones only
                 if tensor is not None and self.tensor in (None, leaf):
@@ -40,7 +40,7 @@ class Block:
 
 
 def blocks_of(model: nn.Module) -> tuple[Block, ...]:
-    """The units of a model, in the order in which it names them.
+    """Return the blocks of a model, in the order in which it names them.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -51,7 +51,7 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
 
 
 def _below(name: str, module: nn.Module) -> Iterator[Block]:
-    """The units of the model itself, or of a container at its top."""
+    """Yield the blocks of the model itself, or of a top-level container."""
     for leaf, tensor in chain(module._parameters.items(), module._buffers.items()):  # noqa: SLF001 - own ones only
         if tensor is not None:
             yield Block(name=_join(name, leaf), owners=((name, module),), entries=(), tensor=leaf)
@@ -80,7 +80,7 @@ def _whole(name: str, module: nn.Module) -> Block:
 
 
 def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost elements of the lists below. Not of a Sequential: within a block that is most often a branch."""
+    """Yield the outermost elements of nested lists. A Sequential within a block is not split: it is mostly a branch."""
     for leaf, child in module.named_children():
         full = _join(name, leaf)
         if isinstance(module, nn.ModuleList):
@@ -90,7 +90,7 @@ def _elements(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _left(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that no inner element holds."""
+    """Yield the modules that no inner element contains."""
     yield name, module
     for leaf, child in module.named_children():
         full = _join(name, leaf)
@@ -99,7 +99,7 @@ def _left(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator
 
 
 def _free(name: str, module: nn.Module, inner: dict[str, nn.Module]) -> Iterator[nn.Module]:
-    """The largest modules below without an inner element: what runs between those comes in here."""
+    """Yield the largest modules without an inner element: activations enter there between those elements."""
     for leaf, child in module.named_children():
         full = _join(name, leaf)
         if not any(element == full or element.startswith(f"{full}.") for element in inner):

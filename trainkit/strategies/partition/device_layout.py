@@ -1,4 +1,4 @@
-"""Putting the units of a model where a map says, and bringing activations there."""
+"""Move the blocks of a model to their devices, and activations between them."""
 
 from __future__ import annotations
 
@@ -23,17 +23,19 @@ __all__ = ["DeviceLayout", "bring_inputs", "bring_outputs"]
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:
-    """Units with the device of each."""
+    """Blocks with the device of each."""
 
     units: tuple[Block, ...]
     devices_by_unit: tuple[str | None, ...]
-    """One a unit; None for one without tensors that no key names: it computes where its inputs are."""
+    """The device of each block; None for one without tensors that no key names: it computes on the device of its
+    inputs.
+    """
     routed: bool
-    """Whether activations are brought to each unit; not needed where all are on one device."""
+    """Whether activations are moved to each block; not needed if all are on one device."""
 
     @property
     def device(self) -> torch.device:
-        """Where outputs, and so the loss, are: the last unit's. The first takes its inputs from there."""
+        """The device of the outputs and the loss, which is the last block's. The inputs of the model are there, too."""
         return torch.device(next(device for device in reversed(self.devices_by_unit) if device is not None))
 
     @property
@@ -47,11 +49,11 @@ class DeviceLayout:
         return {name: device for unit, device in self._placed() for name, _ in unit.tensors()}
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a parameter or buffer."""
+        """Return the device of a parameter or buffer."""
         return self._device_of[name]
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move every tensor of the model to its device, in place, and bring activations after them."""
+        """Move every tensor of the model to its device, in place, and register hooks that move activations."""
         for unit, device in self._placed():
             for _, owner in unit.owners:
                 _move(owner, device, unit.tensor)
@@ -60,12 +62,12 @@ class DeviceLayout:
                 for module in unit.entries:
                     moved: list[ObjectSnapshot] = []
                     module.register_forward_pre_hook(bring_inputs(device, moved), with_kwargs=True)
-                    module.register_forward_hook(_check_given(unit.name, moved))
+                    module.register_forward_hook(_check_arguments(unit.name, moved))
             model.register_forward_hook(bring_outputs(self.device))
         return model
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
-        """The stretches of the model that are on one device, in its order."""
+        """Return the consecutive parts of the model that are on one device, in its order."""
         found: list[StagePart] = []
         seen: set[int] = set()
         for device, members in groupby(self._placed(), key=lambda item: str(item[1])):
@@ -89,26 +91,27 @@ class DeviceLayout:
 
 
 def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
-    for leaf, param in owner._parameters.items():  # noqa: SLF001 - its own, not those below
+    for leaf, param in owner._parameters.items():  # noqa: SLF001 - only its own tensors
         if param is not None and only in (None, leaf):
-            param.data = param.data.to(device)  # the same Parameter: what is tied stays tied
+            param.data = param.data.to(device)  # the same Parameter object: tied tensors stay tied
     for leaf, buffer in owner._buffers.items():  # noqa: SLF001
         if buffer is not None and only in (None, leaf):
             owner._buffers[leaf] = buffer.to(device)  # noqa: SLF001
 
 
 def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None) -> Callable[..., Any]:
-    """A forward pre-hook that moves every tensor among the arguments, however deep in tuples and dicts.
+    """Return a forward pre-hook that moves every tensor among the arguments, including those in nested tuples and
+    dicts.
 
     Args:
-        device: where they must be.
-        moved: takes what the arguments of a call hold that were made anew because a tensor among them had to move.
+        device: the device to move to.
+        moved: receives a snapshot of the arguments if containers were copied because a tensor in them was moved.
     """
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         leaves = tree_flatten((args, kwargs))[0]
         if all(_brought(leaf, device) is leaf for leaf in leaves):
-            return None  # the containers are those of the caller
+            return None  # the containers of the caller are passed unchanged
         brought = tree_map(lambda value: _brought(value, device), (args, kwargs))
         if moved is not None:
             moved[:] = [ObjectSnapshot([("", brought)])]
@@ -117,7 +120,7 @@ def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None
     return hook
 
 
-def _check_given(block: str, moved: list[ObjectSnapshot]) -> Callable[..., None]:
+def _check_arguments(block: str, moved: list[ObjectSnapshot]) -> Callable[..., None]:
     def hook(_module: nn.Module, _args: Any, _outputs: Any) -> None:
         for given in moved:
             refuse_changes(given, block, "and a device map gives it copies of lists and dicts on its device")
@@ -127,7 +130,7 @@ def _check_given(block: str, moved: list[ObjectSnapshot]) -> Callable[..., None]
 
 
 def bring_outputs(device: torch.device) -> Callable[..., Any]:
-    """A forward hook that moves every tensor of the outputs."""
+    """Return a forward hook that moves every tensor of the outputs."""
 
     def hook(_module: nn.Module, _args: tuple[Any, ...], outputs: Any) -> Any:
         return tree_map(lambda value: _brought(value, device), outputs)

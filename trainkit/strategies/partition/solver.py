@@ -1,4 +1,4 @@
-"""From a map, or from `auto`, to a layout of a model; or to what is wrong with it."""
+"""Compute the device layout of a model from a map, or from `auto`; or the problems of the map."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _GIB = 2**30
 
 
 def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
-    """What a tensor of a model costs while it is trained: itself, its gradient, and masters of both where apart.
+    """Return a function for the bytes of a tensor in training: itself, its gradient, and separate master copies of
+    both.
 
     Example:
         >>> model_bytes(Precision(value="bf16"))(nn.Parameter(Tensor(10)))
@@ -42,7 +43,7 @@ def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
 
 
 def unit_bytes(units: Sequence[Block], bytes_of: Callable[[Tensor], int]) -> list[int]:
-    """Bytes of each unit; a tied tensor counts where it comes first."""
+    """Return the bytes of each block; a tied tensor counts in the first one."""
     seen: set[int] = set()
     found = []
     for unit in units:
@@ -54,21 +55,21 @@ def unit_bytes(units: Sequence[Block], bytes_of: Callable[[Tensor], int]) -> lis
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSolver:
-    """How a model is laid out."""
+    """The settings of a model's layout."""
 
     given: Mapping[str, Any] | None
     """The user's map; None: balanced by bytes."""
     devices: Sequence[str]
     """The devices in use, in order."""
     capacities: Mapping[str, float]
-    """Device -> the bytes it takes; absent: no limit."""
+    """Device -> its byte limit; absent: no limit."""
     bytes_of: Callable[[Tensor], int]
-    """What a tensor costs."""
+    """Returns the bytes of a tensor."""
     activations: Callable[[nn.Module, Sequence[Block]], Sequence[int] | None] = lambda _model, _units: None
-    """Bytes that each block keeps of a shard for backward; None where that is not known."""
+    """Returns the bytes that each block stores of a shard for backward; None if unknown."""
 
     def layout(self, model: nn.Module) -> DeviceLayout | list[Problem]:
-        """Lay the model out; it may be on the meta device."""
+        """Compute the layout of a model, which may be on the meta device; or return the problems."""
         units = blocks_of(model)
         counted = "parameters, gradients and buffers"
         sizes = unit_bytes(units, self.bytes_of)
@@ -115,5 +116,5 @@ class PartitionSolver:
 
 
 def gib(num_bytes: float) -> str:
-    """Bytes as text, `1.5 GiB`."""
+    """Return bytes as text, `1.5 GiB`."""
     return f"{num_bytes / _GIB:.3g} GiB"

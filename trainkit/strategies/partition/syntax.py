@@ -1,4 +1,4 @@
-"""The words of a map: module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a place."""
+"""The syntax of a map: module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainkit.strategies.partition.blocks import Block, blocks_of
 __all__ = ["REST", "Assigned", "Place", "assign", "collapsed"]
 
 REST: Final = "rest"
-"""What no other key names."""
+"""The key for all blocks that no other key names."""
 _RANGE: Final = re.compile(r"(?P<head>(?:.+\.)?)(?P<first>\d+)-(?P<last>\d+)")
 
 Place = str | int
@@ -25,27 +25,27 @@ Place = str | int
 
 @dataclass(frozen=True, kw_only=True)
 class Assigned:
-    """What a map says of each unit."""
+    """The place of each block according to a map."""
 
     places: tuple[Place | None, ...]
-    """One a unit; None where no key names it."""
+    """The place of each block; None if no key names it."""
     keys: tuple[str | None, ...]
     """The key that names each unit."""
     problems: list[Problem] = field(default_factory=list)
-    """What is wrong with the keys."""
+    """The problems of the keys."""
 
 
 def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place], *, key: str) -> Assigned:
-    """Find the units that each key of a map names.
+    """Find the blocks that each key of a map names.
 
     Args:
-        model: knows all module names, for the words.
-        units: of `blocks_of`, or the parts of them.
+        model: its module names are used for suggestions.
+        units: from `blocks_of`, or parts of them.
         given: module name, prefix, range or `rest` -> place.
         key: the map's own key in the config, for the problems.
 
     Returns:
-        Places by unit, and as problems unknown names, cuts within a block, and units that two keys name.
+        Places by block, and as problems unknown names, cuts within a block, and blocks that two keys name.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -59,9 +59,9 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
         if word == REST:
             continue
         found, rule = _named(word, units, model)
-        taken = [at for at in found if not _gives_way(word, keys[at], units[at], blocks)]
+        taken = [at for at in found if not _yields_to(word, keys[at], units[at], blocks)]
         clash = next(
-            (at for at in taken if keys[at] is not None and not _gives_way(keys[at], word, units[at], blocks)), None
+            (at for at in taken if keys[at] is not None and not _yields_to(keys[at], word, units[at], blocks)), None
         )
         if clash is not None:
             rule = f"{units[clash].name} is in {keys[clash]} already. Name each block once."
@@ -80,15 +80,17 @@ def assign(model: nn.Module, units: Sequence[Block], given: Mapping[str, Place],
     return Assigned(places=places, keys=tuple(keys), problems=problems)
 
 
-def _gives_way(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
-    """Whether a key that names a block leaves one inside it to another key: `transformer` beside `transformer.h.3`."""
+def _yields_to(word: str | None, other: str | None, unit: Block, blocks: Collection[str]) -> bool:
+    """Return whether a key of a whole block yields a part of it to another key: `transformer` beside
+    `transformer.h.3`.
+    """
     if word is None or other is None:
         return False
     return word != unit.name and word in blocks
 
 
 def _named(word: str, units: Sequence[Block], model: nn.Module) -> tuple[list[int], str | None]:
-    """The places of the units that a key names, or what is wrong with it."""
+    """Return the indices of the blocks that a key names, or its problem."""
     found = _within(word, units)
     if found:
         return found, None
@@ -132,7 +134,7 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def collapsed(names: Sequence[str]) -> list[str]:
-    """Names with neighbours that count up as ranges.
+    """Return names in which consecutive numbers are collapsed into ranges.
 
     Example:
         >>> collapsed(["embed", "blocks.0", "blocks.1", "blocks.2", "head"])

@@ -1,4 +1,4 @@
-"""What is wrong with a layout: parameters without a place, tied weights split, devices crossed back and forth."""
+"""Validate a layout: parameters without a place, split tied weights, unnecessary changes of device."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ def validate_layout(
     noun: str,
     same: Callable[[Place], Place | None] = lambda place: place,
 ) -> list[Problem]:
-    """Judge a map whose keys are right.
+    """Validate a map whose keys are valid.
 
     Args:
-        units: of `blocks_of`.
-        assigned: what the map says of each.
-        given: the map as the user wrote it, for the words.
+        units: from `blocks_of`.
+        assigned: the place of each block.
+        given: the user's map, for the messages.
         key: its key in the config.
-        noun: what a place is called, `device` or `stage`.
-        same: what a place is however it is spelled: `0` and `/gpu:0` are one device.
+        noun: the name of a place in messages, `device` or `stage`.
+        same: normalises a place: `0` and `/gpu:0` are one device.
     """
-    settled = tuple(None if place is None else same(place) for place in assigned.places)
-    assigned = replace(assigned, places=settled)
+    normalised = tuple(None if place is None else same(place) for place in assigned.places)
+    assigned = replace(assigned, places=normalised)
     problems = uncovered(units, assigned, key=key, noun=noun) or _split(units, assigned, given, key, noun)
     return problems or _crossings(units, assigned, given, key, noun)
 
 
 def leaders_of(units: Sequence[Block]) -> list[int]:
-    """For each unit the first one that it shares a tensor with, by position: itself where it shares none."""
+    """Return for each block the position of the first one that it shares a tensor with; its own if it shares none."""
     first: dict[int, int] = {}
     leaders = list(range(len(units)))
     for at, unit in enumerate(units):
@@ -49,7 +49,7 @@ def leaders_of(units: Sequence[Block]) -> list[int]:
 
 
 def uncovered(units: Sequence[Block], assigned: Assigned, *, key: str, noun: str) -> list[Problem]:
-    """Whether every tensor has a place."""
+    """Return a problem if a tensor has no place."""
     without = [unit for unit, place in zip(units, assigned.places, strict=True) if place is None]
     names = [name for unit in without for name, _ in unit.tensors()]
     if not names:
@@ -102,14 +102,14 @@ def _crossings(
 
 
 def _straightened(named: Sequence[int], places: Sequence[Place | None], leaders: Sequence[int]) -> list[Place | None]:
-    """As many units on each place as before, in one run each; tied ones stay with the first of them."""
+    """Return as many blocks on each place as before, in one range each; tied ones stay with the first of them."""
     free = [place for at, place in zip(named, places, strict=True) if leaders[at] == at]
     order = list(dict.fromkeys(places))
     in_runs = iter(sorted(free, key=order.index))
-    settled: dict[int, Place | None] = {}
+    normalised: dict[int, Place | None] = {}
     for at in named:
-        settled[at] = next(in_runs) if leaders[at] == at else settled.get(leaders[at])
-    return [settled[at] for at in named]
+        normalised[at] = next(in_runs) if leaders[at] == at else normalised.get(leaders[at])
+    return [normalised[at] for at in named]
 
 
 def _changes(places: Sequence[Place | None]) -> int:

@@ -1,4 +1,4 @@
-"""Single layers cut over the ranks of a replica."""
+"""Tensor parallelism: single layers are sharded over the ranks of a replica."""
 
 from trainkit.strategies.tensor_parallel.strategy import TensorParallel
 

@@ -1,8 +1,8 @@
-"""Randomness where activations are cut: each rank draws for its own part, and no two draw the same.
+"""Random numbers for sharded activations: each rank draws for its own part, with a different key.
 
-All ranks of a replica enter a block with the same key, so that what they draw for whole activations is the same.
-Between a module that gives cut activations and the one that adds them up, that would drop the same places of every
-part: there each rank draws by a key of its own.
+All ranks of a replica enter a block with the same key, so that they draw the same numbers for full activations. Between
+a module with sharded outputs and the one that sums them, equal numbers would drop the same positions of every part:
+there each rank draws with its own key.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["ActivationRngRegions"]
 
 
 class ActivationRngRegions:
-    """Keys the default generators on the way into, and out of, cut activations.
+    """Sets the keys of the default generators on entering and leaving sharded activations.
 
-    Nothing is remembered between calls but the last key: a recomputed block goes through the same keys again.
+    Only the last key is stored between calls: a recomputed block uses the same keys again.
 
     Args:
-        place: of this rank among those of its replica.
-        devices: those whose generators the model draws from (the CPU's is keyed as well).
+        place: position of this rank in its replica.
+        devices: the devices whose generators the model uses (the CPU's is always included).
         draws: whether the model may draw random numbers; if not, nothing is done.
     """
 
@@ -35,7 +35,7 @@ class ActivationRngRegions:
         self._inside: tuple[int, int] | None = None  # the key inside, and the one before
 
     def enter(self, name: str) -> None:
-        """Activations are cut from here on."""
+        """Set this rank's key, because activations are sharded from here on."""
         for generator in self._generators[:1]:
             before = generator.initial_seed()
             if self._inside is None or before != self._inside[0]:
@@ -44,7 +44,9 @@ class ActivationRngRegions:
                 self._set(inside)
 
     def leave(self, name: str) -> None:
-        """They are whole again: every rank draws alike, and other numbers than before."""
+        """Set a common key, because activations are full again: every rank draws the same, but other numbers than
+        before.
+        """
         for generator in self._generators[:1]:
             if self._inside is not None and generator.initial_seed() == self._inside[0]:
                 self._set(mix64(self._inside[1] ^ name_id(name)) & 0xFFFFFFFF)

@@ -1,7 +1,7 @@
-"""A model with its parameters cut, and its modules exchanging what they need of each other's activations.
+"""Shard the parameters of a model, and exchange activations between its modules.
 
-Parameters become this rank's parts, as plain tensors: the module's own code computes with them as with any weight. What
-comes in and goes out changes its layout by DTensor, forwards and, by autograd, backwards.
+Parameters become this rank's parts, as plain tensors: the module's own code computes with them as with any weight.
+Inputs and outputs change their layout by DTensor, in the forward pass and, by autograd, in the backward pass.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ __all__ = ["cut_parameters", "exchange_activations"]
 def cut_parameters(
     model: nn.Module, fit: MatchedPlan, *, place: int, degree: int, is_first: bool
 ) -> dict[str, ShardSlice]:
-    """Leave of each parameter the part that a rank holds.
+    """Keep of each parameter only the part of a rank.
 
     Args:
-        model: its parameters are whole; changed.
-        fit: which are cut, and how.
-        place: of this rank among those of its replica.
-        degree: their number.
+        model: its parameters are full; modified.
+        fit: which parameters are sharded, and how.
+        place: position of this rank in its replica.
+        degree: number of ranks of a replica.
         is_first: whether this is the first replica.
 
     Returns:
-        Where each parameter's part lies, by canonical name.
+        The slice of each parameter, by canonical name.
     """
     cuts = {}
     for name, parameter in model.named_parameters():
@@ -55,12 +55,12 @@ def cut_parameters(
 
 
 def exchange_activations(fit: MatchedPlan, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
-    """Let the modules of a plan change the layout of what they take and give.
+    """Make the modules of a plan change the layout of their inputs and outputs.
 
     Args:
         fit: the plan.
         mesh: the ranks of this replica, one axis.
-        regions: keys of what is drawn where activations are cut.
+        regions: sets the random keys for sharded activations.
     """
     for one in fit.chosen:
         module: Any = one.module
@@ -68,24 +68,25 @@ def exchange_activations(fit: MatchedPlan, mesh: DeviceMesh, regions: Activation
 
 
 class _Exchange:
-    """The changes of layout between the ranks of one mesh."""
+    """Changes the layout of tensors between the ranks of one mesh."""
 
     def __init__(self, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
         self.mesh, self.regions = mesh, regions
         self.place, self.degree = mesh.get_local_rank(), mesh.size()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Exchange:
-        """A copy of the model is on the same ranks."""
+        """Return itself: a copy of the model is on the same ranks."""
         return self
 
     def changed(self, tensor: Tensor, layout: Placement, to: Placement, *, used_by_parts: bool = False) -> Tensor:
-        """A tensor in another layout.
+        """Return a tensor in another layout.
 
         Args:
             tensor: this rank's, in `layout`.
             layout: its layout.
-            to: the wanted one.
-            used_by_parts: every rank uses it for its own part of the result, so that gradients are parts of a sum.
+            to: the required layout.
+            used_by_parts: whether every rank uses it for its own part of the result, so that gradients are parts of a
+                sum.
         """
         spread = DTensor.from_local(tensor, self.mesh, (layout,), run_check=False)
         if layout != to:
@@ -95,8 +96,10 @@ class _Exchange:
 
     @contextmanager
     def summed_gradients(self, module: nn.Module, names: Sequence[str]) -> Iterator[None]:
-        """Whole parameters that every rank uses for its stretch: their gradients are summed over the ranks."""
-        own = module._parameters  # noqa: SLF001 - what a module reads its parameters from
+        """Sum the gradients of full parameters over the ranks, because every rank uses them for its part of the
+        sequence.
+        """
+        own = module._parameters  # noqa: SLF001 - modules read their parameters from it
         found: dict[str, nn.Parameter] = {name: param for name in names if (param := own[name]) is not None}
         try:
             for name, param in found.items():
@@ -107,7 +110,7 @@ class _Exchange:
 
 
 def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    """The forward of a cut module, in its plan's layouts."""
+    """Run the forward of a sharded module, in the layouts of its plan."""
     style, module = one.style, one.module
     if style.name == "sequence":
         with exchange.summed_gradients(module, list(module._parameters)):  # noqa: SLF001
@@ -120,7 +123,7 @@ def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any],
         exchange.regions.leave(one.name)
         return _rowwise(one, exchange, args[0])
     takes = Shard(1) if style.takes == "stretch" else Replicate()
-    # what an embedding takes are numbers of tokens: no gradient goes there
+    # the inputs of an embedding are token ids, which have no gradient
     takes_numbers = isinstance(module, nn.Embedding)
     given = args[0] if takes_numbers else exchange.changed(args[0], takes, Replicate(), used_by_parts=True)
     outputs = inner(given, *args[1:], **named)
@@ -131,7 +134,7 @@ def _forward(one: MatchedModule, exchange: _Exchange, inner: Callable[..., Any],
 
 
 def _rowwise(one: MatchedModule, exchange: _Exchange, given: Tensor) -> Tensor:
-    """Each rank's part of a sum, added up; the bias, which is whole, once."""
+    """Sum the partial results of all ranks, and add the bias, which is not sharded, once."""
     module: Any = one.module
     to = Shard(1) if one.style.gives == "stretch" else Replicate()
     if isinstance(module, nn.Embedding):
@@ -148,7 +151,7 @@ def _rowwise(one: MatchedModule, exchange: _Exchange, given: Tensor) -> Tensor:
 
 
 def _own_rows(module: nn.Embedding, tokens: Tensor, place: int) -> Tensor:
-    """The rows of the tokens that are here, zeros for the others."""
+    """Return the embeddings of the tokens whose rows are on this rank, zeros for the others."""
     count = module.weight.shape[0]
     local = tokens - count * place
     absent = (local < 0) | (local >= count)

@@ -1,4 +1,4 @@
-"""From a plan's patterns to the modules of a model, and what is wrong with them."""
+"""Match the patterns of a plan with the modules of a model, and validate them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KEY: Final = "strategy.plan"
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedModule:
-    """A module that is cut."""
+    """A module that is sharded."""
 
     name: str
     module: nn.Module
@@ -32,26 +32,26 @@ class MatchedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class MatchedPlan:
-    """A plan on a model."""
+    """A plan matched with a model."""
 
     chosen: tuple[MatchedModule, ...] = ()
-    """The modules that are cut, in the order of the model."""
+    """The sharded modules, in the order of the model."""
     dims: Mapping[str, int] = field(default_factory=dict)
-    """Parameter, by canonical name -> the dim that is cut."""
+    """Parameter, by canonical name -> the sharded dim."""
     problems: Sequence[Problem] = ()
-    """What is wrong with the plan for this model."""
+    """The problems of the plan for this model."""
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degree: int) -> MatchedPlan:
-    """Find the modules that a plan cuts.
+    """Find the modules that a plan shards.
 
-    A pattern is a module's name, or the end of one (`mlp.expand` is that of every block), or a glob on whole names
-    (`blocks.*.mlp.expand`), or one on classes (`type:Linear`). The first pattern that names a module has it.
+    A pattern is a module's name, or the end of one (`mlp.expand` matches that of every block), or a glob on whole names
+    (`blocks.*.mlp.expand`), or one on classes (`type:Linear`). The first matching pattern applies.
 
     Args:
-        model: perhaps on the meta device.
+        model: may be on the meta device.
         plan: pattern -> style; `auto`: the model's own, `tensor_plan(degree)`.
-        degree: ranks that a module is cut over.
+        degree: number of ranks that a module is sharded over.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -64,12 +64,12 @@ def match_plan(model: nn.Module, plan: Mapping[str, str] | Literal["auto"], degr
     chosen, problems = _chosen(model, given)
     if not problems:
         problems = [found for one in _one_a_pattern(chosen) if (found := _misfit(one, model, degree))]
-    dims, torn = _dims(model, chosen)
-    return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or torn)
+    dims, tied = _dims(model, chosen)
+    return MatchedPlan(chosen=tuple(chosen), dims=dims, problems=problems or tied)
 
 
 def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]:
-    """Whether ranks would draw the same numbers for each stretch of a sequence."""
+    """Return a problem if ranks would draw the same random numbers for each part of a sequence."""
     cut = next((one for one in fit.chosen if "stretch" in (one.style.takes, one.style.gives)), None)
     drawing = next((name for name, module in model.named_modules() if draws_at_random(module)), None)
     if cut is None or drawing is None:
@@ -79,7 +79,7 @@ def shares_rng_across_ranks(model: nn.Module, fit: MatchedPlan) -> list[Problem]
 
 
 def described(fit: MatchedPlan) -> str:
-    """Which modules are cut how, in words.
+    """Describe which modules are sharded, and how.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -94,7 +94,7 @@ def described(fit: MatchedPlan) -> str:
 
 
 def _own_plan(model: nn.Module, degree: int) -> Mapping[str, str] | Problem:
-    """The plan that a model brings along."""
+    """Return the plan that a model provides."""
     own = getattr(model, "tensor_plan", None)
     if own is not None:
         found: Mapping[str, str] = own(degree)
@@ -131,7 +131,7 @@ def _chosen(model: nn.Module, plan: Mapping[str, str]) -> tuple[list[MatchedModu
 
 
 def _named(pattern: str, modules: Mapping[str, nn.Module]) -> list[str]:
-    """The names of the modules that a pattern names, never the model itself."""
+    """Return the names of the modules that a pattern matches, never the model itself."""
     if pattern in modules:
         return [pattern] if pattern else []
     if pattern.startswith("type:"):
@@ -152,7 +152,7 @@ def _unknown(pattern: str, modules: Mapping[str, nn.Module]) -> str:
 
 
 def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
-    """Of the modules of each pattern, those of other sizes than the ones before."""
+    """Yield one module of each pattern, class and parameter shapes."""
     seen = set()
     for one in chosen:
         shapes = tuple(tuple(parameter.shape) for parameter in one.module.parameters(recurse=False))
@@ -162,7 +162,7 @@ def _one_a_pattern(chosen: Sequence[MatchedModule]) -> Iterator[MatchedModule]:
 
 
 def _misfit(one: MatchedModule, model: nn.Module, degree: int) -> Problem | None:
-    """Why a module cannot be cut so; None: it can."""
+    """Return why a module cannot be sharded by its style; None: it can."""
     style, module = one.style, one.module
     dims, key = style.dims(module), f"{_KEY}.{one.pattern}"
     if dims is None:
@@ -195,7 +195,7 @@ def _uncuttable(one: MatchedModule, model: nn.Module) -> str | None:
 
 
 def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, int], list[Problem]]:
-    """The dim of each parameter that is cut, and the tied ones that are not cut alike."""
+    """Return the sharded dim of each parameter, and problems for tied ones that are sharded differently."""
     styles = {id(one.module): one for one in chosen}
     wanted: dict[int, list[tuple[str, int | None, MatchedModule | None]]] = {}
     for name, module in model.named_modules():
@@ -205,11 +205,11 @@ def _dims(model: nn.Module, chosen: Sequence[MatchedModule]) -> tuple[dict[str, 
             wanted.setdefault(id(parameter), []).append((f"{name}.{leaf}", dims.get(leaf), one))
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {names[key]: uses[0][1] for key, uses in wanted.items()}
-    torn = [_torn(uses) for uses in wanted.values() if len({dim for _, dim, _ in uses}) > 1]
-    return {name: dim for name, dim in found.items() if dim is not None}, torn
+    tied = [_tied_problem(uses) for uses in wanted.values() if len({dim for _, dim, _ in uses}) > 1]
+    return {name: dim for name, dim in found.items() if dim is not None}, tied
 
 
-def _torn(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
+def _tied_problem(uses: Sequence[tuple[str, int | None, MatchedModule | None]]) -> Problem:
     name, dim, one = next((name, dim, one) for name, dim, one in uses if dim is not None and one is not None)
     other, how, _ = next(use for use in uses if use[1] != dim)
     is_cut = "is whole" if how is None else f"is cut by its {'columns' if how else 'rows'}"

@@ -1,4 +1,4 @@
-"""How a module is cut over the ranks of a replica: which dim of its weights, what it takes and what it gives.
+"""How a module is sharded over the ranks of a replica: the dim of its weights, and the layouts of its input and output.
 
 Activations between modules are plain tensors in one of three layouts: *whole* on every rank, *cut* in the last dim
 (features), or a *stretch* of dim 1 (the sequence).
@@ -19,25 +19,25 @@ Layout = Literal["whole", "cut", "stretch"]
 
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """One way to cut a module."""
+    """One way to shard a module."""
 
     name: str
-    """Its word in a plan."""
+    """Its name in a plan."""
     linear: Mapping[str, int] | None = None
-    """Parameter -> the dim that is cut, of an nn.Linear; None: the style is not for it."""
+    """Parameter -> the sharded dim, of an nn.Linear; None: the style does not support it."""
     embedding: Mapping[str, int] | None = None
-    """The same of an nn.Embedding."""
+    """The same for an nn.Embedding."""
     other: bool = False
-    """Whether it is for any module: nothing is cut but activations."""
+    """Whether it supports any module: only activations are sharded."""
     takes: Layout = "whole"
     """The layout of its input."""
     gives: Layout = "whole"
     """The layout of its output."""
     sums: bool = False
-    """Whether every rank's output is a part of a sum, to be added up."""
+    """Whether every rank's output is a part of a sum that must be added up."""
 
     def dims(self, module: nn.Module) -> Mapping[str, int] | None:
-        """Parameter -> the dim that is cut; None where the style is not for such a module."""
+        """Return parameter -> the sharded dim; None if the style does not support such a module."""
         if isinstance(module, nn.Linear):
             return self.linear
         if isinstance(module, nn.Embedding):
@@ -46,7 +46,7 @@ class Style:
 
     @property
     def suits(self) -> str:
-        """What it is for, in words."""
+        """The supported modules, as text."""
         kinds = [name for name, dims in (("nn.Linear", self.linear), ("nn.Embedding", self.embedding)) if dims]
         return " and ".join(kinds) or "modules that keep their weights whole"
 
@@ -68,4 +68,4 @@ STYLES: Final = {
         Style(name="sequence_join", other=True, takes="stretch"),
     )
 }
-"""Word of a plan -> what it means."""
+"""Style by its name in a plan."""

@@ -1,1 +1,1 @@
-"""Tensors as strategies hold and hand them over: flat, sharded, or read when they are needed."""
+"""Representations of tensors in strategies: flat, sharded, or read lazily."""

@@ -1,4 +1,4 @@
-"""One flat vector for all that a step exchanges: gradients, buffers, and the counted weight."""
+"""One flat vector for all tensors of a step's exchange: gradients, buffers, and the counted weight."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["FlatBuffer"]
 
 
 class FlatBuffer:
-    """Where each tensor lies in the flat vector.
+    """The layout of tensors in a flat vector.
 
     Args:
         shapes: the shapes of the tensors, in order.
         dtype: dtype of the vector.
-        device: where it lives.
+        device: device of the vector.
         num_grads: how many of the tensors are gradients, which come first; None: all.
-        strides: those of each tensor's view, dense; None: all are contiguous.
+        strides: the strides of each tensor's view, dense; None: all are contiguous.
 
     Example:
         >>> packing = FlatBuffer([torch.Size([2]), torch.Size([])], torch.float32, torch.device("cpu"))
@@ -47,7 +47,7 @@ class FlatBuffer:
 
     @classmethod
     def like(cls, tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> FlatBuffer:
-        """Lay out vectors for tensors of these shapes and strides."""
+        """Return the layout for tensors of these shapes and strides."""
         return cls([one.shape for one in tensors], dtype, device, strides=[dense_strides(one) for one in tensors])
 
     @property
@@ -56,11 +56,11 @@ class FlatBuffer:
         return self.offsets[-1]
 
     def on(self, device: torch.device) -> FlatBuffer:
-        """The same layout on another device."""
+        """Return the same layout on another device."""
         return FlatBuffer(self.shapes, self.dtype, device, num_grads=self.num_grads, strides=self.strides)
 
     def empty(self) -> Tensor:
-        """A vector of zeros."""
+        """Return a vector of zeros."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     def pack(self, tensors: Sequence[Tensor | None], into: Tensor | None = None) -> Tensor:
@@ -70,7 +70,7 @@ class FlatBuffer:
         return flat
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors inside a vector, each with the strides of its parameter, without a copy."""
+        """Return the tensors inside a vector, each with the strides of its parameter, without a copy."""
         places = zip(self.offsets, self.sizes, self.shapes, self.strides, strict=False)
         return [view_of(flat.narrow(0, start, size), shape, strides) for start, size, shape, strides in places]
 

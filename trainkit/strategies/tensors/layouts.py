@@ -1,8 +1,9 @@
 """Memory layouts: every tensor that belongs to a parameter has the parameter's own strides.
 
-Fused kernels and flat exchanges walk memory in a row: of two tensors with different strides they would pair one element
-with another. A parameter whose elements lie in a row of memory in any order of its dims (contiguous, channels_last,
-transposed) is *dense*, and gradients, optimizer slots and copies of it take its strides. `make_dense` copies any other.
+Fused kernels and flat exchanges walk memory linearly: for two tensors with different strides they would combine
+different elements. A parameter whose elements are contiguous in memory in any order of its dims (contiguous,
+channels_last, transposed) is *dense*, and gradients, optimizer slots and copies of it use its strides. `make_dense`
+copies any other.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Strides = tuple[int, ...] | None
 
 
 def dense_strides(tensor: Tensor) -> Strides:
-    """Return the strides of a dense tensor, or those that `make_dense` would give it; None where it is contiguous.
+    """Return the strides of a dense tensor, or those that `make_dense` would give it; None if it is contiguous.
 
     Example:
         >>> dense_strides(torch.ones(3, 2).t()), dense_strides(torch.ones(3, 4)[:, :2])
@@ -64,12 +65,12 @@ def part_strides(shape: Sequence[int], whole: Strides) -> Strides:
 
 
 def view_of(flat: Tensor, shape: Sequence[int], strides: Strides) -> Tensor:
-    """View a stretch of memory, (numel,), as a dense tensor; no copy."""
+    """View a contiguous range of memory, (numel,), as a dense tensor; no copy."""
     return flat.view(shape) if strides is None else flat.as_strided(shape, strides)
 
 
 def layout_mark(tensor: Tensor) -> int:
-    """Return a number of 63 bits that tells the order of a dense tensor's dims in memory; 0: contiguous.
+    """Return a number of 63 bits that identifies the order of a dense tensor's dims in memory; 0: contiguous.
 
     Example:
         >>> layout_mark(torch.ones(3, 2)), layout_mark(torch.ones(2, 3).t()) > 0
@@ -93,7 +94,7 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 
 def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
-    """Return a tensor with given strides: itself where it has them, else a view or a copy.
+    """Return a tensor with given strides: itself if it has them, else a view or a copy.
 
     Args:
         tensor: a strided tensor, of any layout.
@@ -115,13 +116,13 @@ def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
 
 
 def make_dense(model: nn.Module) -> None:
-    """Copy the parameters and buffers of a model whose elements do not fill a row of memory; others stay.
+    """Copy the parameters and buffers of a model that are not dense; others stay.
 
     Torch itself gives the gradient of such a parameter other strides than the optimizer's slots, and its fused kernels
     write over elements that do not belong to the parameter.
 
     Raises:
-        ConfigError: a trainable parameter cannot be updated at all (`validate_layout`).
+        ConfigError: a trainable parameter cannot be updated at all (`layout_problems`).
     """
     if problems := layout_problems(model):
         raise ConfigError(problems)
@@ -129,13 +130,15 @@ def make_dense(model: nn.Module) -> None:
         if not _is_dense(param):
             param.data = _dense_copy(param.data)
     for module in model.modules():
-        for name, buffer in module._buffers.items():  # noqa: SLF001 - a new tensor takes its place
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - buffers are replaced by new tensors
             if buffer is not None and buffer.layout is torch.strided and not _is_dense(buffer):
                 module._buffers[name] = _dense_copy(buffer)  # noqa: SLF001
 
 
 def layout_problems(model: nn.Module) -> list[Problem]:
-    """Return the trainable parameters of which several elements share memory: no optimizer can update them apart."""
+    """Return a problem for each trainable parameter whose elements share memory: no optimizer can update them
+    separately.
+    """
     return [
         Problem(key="model", rule=f"{name} is an expanded tensor, whose elements share memory: {_REMEDY}")
         for name, param in model.named_parameters()

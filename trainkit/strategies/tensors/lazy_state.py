@@ -1,4 +1,4 @@
-"""Tensors that are read when they are asked for: a checkpoint larger than this process's memory can be taken over."""
+"""Tensors that are read on access, so that a checkpoint larger than this process's memory can be restored."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ __all__ = ["LazyStateDict", "model_weights", "name_in", "read_slice", "select", 
 
 
 class LazyStateDict(Mapping[str, Tensor]):
-    """Tensors by name on the host; each look at one may read it anew, so a user of several parts keeps it."""
+    """Tensors by name on the host; each access may read a tensor again, so callers that need several parts keep it."""
 
     @abstractmethod
     def shape_of(self, name: str) -> torch.Size:
-        """The shape of a tensor; nothing is read."""
+        """Return the shape of a tensor without reading it."""
 
     @abstractmethod
     def region_of(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """A part of a tensor; no more is read than what was written together with it."""
+        """Return a part of a tensor; only the pieces that contain it are read."""
 
 
 def name_in(key: str) -> str:
-    """The canonical name of the parameter or buffer that a key of a checkpoint is about.
+    """Return the canonical name of the parameter or buffer of a checkpoint key.
 
     Example:
         >>> name_in("param/head.weight"), name_in("optimizer/exp_avg/head.weight")
@@ -35,7 +35,7 @@ def name_in(key: str) -> str:
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
-    """The shape of a tensor, which is read only where the mapping cannot tell.
+    """Return the shape of a tensor, which is read only if the mapping is not lazy.
 
     Example:
         >>> shape_of({"param/w": torch.zeros(2, 3)}, "param/w")
@@ -45,7 +45,7 @@ def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
 
 
 def read_slice(tensors: Mapping[str, Tensor], name: str, region: tuple[slice, ...]) -> Tensor:
-    """A part of a tensor, without the rest where the mapping can do so.
+    """Return a part of a tensor, without reading the rest if the mapping is lazy.
 
     Example:
         >>> read_slice({"param/w": torch.arange(6).reshape(3, 2)}, "param/w", (slice(1, 2), slice(0, 2)))
@@ -55,21 +55,21 @@ def read_slice(tensors: Mapping[str, Tensor], name: str, region: tuple[slice, ..
 
 
 def select(tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> Mapping[str, Tensor]:
-    """Those whose names are chosen, read no earlier than before.
+    """Return the tensors whose names are chosen, still read lazily.
 
     Example:
         >>> sorted(select({"param/w": torch.zeros(2), "optimizer/step/w": torch.ones(())}, lambda n: n[0] == "p"))
         ['param/w']
     """
-    return _Chosen(tensors, chooses)
+    return _Selection(tensors, chooses)
 
 
 def model_weights(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Those of a checkpoint that are no optimizer's, read no earlier than before."""
+    """Return the tensors of a checkpoint except the optimizer's, still read lazily."""
     return select(tensors, lambda key: not key.startswith("optimizer/"))
 
 
-class _Chosen(LazyStateDict):
+class _Selection(LazyStateDict):
     def __init__(self, tensors: Mapping[str, Tensor], chooses: Callable[[str], bool]) -> None:
         self._tensors = tensors
         self._names = {name: None for name in tensors if chooses(name)}

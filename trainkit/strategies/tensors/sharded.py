@@ -1,4 +1,4 @@
-"""The state of a model whose tensors lie in pieces on several ranks."""
+"""The state of a model whose tensors are sharded over several ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _Box = tuple[Sequence[int], Sequence[int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorShard:
-    """A rectangular part of a tensor, as one rank holds it.
+    """A rectangular part of a tensor on one rank.
 
     Example:
         >>> TensorShard(tensor=torch.ones(2, 3), offset=(2, 0), shape=(4, 3)).region
@@ -33,23 +33,23 @@ class TensorShard:
     tensor: Tensor
     """The part itself."""
     offset: tuple[int, ...]
-    """Where it begins in the whole, dim by dim."""
+    """Its start in the full tensor, dim by dim."""
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The shape of the full tensor."""
 
     @classmethod
     def whole(cls, tensor: Tensor) -> Self:
-        """A tensor that is not cut."""
+        """Return the shard of a tensor that is not sharded."""
         return cls(tensor=tensor, offset=(0,) * tensor.dim(), shape=tuple(tensor.shape))
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """The place of the part in the whole."""
+        """The region of the part in the full tensor."""
         return region(self.offset, self.tensor.shape)
 
 
 def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
-    """The place of a rectangular part in its whole, as an index.
+    """Return the region of a rectangular part in the full tensor, as an index.
 
     Example:
         >>> region((2, 0), (2, 3))
@@ -59,11 +59,11 @@ def region(offset: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
 
 
 ShardedState = Mapping[str, Sequence[TensorShard]]
-"""Names of a checkpoint -> what a rank holds of them: no pieces, one, or several that do not touch."""
+"""Checkpoint names -> the shards of a rank: none, one, or several that do not overlap."""
 
 
 def nonfinite(pieces: ShardedState) -> list[str]:
-    """Return the names of the floating-point tensors of which a piece is not finite; waits for the device.
+    """Return the names of the floating-point tensors with a shard that is not finite; waits for the device.
 
     Example:
         >>> whole = {"a": torch.ones(2), "b": torch.tensor([1.0, torch.inf])}
@@ -82,10 +82,10 @@ def nonfinite(pieces: ShardedState) -> list[str]:
 
 
 def gather_full(pieces: ShardedState, everyone: Collective) -> dict[str, Tensor]:
-    """The whole tensors, on every rank; collective. All of it is in memory at once: for models that fit.
+    """Return the full tensors, on every rank; collective. All are in memory at once: for models that fit.
 
     Args:
-        pieces: what this rank holds; each part of a tensor is with one rank alone.
+        pieces: the shards of this rank; each part of a tensor is on exactly one rank.
         everyone: all processes of the run.
     """
     return dict(iter_gather_full(pieces, everyone))
@@ -94,19 +94,19 @@ def gather_full(pieces: ShardedState, everyone: Collective) -> dict[str, Tensor]
 def iter_gather_full(
     pieces: ShardedState, everyone: Collective, *, order: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name after name with its whole tensor, on every rank; collective at each name. Memory: one whole tensor.
+    """Yield each name with its full tensor, on every rank; collective for each name. Memory: one full tensor.
 
     Args:
-        pieces: what this rank holds; each part of a tensor is with one rank alone.
+        pieces: the shards of this rank; each part of a tensor is on exactly one rank.
         everyone: all processes of the run.
-        order: what names are sorted by; None: the names themselves.
+        order: sort key of the names; None: the names themselves.
 
     Raises:
-        ValueError: the pieces of a tensor do not make it up.
+        ValueError: the shards of a tensor do not cover it exactly.
     """
-    heard = all_gather_object({name: _pieces_to_json(parts) for name, parts in pieces.items() if parts}, everyone)
-    for name in sorted({name for rank in heard for name in rank}, key=order):
-        told = [(rank, said[name]) for rank, said in enumerate(heard) if name in said]
+    gathered = all_gather_object({name: _pieces_to_json(parts) for name, parts in pieces.items() if parts}, everyone)
+    for name in sorted({name for rank in gathered for name in rank}, key=order):
+        told = [(rank, said[name]) for rank, said in enumerate(gathered) if name in said]
         cuts = [(cut["offset"], cut["size"]) for _, said in told for cut in said["cuts"]]
         if wrong := coverage_error(told[0][1]["shape"], cuts):
             raise ValueError(f"{name}: {wrong}")
@@ -114,10 +114,10 @@ def iter_gather_full(
 
 
 def coverage_error(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
-    """Why rectangular parts do not make up a whole; None where each of its numbers is in one of them.
+    """Return why rectangular parts do not cover a tensor exactly; None if each element is in exactly one of them.
 
     Args:
-        shape: of the whole.
+        shape: of the full tensor.
         cuts: offset and size of every part.
 
     Example:
@@ -134,17 +134,17 @@ def coverage_error(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Seq
         if any(start + length > whole for start, length, whole in zip(offset, size, shape, strict=True)):
             return "a piece reaches beyond it"
     full = [(offset, size) for offset, size in cuts if torch.Size(size).numel()]
-    return "its pieces overlap" if any(_meet(*one, *other) for one, other in _neighbours(full)) else None
+    return "its pieces overlap" if any(_overlap(*one, *other) for one, other in _neighbours(full)) else None
 
 
 def _neighbours(parts: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
-    """Yield the pairs of parts that share a stretch of the dimension in which most parts begin at places of their own.
+    """Yield the pairs of parts that overlap in the dimension with the most distinct offsets.
 
-    Thousands of ranks cut along one dimension: few of their pairs are left, and all pairs would take minutes.
+    Thousands of ranks shard along one dimension: few of their pairs are left, and testing all pairs would take minutes.
     """
     begins = [{offset[axis] for offset, _ in parts} for axis in range(len(parts[0][0]))] if parts else []
     axis = max(range(len(begins)), key=lambda one: len(begins[one]), default=None)
-    if axis is None:  # numbers without a dimension
+    if axis is None:  # scalars
         yield from combinations(parts, 2)
         return
     ordered = sorted(parts, key=lambda part: part[0][axis])
@@ -155,7 +155,9 @@ def _neighbours(parts: Sequence[_Box]) -> Iterator[tuple[_Box, _Box]]:
             yield (offset, size), other
 
 
-def _meet(offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]) -> bool:
+def _overlap(
+    offset: Sequence[int], size: Sequence[int], other_offset: Sequence[int], other_size: Sequence[int]
+) -> bool:
     return all(
         start < other + other_length and other < start + length
         for start, length, other, other_length in zip(offset, size, other_offset, other_size, strict=True)
@@ -171,7 +173,7 @@ def _pieces_to_json(parts: Sequence[TensorShard]) -> dict[str, Any]:
 def _gathered(
     told: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[TensorShard], everyone: Collective
 ) -> Tensor:
-    """A whole tensor; on the host, but for the only rank's own, which may be the very tensor it holds."""
+    """Return a full tensor; on the host, except on a single rank, which may return its own tensor."""
     first = told[0][1]
     if everyone.num_ranks == 1 and len(own) == 1:
         return own[0].tensor.detach()
@@ -179,13 +181,13 @@ def _gathered(
     whole = torch.empty(first["shape"], dtype=dtype)
     for rank, said in told:
         for place, cut in enumerate(said["cuts"]):
-            mine = own[place].tensor.detach() if rank == everyone.rank else torch.empty(cut["size"], dtype=dtype)
-            whole[region(cut["offset"], cut["size"])] = mine if everyone.num_ranks == 1 else _shared(mine, rank)
+            part = own[place].tensor.detach() if rank == everyone.rank else torch.empty(cut["size"], dtype=dtype)
+            whole[region(cut["offset"], cut["size"])] = part if everyone.num_ranks == 1 else _broadcast(part, rank)
     return whole
 
 
-def _shared(tensor: Tensor, source: int) -> Tensor:
-    """The tensor of a rank of the default group, on every rank; collective. As bytes: not every backend knows bf16."""
+def _broadcast(tensor: Tensor, source: int) -> Tensor:
+    """Broadcast the tensor of a rank of the default group; collective. As bytes: not every backend supports bf16."""
     on_gpu = dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     content = tensor.to(device).contiguous()

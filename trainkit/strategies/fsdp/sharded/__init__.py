@@ -1,1 +1,1 @@
-"""What strategies share that cut parameters over ranks: where a part lies, saving and restoring it, norms, steps."""
+"""The common parts of strategies that shard parameters over ranks: shard geometry, checkpointing, norms, steps."""

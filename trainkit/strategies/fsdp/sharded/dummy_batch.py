@@ -1,4 +1,4 @@
-"""A batch for a rank that has none: what it computes is not counted, but the others wait for its exchanges."""
+"""A dummy batch for a rank that has none: its results do not count, but the other ranks wait for its collectives."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["dummy_batch"]
 
 
 def dummy_batch(batch: Any, device: torch.device, everyone: Collective) -> Any:
-    """Rank 0's batch, on every rank that has none; collective over all ranks.
+    """Broadcast rank 0's batch to every rank that has none; collective over all ranks.
 
     Args:
-        batch: this rank's own, which it keeps; None where it has none. Rank 0 has one.
-        device: where ranks exchange tensors.
+        batch: this rank's own, which it keeps; None if it has none. Rank 0 has one.
+        device: the device for collectives.
         everyone: all ranks.
 
     Raises:
         TrainingError: the batch holds more than tensors, numbers and text in lists, tuples and dicts.
     """
-    speaks = everyone.rank == 0
-    leaves, spec = tree_flatten(batch if speaks else None)
-    told = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if speaks else None
-    heard, described = all_gather_object(told, everyone)[0]
-    own = leaves if speaks else [None] * len(described)
-    found = [_exchanged(leaf, how, device) for leaf, how in zip(own, described, strict=True)]
-    return tree_unflatten(found, treespec_loads(heard)) if batch is None else batch
+    sends = everyone.rank == 0
+    leaves, spec = tree_flatten(batch if sends else None)
+    description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else None
+    spec_text, described = all_gather_object(description, everyone)[0]
+    own = leaves if sends else [None] * len(described)
+    found = [_exchanged(leaf, description, device) for leaf, description in zip(own, described, strict=True)]
+    return tree_unflatten(found, treespec_loads(spec_text)) if batch is None else batch
 
 
 def _described(leaf: Any) -> Any:
@@ -47,11 +47,11 @@ def _described(leaf: Any) -> Any:
     )
 
 
-def _exchanged(leaf: Any, how: dict[str, Any], device: torch.device) -> Any:
-    if "value" in how:
-        return how["value"]
+def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> Any:
+    if "value" in description:
+        return description["value"]
     if leaf is None:
-        leaf = torch.empty(how["shape"], dtype=getattr(torch, how["dtype"]), device=device)
+        leaf = torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)
     held = leaf.detach().contiguous()
     dist.broadcast(held.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
     return held

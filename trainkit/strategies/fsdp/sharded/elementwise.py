@@ -1,4 +1,6 @@
-"""Optimizers whose update of an element looks at others, and is not to be had from parts of a tensor."""
+"""Find optimizers whose update of an element depends on other elements, so that they cannot update parts of a
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,23 @@ _WHOLE: Final = frozenset(
 
 
 def is_elementwise(kind: type) -> bool:
-    """Whether an optimizer updates each element of a parameter from that element's gradient and state alone.
+    """Return whether an optimizer updates each element of a parameter from that element's gradient and state alone.
 
-    A class of the user's own says so itself, where it does not: `elementwise = False`.
+    A class of the user that is not elementwise must declare it: `elementwise = False`.
 
     Example:
         >>> import torch
         >>> is_elementwise(torch.optim.AdamW), is_elementwise(torch.optim.Adafactor)
         (True, False)
     """
-    said = getattr(kind, "elementwise", None)
-    if said is not None:
-        return bool(said)
+    declared = getattr(kind, "elementwise", None)
+    if declared is not None:
+        return bool(declared)
     return not any(one.__name__.replace("_", "").lower() in _WHOLE for one in kind.__mro__)
 
 
 def optimizer_problems(facts: PlanContext) -> list[Problem]:
-    """Whether the run's optimizer can step parts of parameters."""
+    """Return a problem if the run's optimizer cannot update parts of parameters."""
     kind = facts.optimizer
     if kind is None or is_elementwise(kind):
         return []

@@ -1,4 +1,4 @@
-"""Giving freed memory back to the system, on CPUs."""
+"""Return freed memory to the system, on CPUs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Final
 
 __all__ = ["give_freed_memory_back"]
 
-_M_MMAP_THRESHOLD: Final = -3  # of malloc.h
+_M_MMAP_THRESHOLD: Final = -3  # a constant of malloc.h
 _LARGE: Final = 2**20
 
 
 def give_freed_memory_back() -> bool:
-    """Let this process return a large block of memory as soon as it is freed; whether its C library can be told so.
+    """Make this process return large blocks of memory as soon as they are freed; return whether the C library supports
+    it.
 
-    What is gathered comes and goes all the time. glibc takes a block that was freed once for a sign to keep others of
-    its size on its heap from then on, up to 32 MiB, and the heap falls to pieces: what a rank takes grows to far
-    more than what it holds. A fixed threshold costs fresh pages for every block above it.
+    Gathered parameters are allocated and freed all the time. After glibc has freed a block once, it keeps blocks of
+    that size on its heap from then on, up to 32 MiB, and the heap fragments: a rank's memory grows far beyond what it
+    needs. A fixed threshold costs new pages for every block above it.
 
     Source: mallopt(3), M_MMAP_THRESHOLD.
     """

@@ -1,4 +1,4 @@
-"""Memory for a model that was built without its numbers."""
+"""Allocate memory for a model that was built without data."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["filled", "with_memory"]
 
 
 def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model with memory below each of its tensors, cut or whole, and nothing in it yet.
+    """Allocate uninitialised memory for each tensor of a model, sharded or not; return the model.
 
-    Unlike `to_empty` it leaves one tensor one: tied parameters stay tied.
+    Unlike `to_empty`, tied parameters stay tied.
     """
     made: dict[int, Tensor] = {}
 
@@ -25,7 +25,7 @@ def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
         return made[id(tensor)]
 
     for owner in model.modules():
-        for own in (owner._parameters, owner._buffers):  # noqa: SLF001 - new tensors take their places
+        for own in (owner._parameters, owner._buffers):  # noqa: SLF001 - tensors are replaced by new ones
             for name, tensor in own.items():
                 if tensor is not None and tensor.is_meta:
                     own[name] = replaced(tensor)  # type: ignore[assignment]
@@ -33,7 +33,7 @@ def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def filled(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
-    """The whole model, on the CPU, with its numbers."""
+    """Return the full model on the CPU, with its initial values."""
     with_memory(model, torch.device("cpu"))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.detach().copy_(values[name])

@@ -1,4 +1,4 @@
-"""Norms of whole gradients, from the parts that ranks hold of them."""
+"""Compute norms of full gradients from the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ __all__ = ["joined_norms"]
 
 
 def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
-    """What makes norms of parts those of the whole tensors, over all ranks of the run.
+    """Return a function that combines norms of shards into norms of full tensors, over all ranks of the run.
 
     Args:
-        cuts: where the parts lie, parameter by parameter.
-        device: where ranks exchange tensors.
+        cuts: the slices of the shards, parameter by parameter.
+        device: the device for collectives.
     """
     counts = torch.tensor([float(cut.is_written) for cut in cuts])
 
     def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
-        """(gradients that are there,) their norms; collective."""
+        """Return (number of present gradients,) their norms; collective."""
         found = torch.zeros(len(cuts), dtype=norms.dtype, device=device)
         chosen = torch.tensor(places)
-        if order == float("inf"):  # what is not finite must win, and a maximum may lose a NaN
+        if order == float("inf"):  # values that are not finite must win, and a maximum may lose a NaN
             found[chosen] = torch.where(torch.isfinite(norms), norms, float("inf")).to(device)
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
             return found[chosen]

@@ -1,4 +1,4 @@
-"""Where a rank's part of a tensor lies in the whole, and which rank writes it."""
+"""The region of a rank's shard in the full tensor, and which rank writes it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ShardSlice", "local_part"]
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:
-    """The part of a tensor that one rank holds: a rectangle of the whole, perhaps an empty one.
+    """The part of a tensor that one rank holds: a rectangle of the full tensor, possibly empty.
 
     Example:
         >>> ShardSlice(offset=(2, 0), size=(2, 3), shape=(4, 3), is_written=True).region
@@ -24,20 +24,22 @@ class ShardSlice:
     """
 
     offset: tuple[int, ...]
-    """Where it begins in the whole, dim by dim."""
+    """Its start in the full tensor, dim by dim."""
     size: tuple[int, ...]
     """Its own shape."""
     shape: tuple[int, ...]
-    """The shape of the whole."""
+    """The shape of the full tensor."""
     is_written: bool
-    """Whether this rank writes it, and counts it in sums over ranks: of several that hold the same part, one does."""
+    """Whether this rank writes it, and counts it in sums over ranks: exactly one of the ranks with the same
+    part does.
+    """
 
     @classmethod
     def of(cls, tensor: Tensor, *, is_first: bool) -> Self:
-        """The part of a tensor that is here.
+        """Return the part of a tensor on this rank.
 
         Args:
-            tensor: a DTensor, cut or replicated over its mesh; or a plain one, whole on every rank.
+            tensor: a DTensor, sharded or replicated over its mesh; or a plain one, full on every rank.
             is_first: whether this is the first of the ranks that hold copies outside of the tensor's mesh; for a plain
                 tensor, of all ranks.
         """
@@ -52,35 +54,39 @@ class ShardSlice:
             if dim is None:
                 firsts.append(here == 0)
                 continue
-            length = -(-size[dim] // ranks)  # as torch.chunk cuts: the last parts are short, or empty
+            length = -(-size[dim] // ranks)  # as in torch.chunk: the last parts are short, or empty
             start = min(length * here, size[dim])
             offset[dim], size[dim] = offset[dim] + start, min(length, size[dim] - start)
         return cls(offset=tuple(offset), size=tuple(size), shape=tuple(tensor.shape), is_written=all(firsts))
 
     @property
     def region(self) -> tuple[slice, ...]:
-        """Its place in the whole."""
+        """Its region in the full tensor."""
         return region(self.offset, self.size)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing of the tensor here."""
+        """Whether the part is empty."""
         return 0 in self.size
 
     def piece(self, part: Tensor) -> TensorShard:
-        """The part as a checkpoint takes it."""
+        """Return the part as a shard for a checkpoint."""
         return TensorShard(tensor=part.detach(), offset=self.offset, shape=self.shape)
 
     def take(self, whole: Tensor) -> Tensor:
-        """The part of a whole tensor, in memory of its own; a tensor of another shape is no cut one: all of it."""
+        """Return a copy of the part of a full tensor; a tensor of another shape is not sharded, and returned
+        unchanged.
+        """
         return whole[self.region].clone() if tuple(whole.shape) == self.shape else whole
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What of a tensor is on this rank, in the same memory."""
+    """Return the part of a tensor on this rank, as a view."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _order(placements: tuple[Any, ...]) -> list[int]:
-    """The axes of the mesh in the order in which they cut: one that cuts the parts of another (strided) comes last."""
+    """Return the mesh axes in the order in which they shard: one that shards the parts of another (strided)
+    comes last.
+    """
     return sorted(range(len(placements)), key=lambda place: hasattr(placements[place], "split_factor"))

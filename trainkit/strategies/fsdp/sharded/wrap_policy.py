@@ -1,4 +1,4 @@
-"""What is gathered at once: the modules whose parameters are whole only while they compute."""
+"""The wrap policy: modules that are gathered separately, while they compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks that a map places, by canonical name: elements of lists and sequences, else top-level children.
+    """Return the blocks that a map places, by canonical name: elements of lists and sequences, else top-level children.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
@@ -27,18 +27,22 @@ def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
-    """The modules below the model whose class has one of these names, inner ones too."""
+    """Return the modules below the model whose class has one of these names, including nested ones."""
     wanted = set(names)
     return {name: module for name, module in model.named_modules() if name and type(module).__name__ in wanted}
 
 
 def modules_above(model: nn.Module, num_bytes: float) -> dict[str, nn.Module]:
-    """The smallest modules that hold so many bytes of parameters besides those that are in such modules already."""
+    """Return the smallest modules with at least `num_bytes` of parameters outside of modules that are already
+    chosen.
+    """
     return dict(_above("", model, num_bytes, set()))
 
 
 def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those that share no parameter with the rest of the model: a tied one is gathered with the model itself."""
+    """Return the modules that share no parameter with the rest of the model: tied ones are gathered with the model
+    itself.
+    """
     owners = Counter(
         id(param)
         for module in model.modules()
