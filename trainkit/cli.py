@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(given_arguments(sys.argv[1:] if argv is None else argv, os.environ))
         finally:
-            _tell("")
+            _print_error("")
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -71,10 +71,10 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         return _dispatch(arguments)
     except TrainkitError as error:
-        _tell(f"{_one_screen(error)}\n")
+        _print_error(f"{_one_screen(error)}\n")
         return error.exit_code
     except KeyboardInterrupt:
-        _tell("stopped\n")
+        _print_error("stopped\n")
         return 130
     except BrokenPipeError:
         # The reader, for example `head`, has closed the pipe.
@@ -85,15 +85,15 @@ def _run(arguments: Sequence[str]) -> int:
 
         full = as_storage_error(error, Path("outputs"))
         if full is not None:
-            _tell(f"{_one_screen(full)}\n")
+            _print_error(f"{_one_screen(full)}\n")
             return full.exit_code
         if not knows_secrets():
             raise
-        _tell(traceback.format_exc())  # as Python prints it, but with secrets masked
+        _print_error(traceback.format_exc())  # as Python prints it, but with secrets masked
         return 1
 
 
-def _tell(text: str) -> None:
+def _print_error(text: str) -> None:
     """Print to standard error and flush; a closed terminal does not change the exit code."""
     for stream, content in ((sys.stdout, ""), (sys.stderr, text)):
         try:

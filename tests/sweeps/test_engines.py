@@ -24,7 +24,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.backends.base import JobBackend
-from trainkit.sweeps.backends.job_spec import Driver, JobSpec, ended_file, run_described
+from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, run_described
 from trainkit.sweeps.backends.launching import ENGINES
 from trainkit.sweeps.backends.remote import Remote
 from trainkit.sweeps.loop.processes import JobCommand
@@ -62,10 +62,10 @@ class InThreads:
     def __init__(self, loses: bool = False) -> None:
         self.loses = loses
         self.threads: list[threading.Thread] = []
-        self.asked: list[int] = []
+        self.requested: list[int] = []
 
     def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> Self:
-        self.asked.append(slots)
+        self.requested.append(slots)
         if not self.loses:
             thread = threading.Thread(target=run_described, args=(path, secrets))
             thread.start()
@@ -92,13 +92,13 @@ def started(folder: Path, code: str, *words: object, loses: bool = False) -> Ite
         yield job, lambda: ends.get(timeout=30)
     for thread in engine.threads:
         thread.join()
-    assert engine.asked == [2]
+    assert engine.requested == [2]
 
 
 def test_a_described_job_runs_with_its_variables_and_leaves_its_code_and_output(tmp_path: Path) -> None:
     path = described(tmp_path, "import os, sys; print(os.environ['GIVEN']); sys.exit(3)")
     assert run_described(str(path)) == 3
-    assert ended_file(path).read_text() == "3"
+    assert exit_code_file(path).read_text() == "3"
     assert (tmp_path / "run/output.log").read_text() == "7\n"
 
 

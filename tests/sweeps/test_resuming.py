@@ -71,7 +71,7 @@ def test_jobs_of_an_earlier_sweep_that_gave_nothing_are_forgotten(tmp_path: Path
     run(sweep_in(tmp_path), job(tmp_path, 0, RUN, 0.5, config="a"), job(tmp_path, 1, FRAIL, 1, config="b"))
     sweep = sweep_in(tmp_path)
     run(sweep, job(tmp_path, 2, RUN, 0.6, config="c"))
-    sweep.record.forget_others(sweep.asked)
+    sweep.record.forget_others(sweep.requested)
     assert list(sweep.record.rows) == ["0", "2"]
 
 

@@ -45,13 +45,13 @@ def test_where_there_is_little_room_those_that_run_and_that_failed_are_shown() -
 def test_a_pipe_gets_a_line_a_change_and_a_terminal_what_the_table_does_not_say(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    PlainScreen().say("job 0 starts", passing=True)
+    PlainScreen().report("job 0 starts", transient=True)
     assert capsys.readouterr().out == "job 0 starts\n"
     file = io.StringIO()
     console = Console(file=file, width=80, force_terminal=True, highlight=False)
     table = TableScreen(console)
-    table.say("job 0 starts", passing=True)
-    table.say("job 1 failed [sic]")
+    table.report("job 0 starts", transient=True)
+    table.report("job 1 failed [sic]")
     table.close()
     assert "job 1 failed [sic]" in file.getvalue()
     assert "starts" not in file.getvalue()

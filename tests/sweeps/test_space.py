@@ -5,7 +5,7 @@ import pytest
 from trainkit.config.compose import Composer
 from trainkit.errors import ConfigError
 from trainkit.sweeps.spaces import random_search as drawing
-from trainkit.sweeps.spaces.request import asked
+from trainkit.sweeps.spaces.request import read_request
 
 
 @pytest.fixture(scope="module")
@@ -15,7 +15,7 @@ def composer() -> Composer:
 
 def refused(composer: Composer, *arguments: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        _ = asked(composer, arguments).points
+        _ = read_request(composer, arguments).points
     return [str(problem).removesuffix(" (command line)") for problem in caught.value.problems]
 
 

@@ -23,8 +23,8 @@ VARIABLE: Final = "TRAINKIT_LAUNCHER"
 
 
 def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    said = read_tf_config(environ)
-    return None if said is None else launch_of(said.members, said.task, kind=said.variable)
+    tf_config = read_tf_config(environ)
+    return None if tf_config is None else launch_of(tf_config.members, tf_config.task, kind=tf_config.variable)
 
 
 LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | None]]] = {

@@ -50,10 +50,10 @@ def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator
                 rule = f"is the address of {seen[address]} too. Every task needs its own."
                 yield Problem(key=inner, value=text, rule=rule, origin=origin)
             seen.setdefault(address, f"{role}:{index}")
-    yield from _about_the_whole(members, seen, key, origin)
+    yield from _cluster_problems(members, seen, key, origin)
 
 
-def _about_the_whole(members: Members, seen: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
+def _cluster_problems(members: Members, seen: Mapping[Address, str], key: str, origin: str) -> Iterator[Problem]:
     if not any(members.values()):
         rule = "names no task. It needs a worker at least: worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)

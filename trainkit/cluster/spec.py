@@ -55,9 +55,9 @@ class Spec(Cluster):
         Raises:
             ConfigError: the task of this process is missing, or contradicts TF_CONFIG.
         """
-        said = None if environ.get("TRAINKIT_LAUNCHER") == "none" else read_tf_config(environ)
-        problems = [] if said is None else list(self._differences(said))
-        task = said.task if said is not None and self.task is None else self.task and parse_task(self.task)
+        tf_config = None if environ.get("TRAINKIT_LAUNCHER") == "none" else read_tf_config(environ)
+        problems = [] if tf_config is None else list(self._differences(tf_config))
+        task = tf_config.task if tf_config is not None and self.task is None else self.task and parse_task(self.task)
         if not task and not problems and sum(map(len, self.members.values())) > 1:
             names = ", ".join(f"{role}:{index}" for role, texts in self.members.items() for index in range(len(texts)))
             rule = f"is missing: which task this process is. Give cluster.task=ROLE:INDEX, of {names}."
@@ -77,17 +77,17 @@ class Spec(Cluster):
         if rule is not None:
             yield Problem(key="cluster.task", value=self.task, rule=rule)
 
-    def _differences(self, said: TfConfig) -> Iterator[Problem]:
+    def _differences(self, tf_config: TfConfig) -> Iterator[Problem]:
         """Yield problems of differences between the config and the variable."""
-        remedy = f"Make them the same, or unset {said.variable}."
+        remedy = f"Make them the same, or unset {tf_config.variable}."
         for role in ROLES:
-            ours, theirs = self.members.get(role, ()), said.members.get(role, ())
+            ours, theirs = self.members.get(role, ()), tf_config.members.get(role, ())
             if ours != theirs:
                 rule = f"says {_list_text(theirs)}, and cluster.{role} says {_list_text(ours)}. {remedy}"
-                yield Problem(key=f"{said.variable}.cluster.{role}", rule=rule, origin="environment")
-        if self.task is not None and said.task != parse_task(self.task):
-            rule = f"says {said.task[0]}:{said.task[1]}, and cluster.task says {self.task}. {remedy}"
-            yield Problem(key=f"{said.variable}.task", rule=rule, origin="environment")
+                yield Problem(key=f"{tf_config.variable}.cluster.{role}", rule=rule, origin="environment")
+        if self.task is not None and tf_config.task != parse_task(self.task):
+            rule = f"says {tf_config.task[0]}:{tf_config.task[1]}, and cluster.task says {self.task}. {remedy}"
+            yield Problem(key=f"{tf_config.variable}.task", rule=rule, origin="environment")
 
 
 def _list_text(texts: tuple[str, ...]) -> str:

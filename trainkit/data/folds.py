@@ -103,14 +103,14 @@ def labels_of(dataset: Any) -> NDArray[np.int64] | None:
         >>> np.bincount(labels_of(Digits(split="val"))).tolist()
         [36, 36, 35, 37, 36, 37, 36, 36, 35, 36]
     """
-    told = getattr(dataset, "labels", None)
-    told = getattr(dataset, "targets", None) if told is None else told
-    if told is None and callable(getattr(dataset, "tensors", None)):
+    labels = getattr(dataset, "labels", None)
+    labels = getattr(dataset, "targets", None) if labels is None else labels
+    if labels is None and callable(getattr(dataset, "tensors", None)):
         arrays = dataset.tensors()
-        told = arrays.get("target") if isinstance(arrays, Mapping) else arrays[-1]
-    if told is None or callable(told):
+        labels = arrays.get("target") if isinstance(arrays, Mapping) else arrays[-1]
+    if labels is None or callable(labels):
         return None
-    found = np.asarray(told.cpu() if isinstance(told, Tensor) else told)
+    found = np.asarray(labels.cpu() if isinstance(labels, Tensor) else labels)
     fits = found.shape == (size_of(dataset),) and np.issubdtype(found.dtype, np.integer)
     return found.astype(np.int64) if fits else None
 

@@ -61,10 +61,10 @@ class Launching:
     def sweep(self) -> Sweep:
         """The sweep that runs the jobs; created for the first job, because it queries torch for GPUs."""
         if self._sweep is None:
-            self._sweep = self._made()
+            self._sweep = self._make_sweep()
         return self._sweep
 
-    def _made(self) -> Sweep:
+    def _make_sweep(self) -> Sweep:
         import torch  # noqa: PLC0415 - asks for GPUs; a sweep with problems ends before
 
         num_gpus = torch.cuda.device_count()
@@ -93,7 +93,7 @@ class Launching:
             jobs: dict[str, SweepJob] = {}
             for _, job in composed:
                 if job.name in jobs:
-                    _say(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
+                    _print_line(f"{job.label or 'the point'}: is job {job.name} again, which runs once")
                 jobs[job.name] = job
             self.sweep.expect(jobs.values())
             self.run(JobList(jobs.values()))
@@ -250,5 +250,5 @@ def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
     return done
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the user's screen

@@ -66,16 +66,16 @@ class View:
             '1 running, 3 queued, 1 of 2 slots in use'
         """
         states = [line.state for line in self.lines]
-        told = [f"{states.count(state)} {state}" for state in ("done", *_STYLES) if state in states]
-        told = [*dict.fromkeys(told), *([f"{self.queued} queued"] if self.queued else [])]
-        return ", ".join([*told, f"{self.in_use} of {self.slots} slots in use"])
+        counts = [f"{states.count(state)} {state}" for state in ("done", *_STYLES) if state in states]
+        counts = [*dict.fromkeys(counts), *([f"{self.queued} queued"] if self.queued else [])]
+        return ", ".join([*counts, f"{self.in_use} of {self.slots} slots in use"])
 
 
 class Screen(Protocol):
     """Displays a sweep."""
 
-    def say(self, text: str, *, passing: bool = False) -> None:
-        """Report a change; with `passing`, a table shows the change, and only a display without a table prints it."""
+    def report(self, text: str, *, transient: bool = False) -> None:
+        """Report a change; with `transient`, a table shows the change, and only a display without a table prints it."""
 
     def show(self, view: View) -> None:
         """Show the current state; called a few times a second."""
@@ -87,7 +87,7 @@ class Screen(Protocol):
 class PlainScreen:
     """One line per change, for pipes and log files."""
 
-    def say(self, text: str, *, passing: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
+    def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
         """Print it."""
         print(text, flush=True)  # noqa: T201 - the user's screen
 
@@ -115,9 +115,9 @@ class TableScreen:
         # A process that is killed cannot restore a hidden cursor.
         console.show_cursor(True)
 
-    def say(self, text: str, *, passing: bool = False) -> None:
+    def report(self, text: str, *, transient: bool = False) -> None:
         """Print a message above the table."""
-        if not passing:
+        if not transient:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def show(self, view: View) -> None:

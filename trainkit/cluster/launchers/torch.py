@@ -61,14 +61,14 @@ def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     if not read.problems and local_rank >= num_local:
         read.report("LOCAL_RANK", f"must be less than LOCAL_WORLD_SIZE={num_local}.")
     read.finish()
-    told = alone or bool(environ.get("LOCAL_WORLD_SIZE"))
+    knows_local_ranks = alone or bool(environ.get("LOCAL_WORLD_SIZE"))
     return LaunchEnvironment(
         kind="RANK and WORLD_SIZE",
         tasks=workers(size),
         rank=rank,
         local_rank=local_rank,
         num_local=num_local,
-        num_hosts=max(size // num_local, 1) if told else size,
+        num_hosts=max(size // num_local, 1) if knows_local_ranks else size,
         store=store,
         hosts_store=rank == 0,
     )

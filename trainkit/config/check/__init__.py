@@ -66,8 +66,8 @@ def check_names(composition: Composition, *, multirun: bool = False) -> list[Pro
     if not problems:
         problems = list(_rules(composition)) or unused_keys(composition, multirun=multirun)[0]
     # A problem found while composing a key is the cause of a problem with its value.
-    told = {(problem.key, problem.origin) for problem in composition.problems}
-    others = [problem for problem in problems if (problem.key, problem.origin) not in told]
+    reported = {(problem.key, problem.origin) for problem in composition.problems}
+    others = [problem for problem in problems if (problem.key, problem.origin) not in reported]
     return _deduplicated([*composition.problems, *others])
 
 
@@ -211,8 +211,10 @@ def _missing_values(composition: Composition) -> Iterator[Problem]:
 def _hydra_problems(composition: Composition) -> list[Problem]:
     """Ask Hydra to check the arguments meant for it, where there are any."""
     own = [file for file in composition.files if not file.shipped and _configures_hydra(file)]
-    told = [line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))]
-    if not own and not told:
+    arguments = [
+        line for line in composition.hydra_overrides if not line.startswith(("hydra.run.dir=", "hydra.sweep.dir="))
+    ]
+    if not own and not arguments:
         return []
     from trainkit.config.compose.jobs import hydra_problems  # noqa: PLC0415 - costs 50 ms
 

@@ -49,9 +49,9 @@ def unused_keys_in_launch(composition: Composition) -> list[Problem]:
     for key, rule in _ineffective_here(composition.values):
         if composition.origin(key).level is Level.command_line or key == "precision":
             problems.append(composition.problem(key, rule, value=_value(composition, key)))
-    told = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
-    told += ["numerics.check_replicas_every", "elastic.min_replicas"]
-    given = [key for key in told if composition.origin(key).level is Level.command_line]
+    keys = ["supervisor.max_restarts", "supervisor.join_timeout_s"]
+    keys += ["numerics.check_replicas_every", "elastic.min_replicas"]
+    given = [key for key in keys if composition.origin(key).level is Level.command_line]
     if given and _processes(composition.values) == 1 and not _started_externally(composition.values):
         rule = "has no effect: this strategy runs in one process."
         problems += [composition.problem(key, rule, value=_value(composition, key)) for key in given]

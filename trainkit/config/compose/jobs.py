@@ -46,13 +46,13 @@ def hydra_problems(composition: Composition) -> list[Problem]:
         with hydra_state():
             hydra_config(composition)
     except (HydraException, OmegaConfBaseException) as error:
-        told = [str(error), str(error.__cause__ or "")]
+        texts = [str(error), str(error.__cause__ or "")]
         lines = [line.strip() for line in str(error.__cause__ or error).splitlines()]
         rule = f"Hydra does not take it: {next((line for line in lines if line and line[-1] != ':'), '')}"
         arguments = composition.hydra_overrides
         if not arguments:
             return [Problem(key="hydra", rule=rule)]
-        culprit = next((item for item in arguments if any(_key(item) in text for text in told)), arguments[0])
+        culprit = next((item for item in arguments if any(_key(item) in text for text in texts)), arguments[0])
         key, _, value = culprit.lstrip("+").partition("=")
         return [Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)]
     return []

@@ -15,7 +15,7 @@ from trainkit.errors import DataError
 from trainkit.numerics.generators import seed_host
 from trainkit.numerics.randomness import sample_key
 
-__all__ = ["Reader", "still"]
+__all__ = ["Reader", "result_without_draws"]
 
 _T = TypeVar("_T")
 
@@ -55,9 +55,9 @@ class Reader:
 
     def _samples(self, epoch: int, indices: Sequence[int]) -> Sequence[Any]:
         if not self.draws:
-            _STILLNESS.begin()
+            _WATCH.begin()
             samples = self._unkeyed(indices)
-            if not _STILLNESS.broken:
+            if not _WATCH.broken:
                 return samples
             self.draws = True
         return [self._keyed(epoch, index) for index in indices]
@@ -123,15 +123,15 @@ class RngWatch:
         )
 
 
-def still(read: Callable[[], _T]) -> _T | None:
+def result_without_draws(read: Callable[[], _T]) -> _T | None:
     """Return the result of `read`; None if it draws from a default generator."""
-    _STILLNESS.begin()
+    _WATCH.begin()
     found = read()
-    return None if _STILLNESS.broken else found
+    return None if _WATCH.broken else found
 
 
 def _next_of_torch(generator: torch.Generator) -> int:
     return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
 
 
-_STILLNESS = RngWatch()
+_WATCH = RngWatch()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainkit.data.reading.collate import narrow, to_device
 from trainkit.data.reading.positions import Positions
-from trainkit.data.reading.reader import Reader, still
+from trainkit.data.reading.reader import Reader, result_without_draws
 from trainkit.errors import ConfigError, DataError, Problem
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.generators import Untouched
@@ -86,7 +86,7 @@ class Gatherer:
     def _first(self, indices: Tensor) -> Any:
         """Read the first batch, and check whether the dataset draws random numbers while it gathers."""
         with Untouched(seed=0):
-            found = still(lambda: self._gather(indices))
+            found = result_without_draws(lambda: self._gather(indices))
         if found is None:
             raise DataError(
                 "the dataset draws random numbers in gather, and random numbers of data are keyed by sample. "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.numerics.deferred.fake_device import posing
+from trainkit.numerics.deferred.fake_device import fake_cpu_device
 from trainkit.numerics.deferred.recording import Recorder
 from trainkit.numerics.deferred.tape import CannotDeferError, TensorVersion
 
@@ -24,22 +24,22 @@ class InitialValues(Mapping[str, Tensor]):
     time and memory of initializing that tensor, and no more: access one at a time.
     """
 
-    def __init__(self, noted: Mapping[str, TensorVersion | Tensor]) -> None:
-        self._noted = noted
+    def __init__(self, recorded: Mapping[str, TensorVersion | Tensor]) -> None:
+        self._recorded = recorded
 
     def __getitem__(self, name: str) -> Tensor:
         """Return the initial values of a tensor."""
-        noted = self._noted[name]
+        recorded = self._recorded[name]
         with torch.no_grad():
-            return noted.value() if isinstance(noted, TensorVersion) else noted.clone()
+            return recorded.value() if isinstance(recorded, TensorVersion) else recorded.clone()
 
     def __iter__(self) -> Iterator[str]:
         """Iterate the names of parameters, then of buffers."""
-        return iter(self._noted)
+        return iter(self._recorded)
 
     def __len__(self) -> int:
         """Return the number of tensors."""
-        return len(self._noted)
+        return len(self._recorded)
 
 
 def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
@@ -63,18 +63,18 @@ def build_deferred(build: Callable[[], nn.Module]) -> nn.Module:
         ('meta', torch.Size([2, 3]))
     """
     recorder = Recorder()
-    with posing(recorder.poses), recorder:
+    with fake_cpu_device(recorder.fakes_cpu), recorder:
         model = build()
-    noted: dict[str, TensorVersion | Tensor] = {}
+    recorded: dict[str, TensorVersion | Tensor] = {}
     for name, tensor in _named(model):
         tape = recorder.tape_of(tensor)
         if tape is None and tensor.is_meta:
             raise CannotDeferError(name)
-        noted[name] = tensor.detach().clone() if tape is None else TensorVersion.of(tensor, tape)
+        recorded[name] = tensor.detach().clone() if tape is None else TensorVersion.of(tensor, tape)
     _empty(model)
     for module in model.modules():
         _fill_attributes(module, recorder)
-    _VALUES[model] = InitialValues(noted)
+    _VALUES[model] = InitialValues(recorded)
     return model
 
 

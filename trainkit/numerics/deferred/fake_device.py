@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["posing", "without_numbers"]
+__all__ = ["fake_cpu_device", "without_numbers"]
 
-_DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is hidden inside `posing`
+_DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is hidden inside `fake_cpu_device`
 
 
 def without_numbers(tensor: Tensor) -> bool:
@@ -21,23 +21,23 @@ def without_numbers(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def posing(poses: Callable[[Tensor], bool]) -> Iterator[None]:
-    """Let tensors of the meta device for which `poses` holds report the CPU inside of the block.
+def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Let tensors of the meta device for which `fakes_cpu` holds report the CPU inside of the block.
 
     `nn.init` skips tensors on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may do the same; then
     no operation would be recorded, and the values would differ. Torch's own modules still see the real device, which
     they use to allocate.
 
     Args:
-        poses: whether a tensor of the meta device reports the CPU.
+        fakes_cpu: whether a tensor of the meta device reports the CPU.
     """
 
     def is_meta(tensor: Tensor) -> bool:
-        return without_numbers(tensor) and not poses(tensor)
+        return without_numbers(tensor) and not fakes_cpu(tensor)
 
     def device(tensor: Tensor) -> torch.device:
         found: torch.device = _DEVICE.__get__(tensor)
-        if found.type != "meta" or not poses(tensor):
+        if found.type != "meta" or not fakes_cpu(tensor):
             return found
         asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - has no public name
         return found if asking == "torch" or asking.startswith("torch.") else torch.device("cpu")

@@ -56,7 +56,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._computing = False
 
-    def poses(self, tensor: Tensor) -> bool:
+    def fakes_cpu(self, tensor: Tensor) -> bool:
         """Return whether a constructor should see a tensor of the meta device as one of the CPU."""
         return not self._computing and self.tape_of(tensor) is not None
 
@@ -85,24 +85,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _deferred(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], written: Sequence[Tensor]
     ) -> Any:
-        kwargs = _at_home(func, kwargs)
-        noted_args, noted_kwargs = tree_map(self._noted, (args, kwargs))
+        kwargs = _with_cpu_device(func, kwargs)
+        recorded_args, recorded_kwargs = tree_map(self._recorded, (args, kwargs))
         state = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             state = (kwargs.get("generator") or torch.default_generator).get_state()
-            results = self._drawn(func, name, args, kwargs)
+            results = self._run_random(func, name, args, kwargs)
         else:
             results = func(*tree_map(_without_numbers, args), **_on_meta(func, tree_map(_without_numbers, kwargs)))
         for tensor in written:
             tape = self.tape_of(tensor)
             assert tape is not None
-            tape.entries.append(TapeEntry(func, noted_args, noted_kwargs, None, random=state))
+            tape.entries.append(TapeEntry(func, recorded_args, recorded_kwargs, None, random=state))
         if written:
-            return _given_back(func, args, kwargs, results)
+            return _written_argument(func, args, kwargs, results)
         for place, made in enumerate(results if isinstance(results, tuple | list) else [results]):
             if isinstance(made, Tensor) and self.tape_of(made) is None:
                 geometry = {"size": tuple(made.shape), "stride": made.stride()}
-                entry = TapeEntry(func, noted_args, noted_kwargs, place, random=state, **geometry)
+                entry = TapeEntry(func, recorded_args, recorded_kwargs, place, random=state, **geometry)
                 self._begin(made, entry, dtype=made.dtype)
         return results
 
@@ -112,14 +112,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = made.untyped_storage()
         self._tapes[storage._cdata] = Tape(storage.nbytes(), [entry]), storage  # noqa: SLF001
 
-    def _noted(self, value: Any) -> Any:
+    def _recorded(self, value: Any) -> Any:
         """Return an argument in the form in which an entry stores it."""
         if not isinstance(value, Tensor):
             return value
         tape = self.tape_of(value)
         return value.clone() if tape is None else TensorVersion.of(value, tape)
 
-    def _drawn(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_random(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a random operation on temporary tensors to advance the generator; return results on the meta device."""
 
         def temporary(value: Any) -> Any:
@@ -150,7 +150,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
     return found
 
 
-def _at_home(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_cpu_device(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of an operation with the CPU as device, whatever device the constructor saw."""
     if not any(argument.name == "device" for argument in func._schema.arguments):  # noqa: SLF001
         return kwargs
@@ -176,7 +176,7 @@ def _emptied(value: Any) -> Any:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _given_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
+def _written_argument(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], results: Any) -> Any:
     """Return the argument that an operation writes to as its result."""
     arguments = func._schema.arguments  # type: ignore[attr-defined]  # noqa: SLF001
     outputs = func._schema.returns  # type: ignore[attr-defined]  # noqa: SLF001

@@ -7,25 +7,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.cluster.host import Machine
 from trainkit.reading import read_lines, read_map
 from trainkit.run.folder.lock import discard_lock
 from trainkit.run.folder.run_folder import write_atomically
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["Driver", "JobSpec", "asked_file", "end_with", "ended_file", "run_described"]
+__all__ = ["Driver", "JobSpec", "exit_code_file", "exit_with_driver", "run_described", "signals_file"]
 
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"
@@ -45,24 +45,22 @@ class Driver:
     @classmethod
     def here(cls) -> Driver:
         """Return the calling process as driver."""
-        return cls(host=_host(), pid=os.getpid(), begun=_begun(os.getpid()))
+        return cls(host=_host(), pid=os.getpid(), begun=_start_time(os.getpid()))
 
     @property
     def is_gone(self) -> bool:
         """Whether it has exited; always False for a process of another host."""
-        return _host() == self.host and _begun(self.pid) != self.begun
+        return _host() == self.host and _start_time(self.pid) != self.begun
 
 
+@cache
 def _host() -> str:
     """Return what identifies the process table: machines, and containers on them, may share a host name."""
-    found = [socket.gethostname()]
-    with contextlib.suppress(OSError):
-        found.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
-        found.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(found)
+    machine = Machine.here()
+    return " ".join(filter(None, (machine.host, machine.boot_id, machine.processes)))
 
 
-def _begun(pid: int) -> str:
+def _start_time(pid: int) -> str:
     """Return the start time; empty for a process that has exited. Without /proc, the number alone."""
     if not Path("/proc/self/stat").exists():
         try:
@@ -71,10 +69,10 @@ def _begun(pid: int) -> str:
             return ""
         return str(pid)
     try:
-        told = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except OSError:
         return ""
-    state, *fields = told.rpartition(")")[2].split()
+    state, *fields = text.rpartition(")")[2].split()
     return "" if state in ("Z", "X") else fields[18]
 
 
@@ -100,28 +98,28 @@ class JobSpec:
     @classmethod
     def read(cls, path: Path) -> JobSpec:
         """Read the description of a job."""
-        told = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
-        return cls(**{**told, "command": tuple(told["command"]), "driver": Driver(**told["driver"])})
+        spec = read_map(path, {"command": list, "environ": dict, "cwd": str, "log": str, "driver": dict})
+        return cls(**{**spec, "command": tuple(spec["command"]), "driver": Driver(**spec["driver"])})
 
     @property
     def line(self) -> Sequence[str]:
         """The command; for a run that has already begun, the command that resumes it."""
         begun = (Path(self.cwd) / self.log).with_name(_BEGUN).is_file()
-        goes_on = any(word.startswith("resume=") for word in self.command)
-        return (*self.command, "resume=auto") if begun and not goes_on else self.command
+        resumes = any(word.startswith("resume=") for word in self.command)
+        return (*self.command, "resume=auto") if begun and not resumes else self.command
 
 
-def asked_file(path: Path) -> Path:
+def signals_file(path: Path) -> Path:
     """Return the file with the signals requested for a job."""
     return path.with_suffix(".asked")
 
 
-def ended_file(path: Path) -> Path:
+def exit_code_file(path: Path) -> Path:
     """Return the file with the exit code of a job."""
     return path.with_suffix(".ended")
 
 
-def end_with(driver: Driver) -> None:
+def exit_with_driver(driver: Driver) -> None:
     """Exit this process when the driver exits, with or without a running job: for workers that are reused."""
 
     def watch() -> None:
@@ -143,25 +141,25 @@ def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
         Its exit code.
     """
     place = Path(path)
-    told = JobSpec.read(place)
+    spec = JobSpec.read(place)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()
-    log = Path(told.cwd) / told.log
+    log = Path(spec.cwd) / spec.log
     if not log.with_name(_BEGUN).is_file():  # left by a run killed before it began
         discard_lock(log.with_name(".lock"))
     with WorkerGroup(0, exits.put) as group:
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **told.environ, **(secrets or {})}
-        group.start(0, told.line, environ, log, cwd=Path(told.cwd))
+        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **spec.environ, **(secrets or {})}
+        group.start(0, spec.line, environ, log, cwd=Path(spec.cwd))
         _NOW.append(group)
         try:
-            code = _watched(group, exits, asked_file(place), told.driver)
+            code = _wait_and_forward(group, exits, signals_file(place), spec.driver)
         finally:
             _NOW.remove(group)
     if os.environ.get("SLURM_PROCID", "0") == "0":  # one task of a job reports for all
-        write_atomically(ended_file(place), str(code))
+        write_atomically(exit_code_file(place), str(code))
     return code
 
 
-def _watched(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], asked: Path, driver: Driver) -> int:
+def _wait_and_forward(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], signals: Path, driver: Driver) -> int:
     """Wait for the end of a job, and forward the requested signals."""
     seen = 0
     while True:
@@ -171,13 +169,13 @@ def _watched(group: WorkerGroup, exits: queue.SimpleQueue[ProcessExit], asked: P
             pass
         if driver.is_gone:
             group.kill()
-        words = [line.decode(errors="replace").strip() for line in read_lines(asked)] if asked.exists() else []
-        for word in words[seen:]:
-            if word == "SIGKILL":
+        names = [line.decode(errors="replace").strip() for line in read_lines(signals)] if signals.exists() else []
+        for name in names[seen:]:
+            if name == "SIGKILL":
                 group.kill()
             else:
-                group.signal(signal.Signals[word])
-        seen = len(words)
+                group.signal(signal.Signals[name])
+        seen = len(names)
 
 
 def _requeued(path: str) -> Any:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from trainkit.sweeps.backends.base import JobBackend
-from trainkit.sweeps.backends.job_spec import Driver, end_with, run_described
+from trainkit.sweeps.backends.job_spec import Driver, exit_with_driver, run_described
 
 __all__ = ["Joblib"]
 
@@ -32,7 +32,7 @@ class Joblib(JobBackend):
         from joblib.externals.loky import get_reusable_executor  # noqa: PLC0415 - only where it is used
 
         executor = get_reusable_executor(
-            max_workers=self.width(), timeout=None, initializer=end_with, initargs=(Driver.here(),)
+            max_workers=self.width(), timeout=None, initializer=exit_with_driver, initargs=(Driver.here(),)
         )
         try:
             yield _Workers(executor)

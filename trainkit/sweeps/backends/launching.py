@@ -57,7 +57,7 @@ class EngineLaunching(Launching):
         self._engine.require()
         self._remote = Remote(self._folder, self._slots_in)
 
-    def _made(self) -> Sweep:
+    def _make_sweep(self) -> Sweep:
         return Sweep(
             folder=self._folder,
             slots=_Width(count=self._engine.width()),

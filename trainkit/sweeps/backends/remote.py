@@ -17,7 +17,7 @@ from trainkit.reading import open_regular, read_text
 from trainkit.run.backends.base import CARRIED
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.sweeps.backends.base import Handle, Submitter
-from trainkit.sweeps.backends.job_spec import Driver, JobSpec, asked_file, ended_file
+from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, signals_file
 from trainkit.sweeps.loop.processes import JobCommand
 
 __all__ = ["FOLDER", "Remote"]
@@ -60,13 +60,13 @@ class _Remote:
             self.over.wait(_KILL_S)
 
     def _ask(self, number: Signals) -> None:
-        with open_regular(asked_file(self.path), "ab") as file:
+        with open_regular(signals_file(self.path), "ab") as file:
             file.write(f"{number.name}\n".encode())
 
     def look(self, now: float) -> int | None:
         """Return the exit code if the job has ended or is lost."""
         with contextlib.suppress(UnreadableError, ValueError):
-            return int(read_text(ended_file(self.path), limit=32))
+            return int(read_text(exit_code_file(self.path), limit=32))
         why = self.handle.lost()
         if why is None:
             return None
@@ -133,6 +133,6 @@ class Remote:
                 code = job.look(time.monotonic())
                 if code is not None:
                     job.over.set()
-                    for file in (job.path, asked_file(job.path), ended_file(job.path)):
+                    for file in (job.path, signals_file(job.path), exit_code_file(job.path)):
                         file.unlink(missing_ok=True)
                     job.report(ProcessExit(attempt=job.number, rank=0, code=code))

@@ -112,7 +112,7 @@ class SubmititSlurm(SubmititLocal):
 
     def parameters(self) -> dict[str, Any]:
         """Return submitit's parameters of a job."""
-        told = {
+        parameters = {
             "slurm_partition": self.partition,
             "gpus_per_node": self.gpus_per_node or None,
             "cpus_per_task": self.cpus_per_task,
@@ -126,7 +126,7 @@ class SubmititSlurm(SubmititLocal):
             "tasks_per_node": self.tasks_per_node,
             "slurm_array_parallelism": self.width(),
             "slurm_signal_delay_s": self.save_s,
-            **{name: value for name, value in told.items() if value is not None},
+            **{name: value for name, value in parameters.items() if value is not None},
         }
 
     def constants(self) -> dict[str, Any]:
@@ -151,12 +151,12 @@ class _Executor:
             self._waiting.append(job)
             self._all.append(job)
             if self._timer is None:
-                self._timer = threading.Timer(_GATHER_S if self._arrays else 0.0, self._hand_over)
+                self._timer = threading.Timer(_GATHER_S if self._arrays else 0.0, self._submit_waiting)
                 self._timer.daemon = True
                 self._timer.start()
         return job
 
-    def _hand_over(self) -> None:
+    def _submit_waiting(self) -> None:
         with self._lock:
             self._timer = None
             jobs = [job for job in self._waiting if job.wanted]
@@ -168,7 +168,7 @@ class _Executor:
                     job.refused = f"submitit: {error}"
                 return
             for job, one in zip(jobs, found, strict=True):
-                job.handed = one
+                job.submitted = one
 
     def close(self) -> None:
         """Cancel the remaining jobs."""
@@ -185,31 +185,31 @@ class _Executor:
 @dataclass
 class _SubmittedJob:
     path: str
-    handed: Any = None
+    submitted: Any = None
     wanted: bool = True
     refused: str | None = None
 
     @property
     def is_over(self) -> bool:
-        return self.handed is not None and bool(self.handed.paths.result_pickle.exists())
+        return self.submitted is not None and bool(self.submitted.paths.result_pickle.exists())
 
     def lost(self) -> str | None:
         """Return why submitit has no exit code; SLURM may have forgotten jobs that have ended."""
-        if self.refused is not None or self.handed is None:
+        if self.refused is not None or self.submitted is None:
             return self.refused
         with contextlib.suppress(subprocess.SubprocessError, OSError):
-            if not self.handed.done():
+            if not self.submitted.done():
                 return None
         if not self.is_over:
-            return f"submitit: job {self.handed.job_id} ended without a result. See {self.handed.paths.stderr}"
-        error = self.handed.exception()
+            return f"submitit: job {self.submitted.job_id} ended without a result. See {self.submitted.paths.stderr}"
+        error = self.submitted.exception()
         return None if error is None else f"submitit: {str(error).splitlines()[-1]}"
 
     def cancel(self) -> None:
         """Remove the job from the queue, or end it."""
         self.wanted = False
-        if self.handed is not None:
+        if self.submitted is not None:
             with contextlib.suppress(subprocess.SubprocessError, OSError):
-                self.handed.cancel(check=False)
+                self.submitted.cancel(check=False)
         elif self.refused is None:
-            self.refused = "submitit: the job was taken back before it was handed over."
+            self.refused = "submitit: the job was cancelled before it was submitted."

@@ -52,7 +52,7 @@ class Sweep:
         self.folder = folder
         self.slots = slots or Slots(count=1)
         self.record = SweepState.read(folder, command=command)
-        self.asked: set[str] = set()
+        self.requested: set[str] = set()
         """Names of the jobs of this sweep, without those of an earlier one in its folder."""
         self.halted = False
         """Whether a failure has ended the sweep."""
@@ -98,7 +98,7 @@ class Sweep:
         """Register jobs before they start, so that jobs that never run are reported too."""
         for job in jobs:
             self.record.add(job)
-            self.asked.add(job.name)
+            self.requested.add(job.name)
 
     def note(self) -> None:
         """Write the current state."""
@@ -107,7 +107,7 @@ class Sweep:
 
     def finish(self) -> None:
         """Write the leaderboard with its plot, and print it."""
-        self.record.forget_others(self.asked)
+        self.record.forget_others(self.requested)
         with reporting(self.folder):
             self.record.write()
             board = collect(self.folder)
@@ -122,22 +122,22 @@ class Sweep:
             "not run": sum(row.exit_code is None for row in rows),
         }
         head = f"{len(rows)} job{'' if len(rows) == 1 else 's'}"
-        told = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
-        _say(f"\n{', '.join(told)}")
+        parts = [head, *(f"{number} {what}" for what, number in counts.items() if number), f"by {board.goal}"]
+        _print_line(f"\n{', '.join(parts)}")
         for line in board.lines():
-            _say(f"  {line}")
+            _print_line(f"  {line}")
         for what, command in board.commands(self.folder):
-            _say(f"  {what}: {command}")
-        _say(f"  leaderboard  {self.folder / 'leaderboard.md'}")
+            _print_line(f"  {what}: {command}")
+        _print_line(f"  leaderboard  {self.folder / 'leaderboard.md'}")
 
     def _refuse(self, number: int, source: JobSource) -> None:
         """End the sweep early, by the error of the signal."""
-        ended = len(self.asked & self.exit_codes.keys())
+        ended = len(self.requested & self.exit_codes.keys())
         known = f" of {source.total}" if source.total is not None else ""
         text = f"the sweep was stopped: {ended}{known} jobs were started. The same command goes on: "
         text += f"sweep.resume={self.folder}"
         raise stop_error(stop_signals()[signal.Signals(number)], text)
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the user's screen

@@ -142,14 +142,14 @@ class SweepLoop:
             return True
         row = sweep.record.add(job)
         known = job.name in self._lines
-        sweep.asked.add(job.name)
+        sweep.requested.add(job.name)
         if not job.config or not is_complete(row):
             row.exit_code, row.pruned = None, False
             return False
         row.exit_code = 0
         sweep.note()
         if not known:
-            self._screen.say(f"{_named(job)}: has its result already, in {job.folder}")
+            self._screen.report(f"{_named(job)}: has its result already, in {job.folder}")
             self._lines[job.name] = JobLine(
                 name=job.name, label=job.label, state="done", progress=Watch(job.folder).look()
             )
@@ -184,7 +184,7 @@ class SweepLoop:
         )
         before = "" if found.state == "unknown" else f": the run {found.summary()}"
         what = "starts" if not goes_on else f"goes on{before}" if tries == 1 else f"goes on, try {tries}"
-        self._screen.say(f"{_named(job)} {what}", passing=True)
+        self._screen.report(f"{_named(job)} {what}", transient=True)
         self._sweep.record.write()
 
     def _prepare(self, job: SweepJob) -> tuple[tuple[str, ...], bool]:
@@ -240,7 +240,7 @@ class SweepLoop:
         if len(self.signals) == _MOST_SIGNALS:
             self._kill_at = time.monotonic() + _GRACE_S
         elif len(self.signals) == 1:
-            self._screen.say(f"stopping: {len(self._running)} running, each saves first; once more ends them now")
+            self._screen.report(f"stopping: {len(self._running)} running, each saves first; once more ends them now")
 
     def _stop_all(self, number: signal.Signals) -> None:
         for one in self._running.values():
@@ -254,17 +254,17 @@ class SweepLoop:
         one.line.progress = one.watch.look()
         pruned = one.stopped_by_search and code in STOPPED
         if self._is_tried_again(job, code, pruned=pruned):
-            self._screen.say(f"{_named(job)}: {died(code)}; tried again")
+            self._screen.report(f"{_named(job)}: {died(code)}; tried again")
             self._waiting_again(one)
             return
         row.exit_code, row.pruned = code, pruned
         state: State = "done" if code == 0 else "pruned" if pruned else "stopped" if code in STOPPED else "failed"
         one.line.state = state
         self._sweep.note()
-        self._screen.say(self._end_text(one, code, state))
+        self._screen.report(self._end_text(one, code, state))
         if state == "failed" and self._sweep.on_error == "stop" and self.failed is None:
             self.failed = job
-            self._screen.say(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
+            self._screen.report(f"stopping: {len(self._running)} running, each saves first (sweep.on_error=stop)")
             self._stop_all(signal.SIGINT)
         for twin in (job, *one.duplicates):
             self._source.ended(twin, code)

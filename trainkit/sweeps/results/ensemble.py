@@ -100,7 +100,7 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
     """
     needed = ("model", "data", "objective")
     cfgs = [with_own_secrets(load_resolved(entry.folder / "resolved.yaml"), needed) for entry in entries]
-    if problems := _at_odds(entries, cfgs):
+    if problems := _mismatches(entries, cfgs):
         raise ConfigError(problems)
     objective = _objective(cfgs[0])
     models = [load_run(entry.folder, checkpoint=checkpoint) for entry in entries]
@@ -116,11 +116,11 @@ def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Comb
         averaged=_averaged(models),
         cfg=cfgs[0],
         nodes=tuple(cfg.model for cfg in cfgs),
-        notes=tuple(_twins(entries, cfgs)),
+        notes=tuple(_duplicate_members(entries, cfgs)),
     )
 
 
-def _twins(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
+def _duplicate_members(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[str]:
     """Yield notes about members that are the same training, run twice, for example on two placements."""
     known: dict[str, JobResult] = {}
     for entry, cfg in zip(entries, cfgs, strict=True):
@@ -129,7 +129,7 @@ def _twins(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> Iterator[
             yield f"job {entry.job} is the training of job {first.job} once more: as a member it adds nothing"
 
 
-def _at_odds(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
+def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list[Problem]:
     best, *others = zip(entries, cfgs, strict=True)
     return [
         Problem(
@@ -188,7 +188,7 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
     cast("Ensemble", combined.ensemble.model).spread(devices)
     named = [name for name in ("val", "test") if name in splits]
     return [
-        (one, {name: value for split in named for name, value in _figures(one, splits[split], split, cfg).items()})
+        (one, {name: value for split in named for name, value in _metrics_of(one, splits[split], split, cfg).items()})
         for one in combined.all
     ]
 
@@ -199,7 +199,7 @@ def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torc
     model.eval()
 
 
-def _figures(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
+def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
     device = next(candidate.model.parameters()).device
     precision: Precision = build(cfg.precision, "precision")
     placed = Placed(

@@ -29,14 +29,14 @@ def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
         folds = any(text.startswith(_FOLD) for text in entry.arguments)
         key = tuple(text for text in entry.arguments if not text.startswith(_FOLD)) if folds else ("", entry.job)
         points.setdefault(key, []).append(entry)
-    return [_together(found) if _is_fold(found[0]) else found[0] for found in points.values()]
+    return [_combine(found) if _is_fold(found[0]) else found[0] for found in points.values()]
 
 
 def _is_fold(entry: JobResult) -> bool:
     return any(text.startswith(_FOLD) for text in entry.arguments)
 
 
-def _together(folds: Sequence[JobResult]) -> JobResult:
+def _combine(folds: Sequence[JobResult]) -> JobResult:
     whole = all(entry.status == "finished" for entry in folds)
     names = set.intersection(*(set(entry.metrics) for entry in folds)) if whole else set()
     values = {name: [entry.metrics[name] for entry in folds] for name in sorted(names)}

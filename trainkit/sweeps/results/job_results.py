@@ -113,7 +113,7 @@ def read_entry(
     figures = result.get("metrics") or {}
     metrics = {name: float(value) for name, value in figures.items() if isinstance(value, int | float)}
     seconds, steps = result.get("seconds"), result.get("steps")
-    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and not _says(arguments, _STOP)
+    left = bool(arguments) and str(result.get("reason")).startswith(_STOP) and not _sets(arguments, _STOP)
     return JobResult(
         job=job,
         status=PRUNED if (pruned or left) and exit_code is not None else _status(result, exit_code),
@@ -135,7 +135,7 @@ def _status(result: Mapping[str, Any], exit_code: int | None) -> str:
     return status or "no result"
 
 
-def _says(arguments: Sequence[str], key: str) -> bool:
+def _sets(arguments: Sequence[str], key: str) -> bool:
     return any(text.lstrip("+").partition("=")[0] == key for text in arguments)
 
 

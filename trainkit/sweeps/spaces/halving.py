@@ -112,29 +112,29 @@ class Halving:
         """Return the next job of this rung that has not started."""
         while self._waiting:
             number = self._waiting.popleft()
-            job = self._made(number)
-            if job.name in self._running or (self._rung == 0 and self._is_twin(number, job)):
+            job = self._make_job(number)
+            if job.name in self._running or (self._rung == 0 and self._is_duplicate(number, job)):
                 self._contestants.remove(number)  # another spelling of an existing point
-            elif self._has_been(number, job):
-                self._take(number, job)
+            elif self._has_reached_rung(number, job):
+                self._record_metric(number, job)
             else:
                 self._running[job.name] = number
                 return job
-            self._climb()
+            self._next_rung()
         return None
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Receive the end of a job: it reached the end of its rung, or failed."""
         number = self._running.pop(job.name)
         if code == 0:
-            self._take(number, job)
-        self._climb()
+            self._record_metric(number, job)
+        self._next_rung()
 
     def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - its rung ends it
         """Return False: a job stops by itself at the end of its rung."""
         return False
 
-    def _made(self, number: int) -> SweepJob:
+    def _make_job(self, number: int) -> SweepJob:
         """Return the job of a point on this rung; it continues the point's earlier run."""
         point = self._points[number]
         stop = self._stop(number)
@@ -148,10 +148,10 @@ class Halving:
     def _stop(self, number: int) -> int | None:
         return rung_steps(self._lengths[number], self._rung, rungs=self._rungs, reduction=self._reduction)
 
-    def _is_twin(self, number: int, job: SweepJob) -> bool:
+    def _is_duplicate(self, number: int, job: SweepJob) -> bool:
         return any(other.name == job.name for place, other in self._jobs.items() if place != number)
 
-    def _has_been(self, number: int, job: SweepJob) -> bool:
+    def _has_reached_rung(self, number: int, job: SweepJob) -> bool:
         """Return whether the run has already come this far, in the sweep that this one resumes."""
         result = _json(job.folder / "result.json")
         stop = self._stop(number)
@@ -160,13 +160,13 @@ class Halving:
             return True
         return stop is not None and isinstance(reached, int) and reached >= stop
 
-    def _take(self, number: int, job: SweepJob) -> None:
+    def _record_metric(self, number: int, job: SweepJob) -> None:
         stop = self._stop(number)
         value = figure_at(job.folder / "metrics.jsonl", self._goal.metric, stop)
         if value is not None and math.isfinite(value):
             self._figures[number] = value
 
-    def _climb(self) -> None:
+    def _next_rung(self) -> None:
         """Move to the next rung with the best jobs, once all jobs of this one have ended."""
         while not self._waiting and not self._running and not self.exhausted:
             ranked = [number for number in self._contestants if number in self._figures]

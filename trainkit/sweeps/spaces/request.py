@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.halving import num_rungs
 from trainkit.sweeps.spaces.random_search import sample
 
-__all__ = ["SweepRequest", "asked"]
+__all__ = ["SweepRequest", "read_request"]
 
 _SEARCHES: Final = ("random", "optuna", "halving")
 
@@ -99,7 +99,7 @@ class SweepRequest:
         return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def asked(composer: Composer, overrides: Sequence[str], *, sweeper: str | None = None) -> SweepRequest:
+def read_request(composer: Composer, overrides: Sequence[str], *, sweeper: str | None = None) -> SweepRequest:
     """Read the arguments of a sweep.
 
     Args:

@@ -14,7 +14,7 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.errors import ConfigError, Problem
 from trainkit.sweeps.job_sources import JobSource, SweepJob
-from trainkit.sweeps.spaces.request import SweepRequest, asked
+from trainkit.sweeps.spaces.request import SweepRequest, read_request
 
 __all__ = ["sweep"]
 
@@ -35,7 +35,7 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
     Raises:
         ConfigError: the sweep has problems.
     """
-    found = asked(composer, arguments, sweeper=sweeper)
+    found = read_request(composer, arguments, sweeper=sweeper)
     folder = Path(str(config.hydra.sweep.dir))
     if sweeper in ("grid", "random"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig
         rule = "needs a launcher that tells how its jobs go. hydra/launcher=slots does."
         raise ConfigError([Problem(key="hydra/sweeper", value=sweeper, rule=rule, origin=COMMAND_LINE)])
     setup_globals()
-    launching.sweep.asked.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs
+    launching.sweep.requested.update(launching.sweep.record.rows)  # a resumed search includes all of its earlier jobs
     make = _halving if sweeper == "halving" else _trials
     source = make(found, composer, launching, folder)
     OmegaConf.save(config, folder / "multirun.yaml")
@@ -91,7 +91,7 @@ def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
 
 def _returns(done: Any) -> list[JobReturn]:
     """Return the results of the jobs; a job that the search pruned counts as a success."""
-    rows = [row for name, row in done.record.rows.items() if name in done.asked]
+    rows = [row for name, row in done.record.rows.items() if name in done.requested]
     return [_returned(row.overrides, 0 if row.pruned else row.exit_code) for row in rows]
 
 

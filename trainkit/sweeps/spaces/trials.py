@@ -44,7 +44,7 @@ class _Running:
     rows: MetricRows
     last: int = -1
     """The last reported step; a job resumed after a kill repeats some steps."""
-    hopeless: bool = False
+    gave_up: bool = False
 
 
 class Trials:
@@ -79,7 +79,7 @@ class Trials:
         """Return the next point that Optuna proposes, after those that an earlier sweep left unfinished."""
         if self.exhausted:
             return None
-        trial = self._interrupted.popleft() if self._interrupted else self._asked()
+        trial = self._interrupted.popleft() if self._interrupted else self._ask_trial()
         job = self._job(self._space.point(_values(self._space, trial.params)), trial.number)
         trial.set_user_attr("job", job.name)
         rows = MetricRows(job.folder / "metrics.jsonl", self._goal.metric)
@@ -90,9 +90,9 @@ class Trials:
     def watch(self, job: SweepJob) -> bool:
         """Return whether the pruner gives up a job, by the metrics reported so far."""
         one = self._running[job.name][0]
-        if self._heard(one):
-            one.hopeless = one.hopeless or one.trial.should_prune()
-        return one.hopeless
+        if self._report_new(one):
+            one.gave_up = one.gave_up or one.trial.should_prune()
+        return one.gave_up
 
     def ended(self, job: SweepJob, code: int) -> None:
         """Report the end of a job to Optuna. A trial that Ctrl-C stopped stays open: a resumed search continues it."""
@@ -100,8 +100,8 @@ class Trials:
         one = waiting.pop(0)
         if not waiting:
             del self._running[job.name]
-        self._heard(one)
-        if code in _STOPPED and not one.hopeless:
+        self._report_new(one)
+        if code in _STOPPED and not one.gave_up:
             return
         entry = read_entry(job.folder, job=job.name, exit_code=code)
         value = entry.metrics.get(self._goal.metric)
@@ -112,14 +112,14 @@ class Trials:
         else:
             self._study.tell(one.trial, value)
 
-    def _asked(self) -> optuna.Trial:
+    def _ask_trial(self) -> optuna.Trial:
         try:
             return self._study.ask(self._distributions)
         except ValueError as error:
             rule = f"holds a search over other values: {str(error).rstrip('.')}. Give another name."
             raise ConfigError([Problem(key="sweep.name", value=self._study.study_name, rule=rule)]) from error
 
-    def _heard(self, one: _Running) -> bool:
+    def _report_new(self, one: _Running) -> bool:
         """Report new values to the trial; return whether there were any."""
         new = [(step, value) for step, value in one.rows.new() if step > one.last]
         for step, value in new:

@@ -47,7 +47,7 @@ def run(call: Call) -> int:
             steps=steps,
             same_cut=same_cut,
             command=_command(call),
-            log=_say,
+            log=_print_line,
             located=lambda place, error: points[place].with_origins(error),
         )
     except ConfigError as error:
@@ -80,7 +80,7 @@ def _label(point: Composition, common: Container[str]) -> str:
     return " ".join([f"strategy={point.choices.get('strategy')}", *own])
 
 
-def _say(message: str) -> None:
+def _print_line(message: str) -> None:
     sys.stderr.write(f"prove: {message}\n")
     sys.stderr.flush()
 

@@ -59,7 +59,7 @@ def _sweep(call: Call) -> int:
     call = expand_folds(call)
     if points := sweep_points(call.overrides, call.config_dirs, call.packages):
         refuse_open_folds(points)
-        _distinct(call, len(points))
+        _refuse_shared_folder(call, len(points))
         from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
         plan_all_points(points, num_gpus=_gpus_elsewhere(points[0]))
@@ -94,7 +94,7 @@ def _refuse_launch() -> None:
         raise ConfigError([Problem(key="-m", rule=rule, origin="command line")])
 
 
-def _distinct(call: Call, count: int) -> None:
+def _refuse_shared_folder(call: Call, count: int) -> None:
     """Refuse a sweep with one fixed run folder, into which every run would write."""
     fixed = [line for line in call.overrides if line.startswith("hydra.run.dir=")]
     if fixed and count > 1:

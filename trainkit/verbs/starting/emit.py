@@ -123,7 +123,7 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
     yield from _missing(call, engine)
     if "head" in engine.options:
-        yield from _about_hosts(flags)
+        yield from _host_flag_problems(flags)
 
 
 def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
@@ -149,7 +149,7 @@ def _missing(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         yield Problem(key=f"--{flag}", rule=rule, origin="command line")
 
 
-def _about_hosts(flags: Mapping[str, str]) -> Iterator[Problem]:
+def _host_flag_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
     """Yield problems of torchrun's flags about the rendezvous of several hosts and about lost hosts."""
     hosts, least = flags.get("hosts", "1"), flags.get("min-hosts", "1")
     if hosts == "1":

@@ -27,11 +27,11 @@ def sweep_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages
 
     Empty for a sweeper that is not trainkit's own: its points cannot be known in advance.
     """
-    from trainkit.sweeps.spaces.request import asked  # noqa: PLC0415 - for sweeps only
+    from trainkit.sweeps.spaces.request import read_request  # noqa: PLC0415 - for sweeps only
 
     composer = Composer(config_dirs, packages)
     _refuse_swept_settings(composer, overrides)
-    points = _checked(composer, asked(composer, overrides).points)
+    points = _checked(composer, read_request(composer, overrides).points)
     _refuse_swept_secrets(composer, overrides, points)
     return points
 
