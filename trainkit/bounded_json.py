@@ -106,7 +106,7 @@ def _refuse_surrogates(text: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError("it holds half of a surrogate pair, which is no text") from None
+        raise ValueError("it holds half of a surrogate pair, which is not text") from None
 
 
 def expect_map(

@@ -62,7 +62,7 @@ def parse_yaml(text: str) -> Any:
         line = f"line {error.problem_mark.line + 1} of it" if error.problem_mark else "it"
         raise ValueError(f"{line} {error.problem}") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it is not YAML: {' '.join(str(error).split())}") from None
 
 
 def check_bounds(text: str) -> None:

@@ -22,7 +22,7 @@ def test_an_address_is_read_and_written_back(text: str, address: tuple[str, int]
     [
         ("node7", "must be HOST:PORT, as in 10.0.0.1:2222."),
         (":2222", "must be HOST:PORT, as in 10.0.0.1:2222."),
-        ("::1:2222", "must be HOST:PORT; an IPv6 address stands in brackets, as in [::1]:2222."),
+        ("::1:2222", "must be HOST:PORT; an IPv6 address needs brackets, as in [::1]:2222."),
         ("node7:", "its port must be a number from 1 to 65535."),
         ("node7:0", "its port must be a number from 1 to 65535."),
         ("node7:65536", "its port must be a number from 1 to 65535."),

@@ -195,8 +195,8 @@ def test_bad_variables_of_a_step_are_named() -> None:
     }
     assert refused(lambda: detect(bad)) == [
         f"SLURM_PROCID=5: must be less than SLURM_STEP_NUM_TASKS=5. {REMEDY} (environment)",
-        "SLURM_STEP_NODELIST: is no list of nodes: n[1. (environment)",
-        "SLURM_STEP_TASKS_PER_NODE: is no list of tasks a node: x. (environment)",
+        "SLURM_STEP_NODELIST: is not a list of nodes: n[1. (environment)",
+        "SLURM_STEP_TASKS_PER_NODE: is not a list of tasks per node: x. (environment)",
         (
             "SLURM_JOB_ID: is not set, though SLURM_STEP_ID is. "
             "Set it, or have the launch ignored: TRAINKIT_LAUNCHER=none. (environment)"
@@ -338,7 +338,7 @@ def test_a_launcher_named_beside_a_cluster_spelt_out_is_refused() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
     assert refused(lambda: detect({"TRAINKIT_LAUNCHER": "slurm"}, spec)) == [
         (
-            "TRAINKIT_LAUNCHER=slurm: has no effect: cluster=spec says who takes part. "
+            "TRAINKIT_LAUNCHER=slurm: has no effect: cluster=spec lists all tasks. "
             "Unset it, or use cluster=local. (environment)"
         )
     ]

@@ -20,7 +20,7 @@ def test_brackets_expand_in_order_and_keep_leading_zeros(text: str, names: list[
 
 @pytest.mark.parametrize("text", ["n[1", "n]1", "n[1-]", "n[a]", "n[]", "n1,,n2", "n[1-9999999]"])
 def test_what_is_no_list_of_nodes_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no list of nodes: "):
+    with pytest.raises(ValueError, match="is not a list of nodes: "):
         node_names(text)
 
 
@@ -31,7 +31,7 @@ def test_counts_repeat() -> None:
 
 @pytest.mark.parametrize("text", ["", "2x3", "2(x)", "(x2)", "1" * 50])
 def test_what_is_no_list_of_counts_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no list of tasks a node: "):
+    with pytest.raises(ValueError, match="is not a list of tasks per node: "):
         tasks_per_node(text)
 
 

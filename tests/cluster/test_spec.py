@@ -56,15 +56,15 @@ def test_tf_config_that_says_otherwise_is_a_problem_each() -> None:
     spec = Spec(worker=("a:1", "b:1"), task="worker:0")
     assert refused(lambda: spec.launch(environ)) == [
         (
-            "TF_CONFIG.cluster.worker: says [a:1, c:1], and cluster.worker says [a:1, b:1]. "
+            "TF_CONFIG.cluster.worker: is [a:1, c:1], but cluster.worker is [a:1, b:1]. "
             "Make them the same, or unset TF_CONFIG. (environment)"
         ),
         (
-            "TF_CONFIG.cluster.ps: says [d:1], and cluster.ps says none. "
+            "TF_CONFIG.cluster.ps: is [d:1], but cluster.ps is none. "
             "Make them the same, or unset TF_CONFIG. (environment)"
         ),
         (
-            "TF_CONFIG.task: says worker:1, and cluster.task says worker:0. "
+            "TF_CONFIG.task: is worker:1, but cluster.task is worker:0. "
             "Make them the same, or unset TF_CONFIG. (environment)"
         ),
     ]
@@ -87,7 +87,7 @@ def test_a_missing_task_lists_those_there_are() -> None:
         ({}, "cluster: names no task. It needs a worker at least: worker=[HOST:PORT,...]."),
         (
             {"ps": ("a:1",)},
-            "cluster: has neither chief nor worker: nobody would train. Add worker=[HOST:PORT,...].",
+            "cluster: has neither chief nor worker, so no task would train. Add worker=[HOST:PORT,...].",
         ),
         (
             {"worker": ("a:1", "A:1")},
@@ -104,8 +104,8 @@ def test_a_missing_task_lists_those_there_are() -> None:
         ({"worker": ("a:70000",)}, "cluster.worker=a:70000: its port must be a number from 1 to 65535."),
         (
             {"worker": ("127.0.0.1:1", "b:1")},
-            ("cluster: 127.0.0.1:1 is whatever machine reads it: "
-            "worker:0 needs a name that the other hosts can reach."),
+            ("cluster: 127.0.0.1:1 is the local machine on every host: "
+            "worker:0 needs a name that other hosts can reach."),
         ),
         ({"worker": ("a:1", "b:1"), "task": "worker"}, "cluster.task=worker: must be ROLE:INDEX, as in worker:0."),
         ({"worker": ("a:1", "b:1"), "task": "worker:"}, "cluster.task=worker:: must be ROLE:INDEX, as in worker:0."),

@@ -192,7 +192,7 @@ def test_builders_of_torchvision_and_timm_are_called(fake: None) -> None:
         (
             {"model_name": "resnet18", "checkpoint_path": "evil.pt"},
             (
-                "model.checkpoint_path=evil.pt: timm unpickles the file that it names, which runs whatever that holds. "
+                "model.checkpoint_path=evil.pt: timm unpickles the file that it names, which can run any code in it. "
                 "Use init_from."
             ),
         ),

@@ -169,12 +169,12 @@ def test_a_bad_argument_is_refused_in_these_words(
     [
         (
             ("epochs=3", "steps=5"),
-            ["steps=5: says the same as epochs, set at the same place. Give one of the two. (command line)"],
+            ["steps=5: sets the same as epochs, set at the same place. Give one of the two. (command line)"],
         ),
         (
             ("warmup.epochs=1", "warmup.steps=5"),
             [
-                "warmup.steps=5: says the same as warmup.epochs, set at the same place. Give one of the two. (command line)"  # noqa: E501
+                "warmup.steps=5: sets the same as warmup.epochs, set at the same place. Give one of the two. (command line)"  # noqa: E501
             ],
         ),
         (
@@ -246,7 +246,7 @@ def test_a_bad_argument_is_refused_in_these_words(
             ("eval.metric=val/acuracy",),
             [
                 (
-                    "eval.metric=val/acuracy: no such figure. Did you mean val/accuracy? "
+                    "eval.metric=val/acuracy: no such metric. Did you mean val/accuracy? "
                     "There are: val/loss, val/accuracy. (command line)"
                 )
             ],
@@ -350,9 +350,9 @@ def test_a_bad_command_is_refused_in_these_words(
         ),
         ("batch:\n  global_size: many\n", 2, "batch.global_size=many: must be a whole number or null."),
         ("model:\n  hiddn: [3]\n", 2, "model.hiddn: no such key in mlp. Did you mean model.hidden?"),
-        ("epochs: 3\nsteps: 5\n", 2, "steps=5: says the same as epochs, set at the same place. Give one of the two."),
-        ("seed: [1\n", 2, "mine.yaml: is no YAML: did not find expected ',' or ']'."),
-        ("seed: 1\nseed: 2\n", 2, "mine.yaml: is no YAML: key seed is here twice, first in line 1."),
+        ("epochs: 3\nsteps: 5\n", 2, "steps=5: sets the same as epochs, set at the same place. Give one of the two."),
+        ("seed: [1\n", 2, "mine.yaml: is not YAML: did not find expected ',' or ']'."),
+        ("seed: 1\nseed: 2\n", 2, "mine.yaml: is not YAML: key seed is here twice, first in line 1."),
         (
             "defaults:\n  - override /schedule: cosin\n",
             2,

@@ -51,9 +51,9 @@ def write(tmp_path: Path, files: Mapping[str, str | bytes]) -> None:
         ("a: !!python/name:os.system x\n", f"holds the tag !!python/name:os.system; {PLAIN}. (conf/model/bad.yaml:2)"),
         ("a: !own x\n", f"holds the tag !own; {PLAIN}. (conf/model/bad.yaml:2)"),
         ("a: \x00\n", "holds the character \\x00, which YAML does not allow. (conf/model/bad.yaml:2)"),
-        ("a:\n\tb: 1\n", "is no YAML: found character that cannot start any token. (conf/model/bad.yaml:3)"),
-        ("b: 1\nb: 2\n", "is no YAML: key b is here twice, first in line 2. (conf/model/bad.yaml:3)"),
-        ("? [a]\n: 1\n", "holds a key that is no text. (conf/model/bad.yaml:2)"),
+        ("a:\n\tb: 1\n", "is not YAML: found character that cannot start any token. (conf/model/bad.yaml:3)"),
+        ("b: 1\nb: 2\n", "is not YAML: key b is here twice, first in line 2. (conf/model/bad.yaml:3)"),
+        ("? [a]\n: 1\n", "holds a key that is not text. (conf/model/bad.yaml:2)"),
         (f"a: {'9' * 5000}\n", "holds no value: an integer has too many digits. (conf/model/bad.yaml:2)"),
     ],
 )

@@ -80,14 +80,14 @@ def test_who_does_not_come_is_named_and_waited_for_no_longer_than_asked(
 
 def test_settings_that_concern_nobody_are_refused(start: Callable[..., list[Any]], cwd: Path) -> None:
     told = start("supervisor.max_restarts=2", num_ranks=1, function="train_alone")[0][1]
-    rule = "has no effect: RANK and WORLD_SIZE started the processes, and is to watch over them. (command line)"
+    rule = "has no effect: RANK and WORLD_SIZE started the processes and supervises them. (command line)"
     assert told == ("ConfigError", 2, f"1 problem in the config\n  supervisor.max_restarts=2: {rule}")
     from trainkit import api
 
     with pytest.raises(ConfigError) as caught:
         api.train(api.compose(["recipe=null", "strategy=mirrored", "supervisor.join_timeout_s=3"]))
     assert str(caught.value).splitlines()[1] == (
-        "  supervisor.join_timeout_s=3: has no effect: nobody started other processes that could join. (command line)"
+        "  supervisor.join_timeout_s=3: has no effect: no other process was started that could join. (command line)"
     )
     assert list(cwd.iterdir()) == []
 

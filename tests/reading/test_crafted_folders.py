@@ -228,7 +228,7 @@ CHECKPOINTS: Final[dict[str, Change]] = {
     "a deep manifest": lambda step: forge(step, "manifest.json", b"[" * 100_000),
     "a list as manifest": lambda step: forge(step, "manifest.json", b"[]"),
     "a manifest without a step": lambda step: forge(step, "manifest.json", lambda it: it.pop("step") and it),
-    "a manifest that is no text": lambda step: forge(step, "manifest.json", b"\xff\xfe\x00"),
+    "a manifest that is not text": lambda step: forge(step, "manifest.json", b"\xff\xfe\x00"),
     "a meta without a state": lambda step: forge(step, "meta.json", lambda it: it.pop("state") and it),
     "a link as tensors": lambda step: put("a link to a copy of itself", step / "rank_00000.safetensors"),
     "a link as step": lambda step: put("a link to a copy of itself", step),

@@ -111,8 +111,8 @@ JSON = {
     "a long key twice": (b'{"%b": 1, "%b": 2}' % (b"x" * 99, b"x" * 99), f"it holds the key '{'x' * 40}...' twice"),
     "a large integer": (b"18446744073709551616", "it holds an integer beyond 64 bits"),
     "a huge integer": (b"-" + b"9" * 100_000, "it holds an integer beyond 64 bits"),
-    "half a pair": (rb'{"a": "\ud800"}', "it holds half of a surrogate pair, which is no text"),
-    "half a pair as key": (rb'{"\udfff": 1}', "it holds half of a surrogate pair, which is no text"),
+    "half a pair": (rb'{"a": "\ud800"}', "it holds half of a surrogate pair, which is not text"),
+    "half a pair as key": (rb'{"\udfff": 1}', "it holds half of a surrogate pair, which is not text"),
 }
 
 

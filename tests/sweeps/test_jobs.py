@@ -124,7 +124,7 @@ def test_a_signal_stops_all_jobs_in_good_order_and_ends_the_sweep(
         run(sweep, *(job(tmp_path, place, POLITE) for place in range(2)), job(tmp_path, 2, RUN, 0.9))
     sender.join()
     assert str(caught.value) == (
-        f"the sweep was stopped: 2 of 3 jobs were started. The same command goes on: sweep.resume={tmp_path}"
+        f"the sweep was stopped: 2 of 3 jobs were started. The same command resumes it with sweep.resume={tmp_path}"
     )
     assert sweep.exit_codes == {"0": 130, "1": 130}
     sweep.finish()

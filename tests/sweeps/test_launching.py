@@ -89,7 +89,7 @@ def test_a_sweep_can_be_extended(cwd: Path) -> None:
         ),
         (
             ("seed=1,2", "eval.metric=val/f1"),
-            "eval.metric=val/f1: no such figure. There are: val/loss, val/accuracy. (command line)",
+            "eval.metric=val/f1: no such metric. There are: val/loss, val/accuracy. (command line)",
         ),
         (("seed=range(5,1)",), "seed=range(5,1): is an empty sweep: there is nothing to run. (command line)"),
     ],
@@ -114,7 +114,7 @@ def test_only_the_folder_of_a_sweep_can_be_gone_on_with(cwd: Path, capsys: pytes
     from trainkit.cli import main
 
     assert main(["-m", *SHORT[:-1], "seed=1,2", "sweep.resume=gone"]) == 2
-    assert "  sweep.resume=gone: is no folder of a sweep: it has no sweep.json. (command line)\n" in (
+    assert "  sweep.resume=gone: is not the folder of a sweep: it has no sweep.json. (command line)\n" in (
         capsys.readouterr().err
     )
 

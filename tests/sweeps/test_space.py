@@ -112,7 +112,7 @@ def test_a_key_given_twice_is_refused(composer: Composer, arguments: tuple[str, 
             ("hydra/sweeper=halving", "seed=1,2", "stop_at_step=3"),
             [
                 "stop_at_step=3: is set by hydra/sweeper=halving, rung by rung. Leave it out.",
-                "hydra/sweeper=halving: has 2 points, and of sweep.reduction=3 one goes on. Give it more points.",
+                "hydra/sweeper=halving: has 2 points, fewer than sweep.reduction=3. Give it more points.",
             ],
         ),
         (

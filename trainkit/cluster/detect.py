@@ -115,5 +115,5 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
 
 def _refuse_beside_spec(environ: Mapping[str, str]) -> None:
     if environ.get(VARIABLE, "") not in ("", "auto", "none"):
-        rule = "has no effect: cluster=spec says who takes part. Unset it, or use cluster=local."
+        rule = "has no effect: cluster=spec lists all tasks. Unset it, or use cluster=local."
         raise ConfigError([Problem(key=VARIABLE, value=environ[VARIABLE], rule=rule, origin="environment")])

@@ -58,11 +58,13 @@ def _cluster_problems(members: Members, seen: Mapping[Address, str], key: str, o
         rule = "names no task. It needs a worker at least: worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)
     elif not members.get("chief") and not members.get("worker") and all(role in ROLES for role in members):
-        rule = "has neither chief nor worker: nobody would train. Add worker=[HOST:PORT,...]."
+        rule = "has neither chief nor worker, so no task would train. Add worker=[HOST:PORT,...]."
         yield Problem(key=key, rule=rule, origin=origin)
     local = [address for address in seen if is_loopback(address.host)]
     if local and len(local) < len(seen):
-        rule = f"{local[0]} is whatever machine reads it: {seen[local[0]]} needs a name that the other hosts can reach."
+        rule = (
+            f"{local[0]} is the local machine on every host: {seen[local[0]]} needs a name that other hosts can reach."
+        )
         yield Problem(key=key, rule=rule, origin=origin)
 
 

@@ -83,10 +83,10 @@ class Spec(Cluster):
         for role in ROLES:
             ours, theirs = self.members.get(role, ()), tf_config.members.get(role, ())
             if ours != theirs:
-                rule = f"says {_list_text(theirs)}, and cluster.{role} says {_list_text(ours)}. {remedy}"
+                rule = f"is {_list_text(theirs)}, but cluster.{role} is {_list_text(ours)}. {remedy}"
                 yield Problem(key=f"{tf_config.variable}.cluster.{role}", rule=rule, origin="environment")
         if self.task is not None and tf_config.task != parse_task(self.task):
-            rule = f"says {tf_config.task[0]}:{tf_config.task[1]}, and cluster.task says {self.task}. {remedy}"
+            rule = f"is {tf_config.task[0]}:{tf_config.task[1]}, but cluster.task is {self.task}. {remedy}"
             yield Problem(key=f"{tf_config.variable}.task", rule=rule, origin="environment")
 
 

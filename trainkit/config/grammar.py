@@ -78,10 +78,10 @@ def unreadable(argument: str) -> Problem:
     """Return the problem of an argument that Hydra's grammar cannot parse."""
     key, separator, value = argument.partition("=")
     if not separator:
-        rule = "is no key=value. A verb comes first, and its own options begin with --."
+        rule = "is not key=value. A verb comes first, and its own options begin with --."
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if not _OVERRIDE.fullmatch(f"{key}=") or not key:
-        rule = "is no key=value: a key is made of letters, digits, _ and dots."
+        rule = "is not key=value: a key is made of letters, digits, _ and dots."
         return Problem(key=argument, rule=rule, origin=COMMAND_LINE)
     if value[:1] in "{[" and value:
         rule = 'has a list or mapping that cannot be read. Quote its texts: key=\'["a b","c"]\'.'

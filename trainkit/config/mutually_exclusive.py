@@ -47,7 +47,7 @@ def _resolve_pair(tree: TrackedTree, pair: tuple[KeyPath, KeyPath], notes: list[
     if lookup(tree.values, low) == 0 == lookup(tree.values, high):
         _displace(tree, low, high, notes)
         return
-    rule = f"says the same as {dotted(pair[0])}, set at the same place. Give one of the two."
+    rule = f"sets the same as {dotted(pair[0])}, set at the same place. Give one of the two."
     problems.append(_problem(tree, pair[1], rule))
 
 

@@ -75,21 +75,21 @@ _NAME: Final = pattern(
 
 @dataclass(frozen=True, kw_only=True)
 class BatchConfig:
-    """The samples of one update. Any two of the three say all; with `global_size` alone, a shard a replica."""
+    """The samples of one update. Two of the keys define the third; `global_size` alone gives a replica one shard."""
 
     global_size: Annotated[int | None, maths, at_least(1)] = 64
     """Samples per step, over all replicas."""
     micro_size: Annotated[int | None, maths, at_least(1)] = None
-    """Most samples in a shard, the unit of one forward and backward pass; null lets it follow."""
+    """Most samples in a shard, the unit of one forward and backward pass; null derives it."""
     accumulation: Annotated[int | None, maths, at_least(1)] = None
-    """Shards that each replica computes per step; null lets it follow."""
+    """Shards that each replica computes per step; null derives it."""
     drop_last: Annotated[bool, maths] = False
     """Leave out the last, short batch of an epoch instead of training on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrScalingConfig:
-    """How the learning rate follows the global batch."""
+    """How the learning rate scales with the global batch."""
 
     rule: Annotated[Literal["linear", "sqrt", "none"], maths] = "linear"
     """linear: times global_size / reference_batch; sqrt: times its root; none: as it is."""
@@ -99,14 +99,14 @@ class LrScalingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """The climb of the learning rate to its peak."""
+    """The increase of the learning rate to its peak."""
 
     epochs: Annotated[float | None, maths, at_least(0), at_most(_MOST_EPOCHS)] = None
     """Length in epochs."""
     steps: Annotated[int | None, maths, at_least(0)] = 0
     """Length in steps."""
     start: Annotated[Literal["zero", "base"], maths] = "zero"
-    """Where the climb begins: at zero, or at the unscaled `optimizer.lr`."""
+    """Where the increase begins: at zero, or at the unscaled `optimizer.lr`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,28 +122,31 @@ class CompileConfig:
     """What torch.compile does with the model."""
 
     mode: Annotated[Literal["off", "default", "max-autotune"], speed] = "off"
-    """How hard it tries; what a model draws at random then differs from an eager run's, in its numbers alone."""
+    """How much it optimizes; random draws then have other values than in an eager run, with the same distribution."""
     backend: Annotated[str, speed] = "inductor"
-    """What the graphs are handed to: inductor makes code of them, aot_eager runs them as they are, to find faults."""
+    """The compiler of the graphs: inductor generates code, aot_eager runs them unchanged, for debugging."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumericsConfig:
-    """How sums are formed, and what a number that is none does."""
+    """The order of summation, and the reaction to NaN and infinity."""
 
     reproducible: Annotated[bool, maths] = False
     """The same bits on any number of replicas up to `lanes`; costs speed."""
     lanes: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 8
     """Partial sums that are combined in a fixed order in reproducible mode; a power of two."""
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"], maths] = "stop"
-    """A loss or gradient that is NaN or infinite, and no loss scale explains it: end the run, leave the step out, or
-    train it again from the last checkpoint and leave it out if it is not finite again."""
+    """For a NaN or infinite loss or gradient: end the run, skip the step, or retry from a checkpoint before skipping.
+
+    A loss or gradient that overflowed because of the loss scale does not count. `rollback` trains again from the last
+    checkpoint, and skips the step if it is not finite again.
+    """
     max_skips_in_a_row: Annotated[int, cosmetic, at_least(1)] = 10
-    """With `on_nonfinite=skip`, end the run after so many steps left out one after the other."""
+    """With `on_nonfinite=skip`, end the run after this many skipped steps in a row."""
     max_skipped_share: Annotated[float, cosmetic, within(0, 1)] = 0.01
-    """With `on_nonfinite=skip`, end the run where a larger share of its steps is left out; judged from step 100 on."""
+    """With `on_nonfinite=skip`, end the run when a larger share of its steps is skipped; checked from step 100 on."""
     check_replicas_every: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Compare the replicas' parameters each so many steps, and stop a run in which they drifted apart."""
+    """Compare the replicas' parameters every so many steps, and stop the run if they differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +154,15 @@ class LoaderConfig:
     """How samples become batches."""
 
     shuffle: Annotated[bool, maths] = True
-    """A new permutation each epoch; false takes the samples as they stand."""
+    """A new permutation each epoch; false keeps the dataset's order."""
     cache: Annotated[Literal["auto", True, False], maths(neutral=("auto", False))] = "auto"
-    """true reads the whole dataset once into memory; auto does where it is in memory already."""
+    """true reads the whole dataset into memory once; auto does so if it already is in memory."""
     num_workers: Annotated[int, speed, at_least(0), at_most(MOST_PROCESSES)] = 0
-    """Processes that read samples ahead; 0 reads in the training process, small batches several at a time."""
+    """Processes that prefetch samples; 0 reads in the training process, small batches several at a time."""
     prefetch: Annotated[int, speed, at_least(1), at_most(MOST_PROCESSES)] = 2
-    """Batches that each worker holds ready."""
+    """Batches that each worker prefetches."""
     pin_memory: Annotated[Literal["auto", True, False], speed] = "auto"
-    """Page-locked host memory for faster copies; auto where the device is CUDA."""
+    """Page-locked host memory for faster copies; auto: if the device is CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,17 +170,17 @@ class CheckpointConfig:
     """When the run is saved, and what is kept."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Save each so many steps; the end and Ctrl-C always save."""
+    """Save every so many steps; the end and Ctrl-C always save."""
     every_epochs: Annotated[float | None, cosmetic, above(0)] = None
-    """Save each so many epochs."""
+    """Save every so many epochs."""
     every_s: Annotated[float | None, cosmetic, above(0)] = 600.0
-    """Save when so many seconds have passed since the last save; null leaves time out."""
+    """Save when so many seconds have passed since the last save; null disables this."""
     keep_last: Annotated[int, cosmetic, at_least(1)] = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints kept."""
     keep_best: Annotated[int, cosmetic, at_least(0)] = 1
-    """Best checkpoints kept, by `eval.metric`."""
+    """Number of best checkpoints kept, by `eval.metric`."""
     background: Annotated[bool, speed] = True
-    """Write beside the training; a step only waits for the copy to host memory."""
+    """Write in the background; a step only waits for the copy to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,50 +188,50 @@ class EvalConfig:
     """Evaluation on the validation split."""
 
     every_steps: Annotated[int | None, cosmetic, at_least(1)] = None
-    """Evaluate each so many steps."""
+    """Evaluate every so many steps."""
     every_epochs: Annotated[float | None, cosmetic, above(0)] = 1
-    """Evaluate each so many epochs; the end always evaluates."""
+    """Evaluate every so many epochs; the end always evaluates."""
     metric: Annotated[str | None, cosmetic] = None
-    """What best, early stop and leaderboards go by, such as val/accuracy; null is val/loss."""
+    """The metric for the best checkpoint, early stopping and leaderboards, such as val/accuracy; null is val/loss."""
     mode: Annotated[Literal["min", "max"] | None, cosmetic] = None
-    """Whether less or more of `metric` is better."""
+    """Whether lower or higher values of `metric` are better."""
     batch_size: Annotated[int | None, speed, at_least(1)] = None
-    """Samples per forward pass of each rank; null lets it follow the training's."""
+    """Samples per forward pass of each rank; null derives it from the training's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisorConfig:
-    """What is done about ranks that fail, where a run has several."""
+    """Handling of failed ranks, in runs with several ranks."""
 
     max_restarts: Annotated[int, placement, at_least(0)] = 3
-    """Restarts from the last whole checkpoint in a row without a newer one, and restarts of failures in one step."""
+    """Most restarts in a row without a newer complete checkpoint, and most restarts of failures in one step."""
     hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0)] = "auto"
     """Seconds without progress within a step after which a rank counts as hanging; auto: 10 times the longest recent
     pause of a step, and at least 30."""
     start_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """The same for a rank that starts: imports, meeting the other ranks, placing the model."""
+    """The same for a rank that starts: imports, rendezvous with the other ranks, placing the model."""
     first_step_timeout_s: Annotated[float, placement, above(0)] = 1800.0
     """The same for opening the data, the first step, and whenever torch.compile works."""
     checkpoint_timeout_s: Annotated[float, placement, above(0)] = 1800.0
     """The same for writing a checkpoint."""
     eval_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """The same for a batch of an evaluation, and for callbacks that are shown figures or a checkpoint."""
+    """The same for a batch of an evaluation, and for callbacks that receive metrics or a checkpoint."""
     load_timeout_s: Annotated[float, placement, above(0)] = 1800.0
     """The same for restoring a checkpoint."""
     join_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """Seconds that a process of a launch waits for the others to come."""
+    """Seconds that a process of a launch waits for the others to join."""
     evaluator_timeout_s: Annotated[float, placement, above(0)] = 3600.0
     """Seconds that the result of a run waits for its evaluator to evaluate one more checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig:
-    """Going on with fewer replicas where some are lost, and with all again once they return."""
+    """Continue with fewer replicas after some are lost, and with all again when they return."""
 
     min_replicas: Annotated[int | None, placement, at_least(1)] = None
-    """Fewest replicas that go on without those that are lost; null waits for every one, however often it fails."""
+    """Fewest replicas with which the run continues; null waits for every replica, however often it fails."""
     retry_s: Annotated[float, placement, above(0)] = 60.0
-    """Seconds until a lost replica is tried again; twice as long after each further loss."""
+    """Seconds until a lost replica is retried; doubled after each further loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,11 +239,12 @@ class CvConfig:
     """Cross-validation: the training split in folds, each held out once by a run of its own."""
 
     folds: Annotated[int | None, maths(neutral=None), at_least(2), at_most(MOST_JOBS)] = None
-    """Parts of the training split; without `cv.fold`, a run for each. null: validates on the dataset's own split."""
+    """Number of parts of the training split; without `cv.fold`, one run each. null: use the dataset's own split."""
     fold: Annotated[int | None, maths(neutral=None), at_least(0)] = None
-    """The one that this run validates on, from 0."""
+    """The fold that this run validates on, from 0."""
     seed: Annotated[int, maths(neutral=0), below(0, 2**63)] = 0
-    """Of the order in which samples are dealt into folds; whatever the run's seed, runs have the same folds."""
+    """Seed of the assignment of samples to folds; independent of the run's seed, so that all runs have the same folds.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,27 +254,27 @@ class SweepConfig:
     name: Annotated[str | None, cosmetic, _NAME] = None
     """Folder of the sweep below outputs/sweeps; null takes the date and time."""
     resume: Annotated[str | None, placement] = None
-    """Folder of an earlier sweep to go on with: jobs with a result are not run again, those that ended early go on."""
+    """Folder of an earlier sweep to resume: jobs with a result are not run again, interrupted jobs continue."""
     slots: Annotated[Literal["auto"] | int, placement, at_least(1), at_most(MOST_PROCESSES)] = "auto"
-    """Jobs side by side: GPUs, or shares of the cores where there is none; auto takes all GPUs, else a core each."""
+    """Jobs that run at a time: GPUs, or shares of the cores without GPUs; auto: all GPUs, else one per core."""
     jobs_per_device: Annotated[int, placement, at_least(1), at_most(MOST_PROCESSES)] = 1
     """Jobs that share a GPU."""
     retries: Annotated[int, placement, at_least(0)] = 0
-    """Times that a job which fails is tried again, from its checkpoint."""
+    """How often a failed job is retried, from its checkpoint."""
     on_error: Annotated[Literal["continue", "stop"], placement] = "continue"
-    """What a job that failed means for the others: they go on, or those that run save and stop and no other starts."""
+    """Reaction to a failed job: the others continue, or the running ones save and stop and no other starts."""
     trials: Annotated[int | None, cosmetic, at_least(1), at_most(MOST_JOBS)] = None
     """Points that hydra/sweeper=random, optuna or halving draws; null: halving takes the whole grid."""
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
-    """Key of what a search draws."""
+    """Seed of a search."""
     pruner: Annotated[Literal["median", "hyperband", "none"], cosmetic] = "median"
     """What ends a job of hydra/sweeper=optuna early: the median of the others at its step, or Hyperband's brackets."""
     min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
     """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
     reduction: Annotated[int, cosmetic, at_least(2)] = 3
-    """Of so many jobs, halving and Hyperband let one go on, for so many times the steps."""
+    """Halving and Hyperband let one of this many jobs continue, for this many times the steps."""
     rungs: Annotated[int | None, cosmetic, at_least(2)] = None
-    """Lengths at which halving compares its jobs, the last one whole; null: as many as leave one job."""
+    """Number of lengths at which halving compares its jobs, the last one whole; null: until one job is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -286,7 +290,7 @@ class RunConfig:
     name: Annotated[str, cosmetic, _NAME] = "run"
     """Folder of the run below outputs; the recipe's name where there is one."""
     seed: Annotated[int, maths, below(0, 2**63)] = 0
-    """Key of the sample order, the initial weights and all that is random."""
+    """Seed of the sample order, the initial weights and all other randomness."""
     epochs: Annotated[float | None, maths, above(0), at_most(_MOST_EPOCHS)] = None
     """Length in passes over the data."""
     steps: Annotated[int | None, maths, at_least(1)] = None
@@ -296,27 +300,27 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     """The samples of one update."""
     lr_scaling: LrScalingConfig = field(default_factory=LrScalingConfig)
-    """How the learning rate follows the global batch."""
+    """How the learning rate scales with the global batch."""
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
-    """The climb of the learning rate to its peak."""
+    """The increase of the learning rate to its peak."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     """Bounds on the gradient."""
     activation_checkpointing: Annotated[Literal["none", "full"] | int | list[str], speed, at_least(1)] = "none"
-    """What backward computes again instead of keeping: nothing, every block, every n-th, or modules by class."""
+    """What backward recomputes instead of storing: nothing, every block, every n-th, or modules by class."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """What torch.compile does with the model."""
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
-    """How sums are formed."""
+    """The order of summation, and the reaction to NaN and infinity."""
     loader: LoaderConfig = field(default_factory=LoaderConfig)
-    """How samples become batches."""
+    """How samples are read and form batches."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """When the run is saved."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation on the validation split."""
     supervisor: SupervisorConfig = field(default_factory=SupervisorConfig)
-    """What is done about ranks that fail."""
+    """Handling of failed ranks."""
     elastic: ElasticConfig = field(default_factory=ElasticConfig)
-    """Going on with fewer replicas where some are lost."""
+    """Continue with fewer replicas after some are lost."""
     sweep: SweepConfig = field(default_factory=SweepConfig)
     """Many runs of one command."""
     cv: CvConfig = field(default_factory=CvConfig)
@@ -330,9 +334,9 @@ class RunConfig:
     init_from: Annotated[str | None, maths] = None
     """A checkpoint whose weights the training starts from."""
     recipe: Annotated[str | None, cosmetic] = None
-    """The recipe this run was composed by."""
+    """The recipe from which this run was composed."""
     model: Node = field(default_factory=dict)
-    """What is trained."""
+    """The model to train."""
     data: Node = field(default_factory=dict)
     """The samples."""
     objective: Node = field(default_factory=dict)
@@ -344,13 +348,13 @@ class RunConfig:
     strategy: Node = field(default_factory=dict)
     """How shards are spread over replicas."""
     precision: Node = field(default_factory=dict)
-    """Which numbers the training is made of."""
+    """The number formats of the training."""
     cluster: Node = field(default_factory=dict)
-    """Which machines take part."""
+    """The machines that take part."""
     callbacks: Node = field(default_factory=dict)
-    """What looks on while the run goes, by name."""
+    """Callbacks of the run, by name."""
     logger: Node = field(default_factory=dict)
-    """Where scalars are written, by name."""
+    """Loggers of scalars, by name."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -384,7 +388,7 @@ def load_resolved(path: str | Path) -> RunConfig:
     except ValueError as error:
         raise ConfigError([Problem(key=str(path), rule=f"cannot be read: {error}.")]) from None
     if not isinstance(values, Mapping):
-        raise ConfigError([Problem(key=str(path), rule="is no mapping of keys to values.")])
+        raise ConfigError([Problem(key=str(path), rule="is not a mapping of keys to values.")])
     return RunConfig.from_dict(values)
 
 

@@ -170,7 +170,7 @@ def _scan(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int]) -> Iterator
     elif isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
-                raise UnreadableYAMLError(problem="holds a key that is no text", problem_mark=key.start_mark)
+                raise UnreadableYAMLError(problem="holds a key that is not text", problem_mark=key.start_mark)
             inner = (*path, str(key.value))
             if inner in lines and key.value != "<<":
                 message = f"key {'.'.join(inner)} is here twice, first in line {lines[inner]}"
@@ -250,4 +250,4 @@ def _syntax_problem(file: Path, error: yaml.YAMLError) -> Problem:
     if isinstance(error, UnreadableYAMLError):
         return Problem(key=file.name, rule=f"{error.problem}.", origin=origin)
     what = getattr(error, "problem", None) or " ".join(str(error).split())
-    return Problem(key=file.name, rule=f"is no YAML: {what}.", origin=origin)
+    return Problem(key=file.name, rule=f"is not YAML: {what}.", origin=origin)

@@ -103,7 +103,7 @@ def size_of(dataset: Any) -> int:
     if not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} has no length, so that no epoch can be planned. An iterable dataset is read through "
-            "trainkit.data.reading.iterable.Stream, which is told num_samples."
+            "trainkit.data.reading.iterable.Stream, which takes num_samples."
         )
     return len(dataset)
 

@@ -226,7 +226,7 @@ def _folder_of(config: DictConfig, settings: Settings) -> Path:
     if rule := path_rule(str(folder)):
         raise ConfigError([Problem(key="hydra.sweep.dir", value=str(folder), rule=rule, origin=COMMAND_LINE)])
     if settings.resume is not None and not (folder / FILE).is_file():
-        rule = f"is no folder of a sweep: it has no {FILE}."
+        rule = f"is not the folder of a sweep: it has no {FILE}."
         raise ConfigError([Problem(key="sweep.resume", value=settings.resume, rule=rule, origin=COMMAND_LINE)])
     named = settings.resume or settings.name or any("hydra.sweep.dir" in line for line in config.hydra.overrides.hydra)
     return folder if named else free_folder(folder)

@@ -34,7 +34,7 @@ def node_names(text: str) -> list[str]:
     while place < len(text):
         found = _NAME.match(text, place)
         if found is None or text[found.end() : found.end() + 1] not in ("", ","):
-            raise ValueError(f"is no list of nodes: {text[:_SHOWN]}")
+            raise ValueError(f"is not a list of nodes: {text[:_SHOWN]}")
         parts = re.split(r"(\[[^\]]*\])", found[0])
         variants = [_variants(part) for part in parts]
         if len(names) + math.prod(map(len, variants)) > _MOST:
@@ -58,7 +58,7 @@ def tasks_per_node(text: str) -> list[int]:
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None or len(part) > _LONGEST:
-            raise ValueError(f"is no list of tasks a node: {text[:_SHOWN]}")
+            raise ValueError(f"is not a list of tasks per node: {text[:_SHOWN]}")
         if len(counts) + int(found[2] or 1) > _MOST:
             raise ValueError(f"lists more than {_MOST:,} nodes")
         counts += [int(found[1])] * int(found[2] or 1)
@@ -73,11 +73,11 @@ def _variants(part: str) -> list[str]:
         ends = _RANGE.fullmatch(item)
         if ends is None:
             if not item.isdigit():
-                raise ValueError(f"is no list of nodes: {part[:_SHOWN]}")
+                raise ValueError(f"is not a list of nodes: {part[:_SHOWN]}")
             found.append(item)
             continue
         low, high = (int(ends[1]), int(ends[2])) if len(item) <= _LONGEST else (0, _MOST)
         if high - low >= _MOST:
-            raise ValueError(f"is no list of nodes: {part[:_SHOWN]}")
+            raise ValueError(f"is not a list of nodes: {part[:_SHOWN]}")
         found += [f"{number:0{len(ends[1])}d}" for number in range(low, high + 1)]
     return found

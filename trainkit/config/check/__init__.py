@@ -92,7 +92,7 @@ def _unknown_metric(composition: Composition) -> Iterator[Problem]:
     if metric not in known:
         near = closest(metric, known)
         hint = f"Did you mean {near}? " if near else ""
-        rule = f"no such figure. {hint}There are: {', '.join(known)}."
+        rule = f"no such metric. {hint}There are: {', '.join(known)}."
         yield composition.problem("eval.metric", rule, value=metric)
 
 

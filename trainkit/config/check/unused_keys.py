@@ -75,9 +75,9 @@ def unused_keys_with_classes(composition: Composition, launcher: str | None) -> 
         composition: a checked composition.
         launcher: the external launcher that started this process; None if there is none.
     """
-    rules = {"supervisor.join_timeout_s": "has no effect: nobody started other processes that could join."}
+    rules = {"supervisor.join_timeout_s": "has no effect: no other process was started that could join."}
     if launcher is not None:
-        rule = f"has no effect: {launcher} started the processes, and is to watch over them."
+        rule = f"has no effect: {launcher} started the processes and supervises them."
         keys = (f"supervisor.{name}" for name in composition.values["supervisor"])
         rules = {key: rule for key in keys if key not in _OF_EVERY_TASK}
     given = [key for key in rules if composition.origin(key).level is Level.command_line]

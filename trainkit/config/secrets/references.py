@@ -54,7 +54,7 @@ def dereferenced(value: Any, *, key: str) -> Any:
     try:
         found = parse_yaml(text) if "oc.decode" in value else text
     except ValueError:  # its message may quote the secret
-        rule = f"refers to the environment variable {variable}, whose value is no YAML. Write it as {{KEY: VALUE}}."
+        rule = f"refers to the environment variable {variable}, whose value is not YAML. Write it as {{KEY: VALUE}}."
         raise ConfigError([Problem(key=key, value=value, rule=rule)]) from None
     remember(found)
     return found

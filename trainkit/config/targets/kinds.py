@@ -146,7 +146,7 @@ def _class_problem(package: str, target: type, expected: Expected) -> str | None
     if not _within(target.__module__, _HOMES.get(package, (package,))):
         return f"is defined in {target.__module__}, which no config may name. {OWN_CODE}"
     if _full_name(target).startswith(_UNPICKLES):
-        return f"unpickles files, which runs whatever they hold. {OWN_CODE}"
+        return f"unpickles files, which can run any code in them. {OWN_CODE}"
     if not any(kind.holds(target) for kind in expected.kinds):
         return _unfit(expected)
     if expected.classes and not issubclass(target, expected.classes):
@@ -214,11 +214,11 @@ def argument_problem(path: str, target: Any, node: Mapping[str, Any]) -> tuple[s
 def _of_timm(node: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     name = node.get("model_name")
     if not isinstance(name, str) or ":" in name or "/" in name:
-        rule = "must be a name of timm.list_models(): what a hub or a folder holds may be anybody's."
+        rule = "must be a name of timm.list_models(): a model from a hub or a folder can be anyone's."
         yield "model_name", name, rule
     for key in ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"):
         if node.get(key):
-            rule = "timm unpickles the file that it names, which runs whatever that holds. Use init_from."
+            rule = "timm unpickles the file that it names, which can run any code in it. Use init_from."
             yield key, node[key], rule
 
 

@@ -150,7 +150,9 @@ def collated(dataset: Any) -> Arrays:
     if isinstance(first, tuple) and _all_tensors(first):
         return tuple(torch.cat(column) for column in zip(*chunks, strict=True))
     name = type(dataset).__name__
-    raise DataError(f"a sample of {name} is no tuple or dict of tensors and numbers: loader.cache=true cannot keep it.")
+    raise DataError(
+        f"a sample of {name} is not a tuple or dict of tensors and numbers: loader.cache=true cannot keep it."
+    )
 
 
 def _all_tensors(values: Any) -> bool:

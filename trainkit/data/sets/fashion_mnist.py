@@ -47,9 +47,9 @@ class FashionMnist:
     path: Annotated[Path | None, placement] = None
     """Folder with the four files; null: the Debian package dataset-fashion-mnist, else the download cache."""
     download: Annotated[bool, placement] = False
-    """Fetch the files (31 MB) into `path`, or the cache folder, if they are not there; nothing is fetched otherwise."""
+    """Download the files (31 MB) into `path`, or the cache folder, if they are missing; false downloads nothing."""
     val_size: Annotated[int, below(0, 60_000)] = 5000
-    """Training images held out; 0 trains on all and validates on nothing."""
+    """Training images held out; with 0, train on all and do not validate."""
     scaling: Literal["unit", "standard"] = "standard"
     """`unit`: pixels from 0 to 1; `standard`: mean 0 and deviation 1 over the training images."""
     _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)

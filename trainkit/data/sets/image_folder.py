@@ -45,17 +45,17 @@ class ImageFolder:
     path: Path
     """The folder that holds `train` and `val`."""
     image_size: Annotated[int, at_least(1)] = 224
-    """Pixels of a side of what the model sees."""
+    """Side length in pixels of the model's input."""
     resize: Annotated[int, at_least(1)] = 256
-    """Pixels of the shorter side before the centre is taken, in validation."""
+    """Length in pixels of the shorter side before the centre crop, in validation."""
     augment: bool = True
-    """Random crops and mirroring in training; false treats both splits alike."""
+    """Random crops and mirroring in training; false treats both splits the same."""
     min_area: Annotated[float, above(0), Limit(rule="must be at most 1.", high=1)] = 0.08
-    """Smallest share of an image's area that a random crop keeps."""
+    """Smallest share of an image's area in a random crop."""
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
-    """Of each colour, subtracted."""
+    """Mean per colour channel, subtracted."""
     deviation: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
-    """Of each colour, divided by."""
+    """Standard deviation per colour channel, divided by."""
     classes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _files: tuple[tuple[str, int], ...] = field(init=False, repr=False, compare=False)
     _open: Any = field(init=False, repr=False, compare=False)

@@ -38,17 +38,17 @@ class Synthetic:
     split: Literal["train", "val"]
     """Which part."""
     shape: list[int] = field(default_factory=lambda: [64])
-    """Of a sample: `[features]`, or `[channels, height, width]`."""
+    """Shape of a sample: `[features]`, or `[channels, height, width]`."""
     num_classes: Annotated[int, at_least(1)] = 10
-    """Classes; sample i is of class i modulo this."""
+    """Number of classes; sample i has class i modulo this."""
     num_samples: Annotated[int, at_least(1)] = 1024
-    """Samples to train on."""
+    """Number of training samples."""
     val_samples: Annotated[int, at_least(1)] = 256
-    """Samples to validate on."""
+    """Number of validation samples."""
     noise: Annotated[float, at_least(0)] = 1.0
-    """Deviation of the noise; the prototypes' is 1."""
+    """Standard deviation of the noise; that of the prototypes is 1."""
     seed: int = 0
-    """Of the data, apart from the run's."""
+    """Seed of the data, independent of the run's."""
     _prototypes: Tensor = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -99,19 +99,19 @@ class SyntheticTokens:
     split: Literal["train", "val"]
     """Which part."""
     vocab_size: Annotated[int, at_least(1)] = 64
-    """Tokens there are."""
+    """Size of the vocabulary."""
     context: Annotated[int, at_least(1)] = 32
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
     min_context: Annotated[int | None, at_least(1)] = None
-    """Fewest tokens of a sample that count; the rest is padded. null: all count."""
+    """Fewest tokens of a sample that count; the rest is padding. null: all count."""
     num_samples: Annotated[int, at_least(1)] = 1024
-    """Samples to train on."""
+    """Number of training samples."""
     val_samples: Annotated[int, at_least(1)] = 256
-    """Samples to validate on."""
+    """Number of validation samples."""
     noise: Annotated[float, at_least(0), Limit(rule="must be at most 1.", high=1)] = 0.1
-    """Share of tokens that are random instead."""
+    """Share of tokens that are replaced by random ones."""
     seed: int = 0
-    """Of the data, apart from the run's."""
+    """Seed of the data, independent of the run's."""
     _arrays: tuple[Tensor, Tensor] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

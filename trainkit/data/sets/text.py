@@ -33,9 +33,9 @@ class _Tokens:
     split: Literal["train", "val"]
     """Which part."""
     context: Annotated[int, at_least(1)] = 64
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
     stride: Annotated[int | None, at_least(1)] = None
-    """Tokens from one training sample to the next; null: `context`, so that each is used once an epoch."""
+    """Tokens from one training sample to the next; null: `context`, so that each token is used once per epoch."""
     _windows: Windows = field(init=False, repr=False, compare=False)
 
     def _keep(self, tokens: NDArray[Any], *, val_share: float) -> None:
@@ -73,13 +73,13 @@ class TextFile(_Tokens):
     """
 
     path: Path | None = None
-    """The file, UTF-8; null: where `download` put it."""
+    """The file, UTF-8; null: the downloaded one."""
     download: Annotated[bool, placement] = False
-    """Fetch the text of `url` into the cache folder if it is not there; nothing is fetched otherwise."""
+    """Download the text of `url` into the cache folder if it is missing; otherwise nothing is downloaded."""
     url: Annotated[str, placement] = SHAKESPEARE_URL
-    """What `download` fetches; by default Shakespeare as char-rnn and nanoGPT use him."""
+    """The address of the download; by default Shakespeare, as in char-rnn and nanoGPT."""
     sha256: str | None = SHAKESPEARE_SHA256
-    """Of the file of `url`; checked at each download, and before use where no `path` is given."""
+    """SHA-256 of the downloaded file; checked at each download, and before use if no `path` is given."""
     vocab_size: Annotated[int | None, at_least(1)] = None
     """Size of the model's vocabulary; a text with more characters is refused. null: not checked."""
     val_share: Annotated[float, above(0), below(0, 1)] = 0.1
@@ -138,7 +138,7 @@ class PythonSource(_Tokens):
     vocab_size: ClassVar[int] = 256
 
     max_bytes: Annotated[int | None, at_least(1)] = None
-    """Stop after so many bytes; null reads everything, 10 to 30 MB."""
+    """Stop after this many bytes; null reads everything, 10 to 30 MB."""
     val_share: Annotated[float, above(0), below(0, 1)] = 0.1
     """Share of the bytes, at the end, to validate on."""
 

@@ -31,11 +31,11 @@ class TokenMemmap:
     path: Path
     """The folder."""
     context: Annotated[int, at_least(1)] = 1024
-    """Tokens of a sample."""
+    """Number of tokens of a sample."""
     stride: Annotated[int | None, at_least(1)] = None
     """Tokens from one training sample to the next; null: `context`."""
     dtype: Literal["uint16", "uint32"] = "uint16"
-    """How a token is stored."""
+    """Storage type of a token."""
     vocab_size: Annotated[int | None, at_least(1)] = None
     """Size of the model's vocabulary; a sample with a larger token is refused. null: not checked."""
     _windows: Windows = field(init=False, repr=False, compare=False)

@@ -109,7 +109,7 @@ class Remote:
     def __call__(self, job: JobCommand) -> _Remote:
         """Describe a job and submit it."""
         if self._submitter is None:
-            raise RuntimeError("there is no engine to hand the job to")
+            raise RuntimeError("no backend is connected")
         # Not the number alone: a job of a sweep that was killed may still run on another host.
         path = (self._folder / FOLDER / f"{int(time.time())}_{job.number}.json").absolute()
         carried = {name: os.environ[name] for name in CARRIED if name in os.environ}

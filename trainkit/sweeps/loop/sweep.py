@@ -134,7 +134,7 @@ class Sweep:
         """End the sweep early, by the error of the signal."""
         ended = len(self.requested & self.exit_codes.keys())
         known = f" of {source.total}" if source.total is not None else ""
-        text = f"the sweep was stopped: {ended}{known} jobs were started. The same command goes on: "
+        text = f"the sweep was stopped: {ended}{known} jobs were started. The same command resumes it with "
         text += f"sweep.resume={self.folder}"
         raise stop_error(stop_signals()[signal.Signals(number)], text)
 

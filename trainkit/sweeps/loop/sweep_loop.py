@@ -124,7 +124,7 @@ class SweepLoop:
             self._waiting = None
             if job is None:
                 if not self._running and not self._source.exhausted:
-                    raise TrainkitError("the search gives no job, waits for none, and says that it has not ended")
+                    raise TrainkitError("the search returns no job, waits for none, and has not ended")
                 return
             if self._need_not_run(job):
                 continue

@@ -182,7 +182,7 @@ def _refuse_foreign(job: Mapping[str, Any]) -> None:
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"its job {job['job'][:40]!a} lies outside the folder of the sweep")
     if not all(isinstance(text, str) for text in job["overrides"]):
-        raise ValueError(f"an override of its job {job['job'][:40]!a} is no text")
+        raise ValueError(f"an override of its job {job['job'][:40]!a} is not text")
 
 
 def relative(folder: Path, base: Path) -> str:

@@ -85,7 +85,7 @@ class SweepRequest:
         points, most, asked_for = len(self.points), self._most_rungs, self._setting("rungs")
         if most == 1:
             reduction = self._setting("reduction")
-            yield self._of(f"has {points} points, and of sweep.reduction={reduction} one goes on. Give it more points.")
+            yield self._of(f"has {points} points, fewer than sweep.reduction={reduction}. Give it more points.")
         elif asked_for is not None and asked_for > most:
             rule = f"{points} points leave one after {most - 1} of them. Use {most} or less."
             yield self.common.problem("sweep.rungs", rule, value=asked_for)

@@ -110,7 +110,7 @@ def _flag_problems(call: Call, engine: ManifestWriter) -> Iterator[Problem]:
         if rule is not None:
             yield Problem(key=f"--{flag}", value=text, rule=rule, origin="command line")
     if "gpus-per-host" in flags and "processes-per-host" in flags:
-        rule = "a process takes a GPU, or there are none: give one of the two."
+        rule = "a host has processes with or without GPUs: give one of the two."
         yield Problem(key="--processes-per-host", value=flags["processes-per-host"], rule=rule, origin="command line")
     each = flags.get("gpus-per-host") or flags.get("processes-per-host") or "1"
     hosts = flags.get("hosts", "1")
@@ -159,7 +159,7 @@ def _host_flag_problems(flags: Mapping[str, str]) -> Iterator[Problem]:
                 yield Problem(key=f"--{flag}", value=flags[flag], rule=rule, origin="command line")
         return
     if "min-hosts" in flags and flags.get("restarts", "0") == "0":
-        rule = "needs --restarts: those that are left start again together."
+        rule = "needs --restarts: the remaining hosts restart together."
         yield Problem(key="--min-hosts", value=least, rule=rule, origin="command line")
     most = whole_number(hosts, low=0, high=_MOST_RANKS)
     if most is not None and (whole_number(least, low=0, high=_MOST_RANKS) or 0) > most:
@@ -256,4 +256,4 @@ def _own_launch(composition: Composition) -> Iterator[Problem]:
         key, value = "cluster.launcher", node["launcher"]
     else:
         return
-    yield Problem(key=key, value=value, rule="the engine says who takes part. Leave it out.")
+    yield Problem(key=key, value=value, rule="the engine sets the tasks. Leave it out.")

@@ -80,7 +80,7 @@ class UpdateRecord:
 def _part(step: Any, shards: Any, read: Any, worker: Any) -> GradientRef:
     whole_numbers([step, read])
     if not isinstance(worker, str):
-        raise ValueError("the name of a worker is no text")  # noqa: TRY004 - it is an error of the text
+        raise ValueError("the name of a worker is not text")  # noqa: TRY004 - it is an error of the text
     return GradientRef(Ticket(step, tuple(whole_numbers(shards))), read, worker)
 
 
