@@ -14,7 +14,7 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112 - so it is called
+os.environ["RAY_raylet_start_wait_time_s"] = "180"  # noqa: SIM112 - the name that Ray reads
 os.environ["GLOO_SOCKET_IFNAME"] = os.environ["TP_SOCKET_IFNAME"] = "lo"
 
 import argparse

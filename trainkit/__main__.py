@@ -12,8 +12,8 @@ def main() -> None:
     from trainkit.cli import main as run  # noqa: PLC0415 - a spawned child imports this module and needs none of it
 
     code = run()
-    if "trainkit.run.rendezvous.join" in sys.modules:  # it was one of several ranks
-        from trainkit.run.process.exit import exit_without_teardown  # noqa: PLC0415 - for those
+    if "trainkit.run.rendezvous.join" in sys.modules:  # this process was one of several ranks
+        from trainkit.run.process.exit import exit_without_teardown  # noqa: PLC0415 - only for a rank
 
         exit_without_teardown(code)
     sys.exit(code)

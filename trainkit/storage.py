@@ -60,7 +60,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _PROBE_BYTES: Final = 4096
 _LITTLE_BYTES: Final = 64 * 1024
 """A file system with less free space than this counts as full."""
-SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - asked for its room
+SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 - only its free space is read
 """The folder in which Linux keeps the memory that the workers of a loader share with their parent."""
 _MORE_SHARED_MEMORY: Final = (
     "Free space there, enlarge it (docker run --shm-size=1g; mount -o remount,size=1g /dev/shm), "
@@ -171,7 +171,7 @@ def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
 
 def _full_place(root: Path) -> Path | None:
     """Return the first full folder among those that a run writes to; None if none is full."""
-    for place in (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108 - asked for its room
+    for place in (root, SHARED_MEMORY, Path(os.environ.get("TMPDIR", "/tmp"))):  # noqa: S108 - only its free space is read
         free = Free.at(place)
         if free is not None and (free.num_bytes < _LITTLE_BYTES or free.num_files == 0):
             return place

@@ -29,7 +29,7 @@ class Pending(Generic[T]):
     def _run(self) -> None:
         try:
             self._results.append(self._call())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
             self._error = error
         finally:
             self._over.set()

@@ -206,18 +206,20 @@ class SupervisorConfig:
     max_restarts: Annotated[int, placement, at_least(0)] = 3
     """Most restarts in a row without a newer complete checkpoint, and most restarts of failures in one step."""
     hang_timeout_s: Annotated[Literal["auto"] | float, placement, above(0)] = "auto"
-    """Seconds without progress within a step after which a rank counts as hanging; auto: 10 times the longest recent
-    pause of a step, and at least 30."""
+    """Seconds without progress within a step after which a rank counts as hanging; auto adapts to recent steps.
+
+    `auto` is 10 times the longest recent pause of a step, and at least 30.
+    """
     start_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """The same for a rank that starts: imports, rendezvous with the other ranks, placing the model."""
+    """Seconds without progress that a rank may take to start: imports, rendezvous, placing the model."""
     first_step_timeout_s: Annotated[float, placement, above(0)] = 1800.0
-    """The same for opening the data, the first step, and whenever torch.compile works."""
+    """Seconds without progress while opening the data, in the first step, and while torch.compile works."""
     checkpoint_timeout_s: Annotated[float, placement, above(0)] = 1800.0
-    """The same for writing a checkpoint."""
+    """Seconds without progress while writing a checkpoint."""
     eval_timeout_s: Annotated[float, placement, above(0)] = 600.0
-    """The same for a batch of an evaluation, and for callbacks that receive metrics or a checkpoint."""
+    """Seconds without progress in a batch of an evaluation, and in callbacks that receive metrics or a checkpoint."""
     load_timeout_s: Annotated[float, placement, above(0)] = 1800.0
-    """The same for restoring a checkpoint."""
+    """Seconds without progress while restoring a checkpoint."""
     join_timeout_s: Annotated[float, placement, above(0)] = 600.0
     """Seconds that a process of a launch waits for the others to join."""
     evaluator_timeout_s: Annotated[float, placement, above(0)] = 3600.0
@@ -268,7 +270,7 @@ class SweepConfig:
     seed: Annotated[int, cosmetic, below(0, 2**32)] = 0
     """Seed of a search."""
     pruner: Annotated[Literal["median", "hyperband", "none"], cosmetic] = "median"
-    """What ends a job of hydra/sweeper=optuna early: the median of the others at its step, or Hyperband's brackets."""
+    """How hydra/sweeper=optuna ends jobs early: by the others' median at its step, or Hyperband's brackets."""
     min_steps: Annotated[int | None, cosmetic, at_least(1)] = None
     """Steps that every job of hydra/sweeper=optuna takes before it may be ended; null: until its first evaluation."""
     reduction: Annotated[int, cosmetic, at_least(2)] = 3

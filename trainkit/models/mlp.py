@@ -61,7 +61,7 @@ class Mlp(nn.Module):
         layers.append(nn.Linear(widths[-1], out_features))
         self.layers = nn.Sequential(*layers)
 
-    def tensor_plan(self, degree: int) -> dict[str, str]:  # noqa: ARG002 - whether it divides is asked of every plan
+    def tensor_plan(self, degree: int) -> dict[str, str]:  # noqa: ARG002 - every plan takes the degree
         """Return how its layers are cut over ranks: in pairs, by rows and by columns; a batch norm needs whole
         activations.
 

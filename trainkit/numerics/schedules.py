@@ -32,7 +32,7 @@ class Constant:
     """
 
     def __call__(self, step: int, num_steps: int) -> float:  # noqa: ARG002 - the signature of every schedule
-        """1."""
+        """Return 1."""
         return 1.0
 
 

@@ -79,7 +79,7 @@ class JobList:
 
     @property
     def total(self) -> int:
-        """Its length."""
+        """Number of jobs in the list."""
         return self._total
 
     @property
@@ -95,7 +95,7 @@ class JobList:
         """Do nothing."""
 
     def watch(self, job: SweepJob) -> bool:  # noqa: ARG002 - the jobs of a list run to their end
-        """Never."""
+        """Return False."""
         return False
 
 

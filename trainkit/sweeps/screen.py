@@ -88,7 +88,7 @@ class PlainScreen:
     """One line per change, for pipes and log files."""
 
     def report(self, text: str, *, transient: bool = False) -> None:  # noqa: ARG002 - there is no table to see it in
-        """Print it."""
+        """Print the message."""
         print(text, flush=True)  # noqa: T201 - the user's screen
 
     def show(self, view: View) -> None:

@@ -54,7 +54,7 @@ def target_problems(
         target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
     except ConfigError as error:
         return [composition.problem((*path, item.key), item.rule, value=item.value) for item in error.problems]
-    except Exception as error:  # noqa: BLE001 - whatever a user's module raises while it is imported
+    except Exception as error:  # noqa: BLE001 - a user's module may raise anything while it is imported
         rule = f"cannot be imported: {type(error).__name__}: {error}"
         return [composition.problem((*path, TARGET), rule, value=node[TARGET])]
     problems = list(_against_signature(composition, path, node, target, alternatives))

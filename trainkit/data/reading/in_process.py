@@ -78,7 +78,7 @@ class InProcessReader:
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Drop the prefetched batches."""
         self._read.clear()
 
     def _burst(self, first: Ticket) -> deque[tuple[Ticket, Any]]:

@@ -57,7 +57,7 @@ class Memory:
         return [batch] if len(ticket.shards) == 1 else shards_of(batch, self._positions.sizes(ticket))
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process was started."""
 
     def _index(self, ticket: Ticket) -> Tensor:
         spans = self._positions.spans(ticket)
@@ -96,7 +96,7 @@ class Gatherer:
         return found
 
     def close(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no process was started."""
 
 
 def shards_of(batch: Any, sizes: list[int]) -> list[Any]:

@@ -78,10 +78,10 @@ class _Task:
             return None
         try:
             self.ray.get(self.reference)
-        except Exception as error:  # noqa: BLE001 - whatever Ray makes of it
+        except Exception as error:  # noqa: BLE001 - Ray may raise any error of the task
             return f"Ray: {type(error).__name__}: {error}"
         return None
 
     def cancel(self) -> None:
-        """End it."""
+        """Cancel the task by force."""
         self.ray.cancel(self.reference, force=True)

@@ -144,7 +144,7 @@ class _Executor:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _SubmittedJob:  # noqa: ARG002 - the allocation says how much there is; a job with secrets is refused before
+    def submit(self, path: str, *, slots: int, secrets: Mapping[str, str]) -> _SubmittedJob:  # noqa: ARG002 - the allocation fixes the resources; jobs with secrets are refused before
         """Queue a job for submission."""
         job = _SubmittedJob(path)
         with self._lock:
@@ -163,7 +163,7 @@ class _Executor:
             self._waiting = []
             try:
                 found = self._executor.map_array(run_described, [job.path for job in jobs]) if jobs else []
-            except Exception as error:  # noqa: BLE001 - what sbatch says, whatever it is
+            except Exception as error:  # noqa: BLE001 - sbatch may fail with any error
                 for job in jobs:
                     job.refused = f"submitit: {error}"
                 return

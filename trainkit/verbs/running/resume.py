@@ -30,7 +30,7 @@ def run(call: Call) -> int:
     problems = check_names(composition)
     if problems:
         raise ConfigError(problems)
-    # Here too: without a checkpoint, another training would begin afresh beside the run.
+    # Check this here too: without a checkpoint, a different training would start from scratch in the run.
     problems = other_training(load_resolved(folder / "resolved.yaml"), composition.cfg, run=folder)
     if problems:
         raise composition.with_origins(ConfigError(problems))
