@@ -37,7 +37,7 @@ config.identity: _idle _mildest
 config.monitored_metric: Watched
 config.mutually_exclusive: settle
 config.provenance: Layered
-config.schema: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
+config.sections: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
 config.targets.checks: _built_problems _judges_itself
 config.yaml_documents: Trap
 data.folds: _Part _PartInMemory
