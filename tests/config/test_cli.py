@@ -92,7 +92,7 @@ def test_ls_goes_on_past_a_broken_file(
     printed = capsys.readouterr()
     assert "mine" in printed.out
     assert "My own" in printed.out
-    assert "broken.yaml: is no YAML" in printed.err
+    assert "broken.yaml: is not YAML" in printed.err
 
 
 def test_explain_tells_value_place_meaning_and_tag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,7 +81,7 @@ def test_an_empty_file_is_an_empty_choice(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (b"\xff\xfe", "mine.yaml: cannot be read: it is not UTF-8 text (byte 1)"),
-        (b"a: [1\nb: 2\n", "is no YAML"),
+        (b"a: [1\nb: 2\n", "is not YAML"),
         (b"defaults: mlp\n", "defaults: must be a list."),
         (b"- a\n", "must hold keys and values."),
         (

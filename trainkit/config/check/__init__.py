@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
+from trainkit.config.check.ranges import beyond_64_bits, paths_too_long
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.provenance import KeyPath, dotted, leaves, lookup
-from trainkit.config.ranges import beyond_64_bits, paths_too_long
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, name_problem, targets_in

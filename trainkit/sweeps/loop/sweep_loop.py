@@ -61,7 +61,7 @@ class SweepOfLoop(Protocol):
 
     slots: Slots
     record: SweepState
-    asked: set[str]
+    requested: set[str]
     retries: int
     on_error: Literal["continue", "stop"]
 
