@@ -185,8 +185,8 @@ def test_builders_of_torchvision_and_timm_are_called(fake: None) -> None:
         (
             {"model_name": "hf_hub:evil/net"},
             (
-                "model.model_name=hf_hub:evil/net: must be a name of timm.list_models(): a model from a hub or a folder "
-                "can be anyone's."
+                "model.model_name=hf_hub:evil/net: must be a name of timm.list_models(): a model from a hub or a "
+                "folder can be anyone's."
             ),
         ),
         (

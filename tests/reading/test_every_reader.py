@@ -83,7 +83,15 @@ def calls(tree: ast.AST, ours: set[str]) -> Iterator[tuple[str, int]]:
 def _opens_no_file(name: str, call: ast.Call) -> bool:
     """A store, a board and an office open as well: without a mode, and not by a path or `os`."""
     owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-    return name == "open" and owner in {"store", "board", "self._rendezvous", "hosted", "self._store", "self._meeting", "CoordinatorState"}
+    return name == "open" and owner in {
+        "store",
+        "board",
+        "self._rendezvous",
+        "hosted",
+        "self._store",
+        "self._meeting",
+        "CoordinatorState",
+    }
 
 
 def found_in(file: Path) -> dict[str, list[int]]:
