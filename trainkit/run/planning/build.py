@@ -111,7 +111,7 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     Args:
         cfg: a checked config.
         deferred: build it without data, for a strategy that initialises the parameters it needs
-            (`trainkit.numerics.deferred.initial_values`); with data if its constructor does not allow that.
+            (`trainkit.numerics.deferred.building.lazy_init_values`); with data if its constructor does not allow that.
 
     Raises:
         ConfigError: the target is no model.
