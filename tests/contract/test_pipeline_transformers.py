@@ -65,7 +65,7 @@ class Transformers(Case):
         return zoo.fill(gpt2(use_cache=False, attn_pdrop=0.0))
 
 
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_it_trains_in_stages_of_auto_as_on_one_device(stages: int, pool: Pool) -> None:
     model, facts = gpt2(use_cache=False).to("meta"), PlanContext(sample=SENTENCE, objective=LanguageModelling())
     strategy = Pipeline(stages=stages)

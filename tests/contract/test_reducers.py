@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import get_args
 
 import pytest
@@ -14,14 +15,18 @@ from tests.support.pool import Pool
 from trainkit.strategies.data_parallel.options import Reduce
 
 REDUCERS = get_args(Reduce)
+# an odd number of replicas, and two groups of two; the other places are long
+SHORT = {*((reduce, 3) for reduce in REDUCERS), ("hierarchical", 4)}
+PLACES = [
+    pytest.param(*place, marks=() if place in SHORT else pytest.mark.long) for place in product(REDUCERS, (2, 3, 4))
+]
 # 29 sequences in batches of 8 and 5, with unequal numbers of targets: the counted weight is exchanged too
 TOKENS = Case(strategy="mirrored", task="tokens", global_size=8)
 # 37 points in batches of 16 and 5, in shards of 6 and 5: batch statistics are exchanged too, by ranks without a shard
 CLASSES = Case(strategy="mirrored", task="classes", global_size=16, micro_size=6, model={"norm": True})
 
 
-@pytest.mark.parametrize("replicas", [2, 3, 4])
-@pytest.mark.parametrize("reduce", REDUCERS)
+@pytest.mark.parametrize(("reduce", "replicas"), PLACES)
 def test_every_reducer_takes_the_steps_of_the_reference(reduce: str, replicas: int, pool: Pool) -> None:
     once, thrice = (replace(TOKENS, micro_size=-(-8 // (replicas * shards))) for shards in (1, 3))
     for base in (once, thrice, CLASSES):

@@ -20,6 +20,8 @@ UNTIDY: Final = {
 
 WITHOUT_KEYS: Final = "model=functional_dropout"
 CLASSIFIED: Final = (WITHOUT_KEYS, "objective=classification")
+SHORT: Final = ("functional_dropout", "drop_path", "diffusion", "masked_words")
+"""A model that draws, one that draws on the host, an objective that draws, and one that changes its inputs."""
 # Models that draw nothing: their runs differed where restored or exchanged tensors lay in memory otherwise.
 OTHERS: Final = {
     "channels_last": ("objective=classification", "model=channels_last", "data.of=pictures"),
@@ -40,7 +42,9 @@ def ended(folder: Path, *overrides: str) -> tuple[str, float]:
     return result["weights_sha256"], result["metrics"]["val/loss"]
 
 
-@pytest.mark.parametrize("name", [*UNTIDY, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SHORT else pytest.mark.long) for name in (*UNTIDY, *OTHERS)]
+)
 def test_two_runs_of_one_command_end_in_the_same_bits(name: str, tmp_path: Path) -> None:
     command = (UNTIDY | OTHERS)[name]
     once = ended(tmp_path / "once", *command)
