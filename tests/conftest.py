@@ -91,11 +91,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let signals reach the tests also where pytest runs in the background or under nohup."""
+    """Set up the session; let signals reach the tests also where pytest runs in the background or under nohup."""
+    quick.quicken_launches()
     if config.getoption("fast"):
-        config.pluginmanager.register(FastLane())
-        # what a refused process leaves open
-        config.addinivalue_line("filterwarnings", "ignore::pytest.PytestUnraisableExceptionWarning")
+        config.pluginmanager.register(FastLane(config))
     for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)

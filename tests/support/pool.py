@@ -151,13 +151,18 @@ class _Worker:
         ours, theirs = socket.socketpair()
         environment = {name: text for name, text in os.environ.items() if not name.startswith("TRAINKIT_")}
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.pool_worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=environment | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-        )
-        theirs.close()
+        try:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.pool_worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                env=environment | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
         self.connection = Connection(ours.detach())
 
     def send(self, request: Request) -> None:

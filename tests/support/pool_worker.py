@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from tests.support import quick
 from tests.support.pool import Place, Request
 from trainkit.config.targets.allowed import allow_packages
 
@@ -28,6 +29,7 @@ def main(descriptor: int) -> None:
     """Answer requests until the session closes the socket."""
     torch.set_num_threads(1)
     connection = Connection(descriptor)
+    quick.quicken_launches(quick.scripts_of_the_session)
     with allow_packages(["tests"]):
         _serve(connection)
 

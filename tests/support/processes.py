@@ -6,9 +6,15 @@ that skips it; where the code under test swallows that exception, the test's res
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 import sys
+import threading
+import warnings
 from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 import pytest
@@ -22,9 +28,14 @@ REASON: Final = "starts a process"
 class FastLane:
     """The plugin of `--fast`."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        for left_behind in ("Unraisable", "UnhandledThread"):  # files left open, threads that wait for a process
+            config.addinivalue_line("filterwarnings", f"ignore::pytest.Pytest{left_behind}ExceptionWarning")
+        self._status = 0
         self._item: pytest.Item | None = None
+        self._called = False
         self._refused: set[str] = set()
+        signal.signal(signal.SIGPROF, self._skip_what_waits)
         sys.addaudithook(self._audit)
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
@@ -33,7 +44,24 @@ class FastLane:
         if event == "subprocess.Popen" and Path(str(arguments[0])).name == ALLOWED:
             return
         self._refused.add(self._item.nodeid)
+        main = threading.main_thread()
+        if threading.current_thread() is not main and main.ident is not None:
+            signal.pthread_kill(main.ident, signal.SIGPROF)
         pytest.skip(REASON)
+
+    def _skip_what_waits(self, number: int, frame: FrameType | None) -> None:
+        """In the main thread: skip a test of which another thread was refused a process."""
+        if self._called:
+            pytest.skip(REASON)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_pyfunc_call(self) -> Generator[None, object, object]:
+        """Note that the test itself runs, not its fixtures."""
+        self._called = True
+        try:
+            return (yield)
+        finally:
+            self._called = False
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -52,3 +80,18 @@ class FastLane:
             report.outcome = "skipped"
             report.longrepr = (str(item.path), item.location[1] or 0, REASON)
         return report
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        """Drop what refused processes left open."""
+        self._status = int(exitstatus)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            gc.collect()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_unconfigure(self) -> None:
+        """End without the threads that wait for a refused process: they would be waited for."""
+        if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self._status)

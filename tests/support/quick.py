@@ -3,7 +3,7 @@
 Importing torch takes three seconds of a core, most of what a short command costs. A script hands its arguments, folder,
 environment and open files to a process of the session, which forks; what the fork runs, prints and ends with is what
 `python -m trainkit` does, or `python -m pytest`. Signals but SIGKILL do not reach it: a test that sends one starts the
-command as it is.
+command as it is. The process that the ranks of a run are forked from is started in the same way (`quicken_launches`).
 """
 
 from __future__ import annotations
@@ -22,21 +22,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 if sys.platform != "win32":
     import fcntl
 
 ROOT: Final = Path(__file__).resolve().parents[2]
+FORK_SERVERS: Final = ("trainkit.run.fork_server_main", "trainkit.sweeps.loop.fork_server_main")
+NOTE: Final = Path(os.environ.get("XDG_CACHE_HOME", tempfile.gettempdir()), "quick")
+"""The file in the session's cache that names the folder of the scripts."""
 SCRIPT: Final = """#!{python} -SE
 import json, os, socket, struct, sys
+numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2]  # one of them is that of the list
+passed = [number for number in numbers if os.path.exists(f"/proc/self/fd/{{number}}") and os.get_inheritable(number)]
 link = socket.socket(socket.AF_UNIX)
 link.connect({address!r})
-body = json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode()
+body = json.dumps([{module!r}, sys.argv[1:], os.getcwd(), dict(os.environ), passed]).encode()
 reader, writer = os.pipe()  # held open here: when this script is killed, what it stands for is
-socket.send_fds(link, [struct.pack("!I", len(body))], [0, 1, 2, reader])
+socket.send_fds(link, [struct.pack("!I", len(body))], [0, 1, 2, *passed, reader])
 os.close(reader)
 link.sendall(body)
 answer = link.recv(1)
@@ -49,10 +54,12 @@ class _Quick:
 
     def __init__(self, module: str) -> None:
         self.folder = Path(tempfile.mkdtemp())
-        self.script = self.folder / module
         address = str(self.folder / "socket")
-        self.script.write_text(SCRIPT.format(python=sys.executable, address=address))
-        self.script.chmod(0o755)
+        for name in (module, *_ALSO_RUN[module]):
+            script = self.folder / name
+            script.write_text(SCRIPT.format(python=sys.executable, address=address, module=name))
+            script.chmod(0o755)
+        self.script = self.folder / module
         environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.quick", module, address],
@@ -63,6 +70,8 @@ class _Quick:
         while not Path(address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
+        if module == "trainkit" and "XDG_CACHE_HOME" in os.environ:
+            NOTE.write_text(str(self.folder))
 
     def end(self) -> None:
         """Leave nothing."""
@@ -93,6 +102,34 @@ def path() -> str:
     return os.pathsep.join([*first, str(Path(sys.executable).parent), os.environ["PATH"]])
 
 
+def quicken_launches(
+    folder: Callable[[], Path | None] = lambda: _quick("trainkit").folder, modules: Sequence[str] = FORK_SERVERS[:1]
+) -> None:
+    """Let a process that forks ranks, where this one launches it, be a fork, too.
+
+    Args:
+        folder: where the scripts are; None: what is launched starts as it is.
+        modules: what is launched so; a test of the process that forks jobs sends it signals.
+    """
+    if sys.platform != "linux":
+        return
+    start = subprocess.Popen.__init__
+
+    def init(self: subprocess.Popen[bytes], args: Any, *rest: Any, **options: Any) -> None:
+        if isinstance(args, list | tuple) and args[:2] == (sys.executable, "-m") and args[2] in modules:
+            scripts = folder()
+            args = args if scripts is None else (str(scripts / args[2]), *args[3:])
+        start(self, args, *rest, **options)
+
+    subprocess.Popen.__init__ = init  # type: ignore[method-assign, assignment]
+
+
+def scripts_of_the_session() -> Path | None:
+    """Return the folder of the scripts that the session of this process has made by now."""
+    folder = Path(NOTE.read_text()) if NOTE.exists() else None
+    return folder if folder is not None and folder.exists() else None
+
+
 def end() -> None:
     """The session is over."""
     while _started:
@@ -109,6 +146,8 @@ def serve(module: str, address: str) -> int:
     listening = socket.socket(socket.AF_UNIX)
     listening.bind(address)
     listening.listen()
+    if module == "trainkit":
+        quicken_launches(lambda: Path(address).parent, FORK_SERVERS)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for forks: each tells its own end
     while True:
         link, _ = listening.accept()
@@ -116,32 +155,45 @@ def serve(module: str, address: str) -> int:
             listening.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
-            return _answer(link, _RUN[module])
+            return _answer(link)
         link.close()
 
 
-def _answer(link: socket.socket, run: Callable[[list[str]], int]) -> int:
-    head, (*files, reader), _, _ = socket.recv_fds(link, 4, 4)
+def _answer(link: socket.socket) -> int:
+    head, (*files, reader), _, _ = socket.recv_fds(link, 4, 250)
     _end_with(reader)
     (left,) = struct.unpack("!I", head)
     body = bytearray()
     while len(body) < left:
         body += link.recv(left - len(body))
-    arguments, folder, environ = json.loads(body)
-    for source, target in zip(files, (0, 1, 2), strict=True):
+    module, arguments, folder, environ, passed = json.loads(body)
+    first_free = max([63, link.fileno(), reader, *files, *passed]) + 1
+    link, before = socket.socket(fileno=fcntl.fcntl(link, fcntl.F_DUPFD_CLOEXEC, first_free)), link
+    before.close()
+    fcntl.fcntl(reader, fcntl.F_DUPFD_CLOEXEC, first_free)
+    os.close(reader)
+    high = [fcntl.fcntl(source, fcntl.F_DUPFD, first_free) for source in files]
+    for source in files:
+        os.close(source)
+    for source, target in zip(high, (0, 1, 2, *passed), strict=True):
         os.dup2(source, target)
         os.close(source)
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environ)
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in environ
+    answering = os.getpid()
     try:
-        code = run(arguments)
+        if module in FORK_SERVERS:
+            code = _run_fork_server(module, arguments)
+        else:
+            code = _run_pytest(arguments) if module == "pytest" else _run_trainkit(arguments)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    with contextlib.suppress(OSError):
-        link.sendall(bytes([code]))
+    if os.getpid() == answering:  # not a fork of its own
+        with contextlib.suppress(OSError):
+            link.sendall(bytes([code]))
     return code
 
 
@@ -159,6 +211,13 @@ def _run_trainkit(arguments: list[str]) -> int:
     failpoints.reload(os.environ)
     sys.argv = [str(__main__.__file__), *arguments]
     return cli.main(arguments)
+
+
+def _run_fork_server(module: str, arguments: list[str]) -> int:
+    sys.path[0] = str(Path.cwd())
+    own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
+    sys.path[1:1] = own
+    return int(importlib.import_module(module).main(arguments))
 
 
 def _run_pytest(arguments: list[str]) -> int:
@@ -179,7 +238,7 @@ _IMPORTED: Final = {
     "pytest": ("torch._dynamo", "torch.distributed", "pytest"),
 }  # fmt: skip
 """What most commands import; of torch, creating an optimizer imports the first."""
-_RUN: Final = {"trainkit": _run_trainkit, "pytest": _run_pytest}
+_ALSO_RUN: Final = {"trainkit": FORK_SERVERS, "pytest": ()}
 
 
 def _end(code: int) -> NoReturn:

@@ -11,11 +11,12 @@ CONFTEST = """
 from tests.support.processes import FastLane
 
 def pytest_configure(config):
-    config.pluginmanager.register(FastLane())
+    config.pluginmanager.register(FastLane(config))
 """
 TESTS = """
 import subprocess
 import sys
+import threading
 
 COMMAND = [sys.executable, "-c", "open('started', 'w')"]
 
@@ -31,6 +32,16 @@ def test_that_swallows_the_refusal():
     except BaseException:
         raise ValueError("no process") from None
 
+def test_that_waits_for_a_thread_that_starts_one():
+    ended = threading.Event()
+
+    def start():
+        subprocess.run(COMMAND, check=True)
+        ended.set()
+
+    threading.Thread(target=start).start()
+    ended.wait()
+
 def test_that_fails():
     assert False
 """
@@ -43,6 +54,6 @@ def test_what_starts_a_process_is_skipped_and_what_fails_fails(tmp_path: Path) -
         [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--rootdir", "."],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert "1 failed, 1 passed, 2 skipped" in done.stdout, done.stdout + done.stderr
+    assert "1 failed, 1 passed, 3 skipped" in done.stdout, done.stdout + done.stderr
     assert "starts a process" in done.stdout
     assert not (tmp_path / "started").exists()
