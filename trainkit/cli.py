@@ -10,18 +10,18 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from trainkit import __version__
-from trainkit.config.grammar import is_override
+from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.secrets.secrets import given_arguments
+from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.process_list import hide_from_process_list
 from trainkit.redaction import knows_secrets, masked_output
 from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module
-from trainkit.verbs.support.flags import repeated_flags, unusable_paths
 
 __all__ = ["main", "parse"]
 
@@ -48,6 +48,8 @@ _REFUSED: Final = {
     "resolve": "--cfg shows the config resolved already.",
     "experimental-rerun": "trainkit resume RUN continues a run.",
 }
+_REPEATABLE: Final = ("config-dir", "allow-package")
+"""Flags whose values accumulate."""
 _SHOWN_PROBLEMS: Final = 30
 _SHOWN_LINES: Final = 31
 
@@ -131,7 +133,7 @@ def parse(arguments: Sequence[str]) -> tuple[Call, dict[str, str]]:
             overrides.append(word)
         else:
             bare.append(word)
-    problems += [*repeated_flags(found, known), *unusable_paths([*bare, *found.get("config-dir", ())])]
+    problems += [*_repeated_flags(found, known), *_unusable_paths([*bare, *found.get("config-dir", ())])]
     if verb not in VERBS and not problems:
         problems.append(Problem(key=verb, rule=_no_verb(verb), origin="command line"))
     if "multirun" in found and verb != "train":
@@ -290,3 +292,23 @@ def _flag_lines(flags: Mapping[str, Flag]) -> list[str]:
         names.append(f"{brief}--{name}" + (f" {flag.value}" if flag.value else ""))
     width = max(map(len, names), default=0)
     return [f"  {name:<{width}}  {flag.help}" for name, flag in zip(names, flags.values(), strict=True)]
+
+
+def _repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]) -> Iterator[Problem]:
+    """Yield a problem for each flag with one value that is given several times.
+
+    Args:
+        found: flag -> its values, in order.
+        known: every flag of the call's verb.
+    """
+    for name, values in found.items():
+        if len(values) > 1 and known[name].value is not None and name not in _REPEATABLE:
+            rule = f"is given twice: {values[0]} and {values[1]}. Give it once."
+            yield Problem(key=f"--{name}", rule=rule, origin=COMMAND_LINE)
+
+
+def _unusable_paths(paths: Sequence[str]) -> Iterator[Problem]:
+    """Yield a problem for each word that no file system accepts as a path."""
+    for path in paths:
+        if rule := path_rule(path):
+            yield Problem(key=path, rule=rule, origin=COMMAND_LINE)
