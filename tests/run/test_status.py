@@ -106,8 +106,8 @@ def test_of_another_host_the_age_counts_and_is_told(folder: RunFolder) -> None:
     written(folder, host="elsewhere", updated=1000.0)
     there = replace(Machine.here(), host="here")
     fresh, old = (read_status(folder, here=there, now=now) for now in (1030.0, 1500.0))
-    assert (fresh.state, fresh.note) == ("running", "told 30 s ago by another host")
-    assert (old.state, old.note) == ("silent", "told 500 s ago by another host")
+    assert (fresh.state, fresh.note) == ("running", "last update 30 s ago on another host")
+    assert (old.state, old.note) == ("silent", "last update 500 s ago on another host")
 
 
 def test_a_run_that_was_killed_after_its_result_has_ended(folder: RunFolder) -> None:

@@ -102,8 +102,8 @@ def _run(
     from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
-    fence = FencingToken.from_environ(folder, os.environ)
-    confirm = None if fence is None else fence.check
+    fencing_token = FencingToken.from_environ(folder, os.environ)
+    confirm = None if fencing_token is None else fencing_token.check
     cfg, launch = RunConfig.from_dict(values), launch_environment_from(os.environ)
     with allow_packages(packages_from(os.environ)):
         plan = None if launch is None else make_plan(cfg, launch=launch)

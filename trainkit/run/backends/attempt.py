@@ -155,5 +155,7 @@ def failure_in(folder: RunFolder) -> Failure | None:
     failure = root_cause(folder, exits, [])
     report = found[str(failure.rank)]
     if report.is_secondary:
-        return replace(failure, headline=f"rank {failure.rank} lost another, which said nothing.")
+        return replace(
+            failure, headline=f"rank {failure.rank} lost its connection to another rank, which wrote no error report."
+        )
     return replace(failure, headline=report.message) if report.kinds[0] == RankError.__name__ else failure

@@ -101,7 +101,7 @@ class FencingToken:
         """
         owner = self.owner
         if owner.get("token") != self.token:
-            who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "somebody"
+            who = f"process {owner['pid']} on {owner['host']}" if "pid" in owner else "another process"
             raise TrainingError(
                 f"{self.path.parent} was taken over by {who}. This group ends and writes no more to it."
             )

@@ -104,13 +104,13 @@ class StatusFile:
 
     def _write(self, state: str, *, sync: bool = False) -> None:
         """Write the file if something has changed, or it is old; write errors are ignored."""
-        told = (state, self._step, any(self._folder.checkpoints.glob("step_*/manifest.json")))
-        if told == self._written and time.monotonic() - self._written_at < _REFRESH_S:
+        current = (state, self._step, any(self._folder.checkpoints.glob("step_*/manifest.json")))
+        if current == self._written and time.monotonic() - self._written_at < _REFRESH_S:
             return
         content = {
             "state": state,
             "step": self._step,
-            "resumable": told[2],
+            "resumable": current[2],
             "updated": round(time.time(), 3),
             "updated_at": datetime.now(UTC).isoformat(timespec="seconds"),
             **self._constant,
@@ -126,7 +126,7 @@ class StatusFile:
                     file.flush()
                     os.fsync(file.fileno())
             draft.replace(path)
-            self._written, self._written_at = told, time.monotonic()
+            self._written, self._written_at = current, time.monotonic()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,8 +217,8 @@ def _state_of(content: dict[str, Any], here: Machine, now: float) -> tuple[str, 
         mark = ProcessId(content["pid"], content["process_start"])
         if mark.state:  # this system provides the state of processes
             return (state if mark.lives else "killed"), ""
-    aged = f"told {age:,.0f} s ago by another host" if content["host"] != here.host else f"told {age:,.0f} s ago"
-    return (state if age <= _SILENT_S else "silent"), aged
+    evidence = f"last update {age:,.0f} s ago" + (" on another host" if content["host"] != here.host else "")
+    return (state if age <= _SILENT_S else "silent"), evidence
 
 
 def _plain(text: str) -> str:

@@ -26,7 +26,7 @@ _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""
 _ON_CHIP: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
-    "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {told}"
+    "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {error}"
 )
 
 
@@ -53,7 +53,7 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         at = step()
         head = f"rank {task.rank}, {'while the model was placed' if at is None else f'step {at}'}:"
         if kind is MemoryKind.on_chip:
-            raise TrainingError(f"{head} {_ON_CHIP.format(device=task.device, told=_first_line(error))}") from error
+            raise TrainingError(f"{head} {_ON_CHIP.format(device=task.device, error=_first_line(error))}") from error
         if kind is MemoryKind.shared:
             raise OutOfMemoryError(f"{head} {_shared(plan)}") from error
         if kind is MemoryKind.host and task.device != "cpu":

@@ -19,7 +19,7 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.config.secrets.secrets import VARIABLE as SECRETS
 from trainkit.errors import TrainkitError
-from trainkit.run.folder import fencing_token as fence
+from trainkit.run.folder import fencing_token
 from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.limits import TimeLimits
@@ -127,7 +127,7 @@ class LocalWorkerGroup:
             attempt=self.launch.attempt,
         )
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
-        inherited = {VARIABLE: json.dumps(asdict(self.launch)), fence.VARIABLE: self.token}
+        inherited = {VARIABLE: json.dumps(asdict(self.launch)), fencing_token.VARIABLE: self.token}
         secrets = {SECRETS: json.dumps(dict(self.secrets))} if self.secrets else {}
         return {**worker_environ({**threads, **os.environ}, identity), **inherited, **secrets}
 

@@ -89,16 +89,17 @@ def _without_packages(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 def _plan_of(folder: RunFolder, device: str) -> RunPlan:
     """Return the plan of the run for one device: the devices that it was trained on need not exist here."""
-    key, told = str(folder.path), "command line"
+    key, origin = str(folder.path), "command line"
     if not folder.resolved.is_file():
-        raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=told)])
+        raise ConfigError([Problem(key="RUN", value=key, rule=NO_RUN, origin=origin)])
     # No logger and no callback runs, so that their secrets are not needed.
     values = {**load_resolved(folder.resolved).to_dict(), "logger": {}, "callbacks": {}}
     cfg = RunConfig.from_dict(restored(values, in_environment(os.environ)))
     alone = {"_target_": f"{OneDevice.__module__}.{OneDevice.__qualname__}", "device": device}
     plan = make_plan(replace(cfg, strategy=alone, cluster={}))
     if "val" not in plan.components.datasets:
-        raise ConfigError([Problem(key="RUN", value=key, rule="has no validation split to evaluate on.", origin=told)])
+        rule = "has no validation split to evaluate on."
+        raise ConfigError([Problem(key="RUN", value=key, rule=rule, origin=origin)])
     return plan
 
 
