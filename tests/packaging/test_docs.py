@@ -97,3 +97,9 @@ def test_the_exit_codes_of_the_page_are_those_of_the_exceptions() -> None:
     classes = [getattr(errors, name) for name in errors.__all__]
     raised = {c.exit_code for c in classes if isinstance(c, type) and issubclass(c, errors.TrainkitError)}
     assert codes == raised | {0}
+
+
+def test_the_glossary_has_every_word_of_ours() -> None:
+    rows = re.findall(r"^\| ([a-z ]+) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    words = "sample target shard lane ticket replica task run recipe slot fingerprint"
+    assert {*words.split(), "cut of a step"} <= {*rows}
