@@ -288,7 +288,7 @@ def test_a_package_that_cannot_be_allowed_is_refused_by_every_verb(
 HYDRA = [
     ("callbacks", {"_target_": "os.system", "command": "touch canary"}, "os is not among the packages that Hydra's"),
     ("callbacks", {"_target_": "torch.os.system", "command": "touch canary"}, "torch is not among the packages"),
-    ("callbacks", {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}, "is no callback of Hydra's."),
+    ("callbacks", {"_target_": "hydra_plugins.trainkit_slots.SlotsLauncher"}, "is not a callback of Hydra."),
     ("callbacks", {"_target_": "hydra.utils.call", "config": {}}, "hydra is not among the packages"),
     (
         "callbacks",
@@ -299,7 +299,11 @@ HYDRA = [
     ("callbacks", "${model}", "must be a mapping with _target_."),
     ("job_logging.handlers", {"()": "os.system", "command": "touch canary"}, "os is not among the packages"),
     ("job_logging.handlers", {"class": "logging.os.system", "command": "touch canary"}, "os is the module os"),
-    ("job_logging.handlers", {"class": "logging.getLogger"}, "is no handler, formatter or filter of Python's logging."),
+    (
+        "job_logging.handlers",
+        {"class": "logging.getLogger"},
+        "is not a handler, formatter or filter of Python's logging.",
+    ),
     (
         "job_logging.handlers",
         {"class": "logging.StreamHandler", "stream": "ext://evil_module.x"},

@@ -155,7 +155,10 @@ REPLICAS = ", ".join(
             "precision=null",
             "precision=null: needs a choice. There are: bf16, bf16_mixed, fp16_mixed, fp32, fp64, tf32. (command line)",
         ),
-        ("clip.max_norm@x=3", "clip.max_norm@x=3: clip.max_norm is no group, so it takes no @package. (command line)"),
+        (
+            "clip.max_norm@x=3",
+            "clip.max_norm@x=3: clip.max_norm is not a group, so it takes no @package. (command line)",
+        ),
     ],
 )
 def test_a_bad_argument_is_refused_in_these_words(
@@ -299,7 +302,7 @@ def test_bad_arguments_are_refused_all_at_once(
         (("ls", "schedule", "cosin"), "schedule=cosin: no such choice. Did you mean cosine? (command line)"),
         (("--multrun",), "--multrun: no such flag. Did you mean --multirun? (command line)"),
         (("--config-dir",), "--config-dir: needs a value: --config-dir DIR. (command line)"),
-        (("--config-dir", "/nowhere"), "--config-dir /nowhere: is no folder. (command line)"),
+        (("--config-dir", "/nowhere"), "--config-dir /nowhere: is not a folder. (command line)"),
         (
             ("--config-name", "x"),
             (
@@ -314,7 +317,7 @@ def test_bad_arguments_are_refused_all_at_once(
         ),
         (("diff", "a"), "diff: takes 2 arguments, and was given a. What sets a key is key=value. (command line)"),
         (("diff", "a", "b"), "a: is neither a run folder nor a resolved.yaml. (command line)"),
-        (("resume", "nowhere"), "resume=nowhere: is no run folder: it has no resolved.yaml. (command line)"),
+        (("resume", "nowhere"), "resume=nowhere: is not a run folder: it has no resolved.yaml. (command line)"),
         (("train", "3"), "train: takes 0 arguments, and was given 3. What sets a key is key=value. (command line)"),
         (
             ("explain", "optimzer.lr", "recipe=null"),

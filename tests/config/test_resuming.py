@@ -49,7 +49,7 @@ def test_another_training_is_refused_by_name(earlier: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"is no run folder: it has no resolved\.yaml"):
+    with pytest.raises(ConfigError, match=r"is not a run folder: it has no resolved\.yaml"):
         compose_resumed(tmp_path, [])
 
 

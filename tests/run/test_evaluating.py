@@ -152,7 +152,7 @@ def test_a_run_that_nobody_works_on_is_not_waited_for(run: RunFolder) -> None:
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluator.main([str(tmp_path)]) == 2
     assert capsys.readouterr().err == (
-        f"1 problem in the config\n  RUN={tmp_path}: is no run folder: it has no resolved.yaml. (command line)\n"
+        f"1 problem in the config\n  RUN={tmp_path}: is not a run folder: it has no resolved.yaml. (command line)\n"
     )
 
 

@@ -210,7 +210,7 @@ def test_slurm_needs_its_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kind, "packages", ())
     monkeypatch.setenv("PATH", "")
     (line,) = refused(kind().require)
-    rule = "needs SLURM's commands, and there is no sbatch here. Start it where there is, or use submitit_local."
+    rule = "needs SLURM's commands, and there is no sbatch here. Start it where SLURM is, or use submitit_local."
     assert line == f"hydra/launcher=submitit_slurm: {rule}"
 
 

@@ -67,7 +67,7 @@ def test_another_metric_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    assert refused("absent") == "absent: is no folder. Give that of a sweep, or one with runs in it."
+    assert refused("absent") == "absent: is not a folder. Give the folder of a sweep, or one that contains runs."
     assert refused(tmp_path) == f"{tmp_path}: holds no run: no result.json below it."
     assert refused(tmp_path, k="0") == "--k 0: must be a whole number of at least 1."
     assert refused(tmp_path, mode="max") == "--mode: has no effect without --metric."
@@ -86,7 +86,7 @@ def test_equal_figures_and_a_choice_by_the_test_split_are_explained(
     assert capsys.readouterr().out.splitlines()[-1] == line
     (tmp_path / "a/result.json").write_text(json.dumps({"status": "finished", "metrics": {"test/accuracy": 0.5}}))
     called(tmp_path, metric="test/accuracy")
-    line = "test/accuracy chose here, so that it is no measure of what was chosen"
+    line = "test/accuracy selected the runs here, so it does not measure their quality"
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 

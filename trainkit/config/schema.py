@@ -66,7 +66,7 @@ GROUPS: Final = (
 LIST_GROUPS: Final = ("callbacks", "logger")
 """The groups that take any number of choices at once."""
 
-NO_RUN: Final = "is no run folder: it has no resolved.yaml."
+NO_RUN: Final = "is not a run folder: it has no resolved.yaml."
 """The message about a folder that was expected to be a run folder."""
 
 Node = dict[str, Any]

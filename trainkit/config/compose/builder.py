@@ -250,7 +250,7 @@ class CompositionBuilder:
         """Merge one argument over the values of the files."""
         path = tuple(override.key_or_group.split("."))
         if override.package is not None:
-            self._report(override, f"{override.key_or_group} is no group, so it takes no @package.")
+            self._report(override, f"{override.key_or_group} is not a group, so it takes no @package.")
         elif override.is_delete():
             if not tree.remove(path):
                 self._report(override, "there is no such key to delete.")

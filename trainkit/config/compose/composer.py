@@ -38,7 +38,7 @@ class Composer:
         refuse_packages(self.packages)
         for folder in self.config_dirs:
             if not folder.is_dir():
-                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is no folder.", origin=COMMAND_LINE)])
+                raise ConfigError([Problem(key=f"--config-dir {folder}", rule="is not a folder.", origin=COMMAND_LINE)])
         with hydra_state():
             self.loader = ConfigLoaderImpl(self._search_path())
         self._parser: OverridesParser | None = None

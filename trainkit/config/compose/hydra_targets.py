@@ -82,9 +82,9 @@ def _rule_of_called(path: tuple[str, ...], text: str, packages: Sequence[str]) -
     if path in (("launcher", TARGET), ("sweeper", TARGET)) and text.startswith(_below(_PLUGINS)):
         return None  # Hydra itself refuses anything that is not a plugin of these two kinds
     if path[0] == "callbacks" and len(path) == 3 and text.startswith(_below(_CALLBACKS)):
-        return _unless(text, (Callback,), "is no callback of Hydra's.")
+        return _unless(text, (Callback,), "is not a callback of Hydra.")
     if path[-1] != TARGET and root_of(text) == "logging":
-        return _unless(text, _LOGGING, "is no handler, formatter or filter of Python's logging.")
+        return _unless(text, _LOGGING, "is not a handler, formatter or filter of Python's logging.")
     return _of_package(text, packages)
 
 

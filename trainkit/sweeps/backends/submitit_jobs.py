@@ -106,7 +106,7 @@ class SubmititSlurm(SubmititLocal):
 
         if shutil.which("sbatch") is None:
             rule = (
-                "needs SLURM's commands, and there is no sbatch here. Start it where there is, or use submitit_local."
+                "needs SLURM's commands, and there is no sbatch here. Start it where SLURM is, or use submitit_local."
             )
             raise ConfigError([Problem(key="hydra/launcher", value="submitit_slurm", rule=rule)])
 

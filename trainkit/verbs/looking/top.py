@@ -52,7 +52,7 @@ def ranked(call: Call) -> tuple[Leaderboard, int | None]:
     folder = Path(call.arguments[0]).expanduser()
     goal, count = _goal(call.flags), _count(call.flags)
     if not folder.is_dir():
-        raise refusal(str(folder), "is no folder. Give that of a sweep, or one with runs in it.")
+        raise refusal(str(folder), "is not a folder. Give the folder of a sweep, or one that contains runs.")
     board = collect(folder, goal)
     if not board.entries:
         raise refusal(str(folder), "holds no run: no result.json below it.")
@@ -68,7 +68,7 @@ def _remarks(board: Leaderboard) -> Iterator[str]:
     if len(set(values)) < len(values):
         yield f"equal {board.goal.metric}: the lower val/loss comes first, then the earlier job"
     if board.goal.metric.startswith("test/"):
-        yield f"{board.goal.metric} chose here, so that it is no measure of what was chosen"
+        yield f"{board.goal.metric} selected the runs here, so it does not measure their quality"
 
 
 def _train_anew(board: Leaderboard, call: Call) -> int:
