@@ -14,6 +14,8 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Final
 
 __all__ = [
@@ -131,9 +133,14 @@ def signature_hints(target: Callable[..., Any]) -> Mapping[str, Any]:
     """
     subject = target.__init__ if inspect.isclass(target) and not is_dataclass(target) else target
     try:
-        return typing.get_type_hints(subject, include_extras=True)
+        return _resolved_hints(subject)
     except Exception:  # noqa: BLE001 - another package's annotations may name what does not exist at run time
         return {}
+
+
+@lru_cache(maxsize=1024)  # one check of a config asks hundreds of times
+def _resolved_hints(subject: Callable[..., Any]) -> Mapping[str, Any]:
+    return MappingProxyType(typing.get_type_hints(subject, include_extras=True))
 
 
 def _tag_in(hint: Any) -> Tagged:
