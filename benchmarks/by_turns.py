@@ -19,12 +19,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -32,33 +32,81 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import report
 from benchmarks.pair import WORKLOADS, Workload
 from trainkit.fields import placement
-from trainkit.strategies.base import StepContext, StepOutcome, Ticket
-from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.base import (
+    Batch,
+    Executor,
+    SetupRequest,
+    StateDict,
+    StepCounter,
+    StepOutcome,
+    Ticket,
+)
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.reducers import LocalReducer, Reducer
+from trainkit.strategies.data_parallel.base import DataParallelExecutor, broadcast_initial
+from trainkit.strategies.reducers import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")
 _SETTLING = 3
 """Steps of a window before its clock starts: replicas that ran without waiting must synchronize first."""
 
 
-@dataclass(kw_only=True)
-class TurningReplica(Replica):
-    """A replica with two reducers."""
+class TurningExecutor(Executor):
+    """Two executors of one replica, one that averages and one that leaves sums where they are.
 
-    averaging: Reducer
-    apart: Reducer = field(default_factory=LocalReducer)
-    since: float | None = None
-    """The start time of the window."""
-    times: list[float] = field(default_factory=list)
-    """Seconds per step, window after window."""
+    Args:
+        averaging: sums over the ranks.
+        apart: the same model and optimizer, with a reducer of its own.
+        window: steps of a window.
+        times: where the seconds are written.
+    """
 
-    def turn(self, *, averages: bool, num_steps: int) -> None:
-        """Begin a window."""
-        if self.since is not None:
-            self.times.append((perf_counter() - self.since) / num_steps)
-        self.reducer = self.averaging if averages else self.apart
-        self.__dict__.pop("overlapping", None)  # it is cached from the reducer
+    def __init__(
+        self, averaging: DataParallelExecutor, apart: SynchronousExecutor[Replica], *, window: int, times: str
+    ) -> None:
+        self._averaging, self._apart, self._window, self._path = averaging, apart, window, times
+        self._since: float | None = None
+        self._times: list[float] = []
+
+    @property
+    def local(self) -> Replica:
+        """The replica that averages."""
+        return self._averaging.local
+
+    def assign(self, step: int) -> tuple[int, ...]:
+        """As mirrored's."""
+        return self._averaging.assign(step)
+
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
+        """As mirrored's."""
+        return self._averaging.tickets(position, until)
+
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """As mirrored's, with the reducer of the window that the step is in."""
+        turn, place = divmod(ticket.step, self._window)
+        if place == 0 and self._since is not None:
+            self._times.append((perf_counter() - self._since) / (self._window - _SETTLING))
+        if place == _SETTLING:
+            self._since = perf_counter()
+        if turn % 2 == 0:
+            return self._averaging.step(ticket, batches)
+        if self._apart.local.packing is None:
+            self._apart.local.adopt_layout(self.local)
+        return self._apart.step(ticket, batches)
+
+    def state_dict(self) -> StateDict:
+        """As mirrored's."""
+        return self._averaging.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """As mirrored's."""
+        self._averaging.load_state_dict(state)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Write the times down, and leave the other ranks."""
+        Path(f"{self._path}.{self.local.rank}").write_text(json.dumps(self._times))
+        self._averaging.close(failed=failed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,25 +120,18 @@ class ByTurns(Mirrored):
     times: Annotated[str, placement] = "times"
     """Each rank writes the seconds per step of its windows to this path with a dot and its rank appended."""
 
-    def make_replica(self, held: PlacedModel, **rest: Any) -> TurningReplica:
-        """Return a mirrored replica with a second reducer that leaves sums unchanged."""
-        kept = {"model": held.model, "params": held.params, "masters": held.masters, "averaging": rest["reducer"]}
-        return TurningReplica(**kept, **rest)
-
-    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
-        """Run a mirrored step with the reducer of its window."""
-        turn, place = divmod(ticket.step, self.window)
-        if place == 0:
-            placed.turn(averages=turn % 2 == 0, num_steps=self.window - _SETTLING)
-        if place == _SETTLING:
-            placed.since = perf_counter()
-        return super().step(placed, ticket, batches, training)
-
-    def leave(self, placed: Any) -> None:
-        """Write the times to the file."""
-        placed.reducer = placed.averaging
-        Path(f"{self.times}.{placed.rank}").write_text(json.dumps(placed.times))
-        super().leave(placed)
+    def setup(self, request: SetupRequest) -> TurningExecutor:
+        """As mirrored's, and once more with a reducer that leaves sums where they are."""
+        ranks = self.join(request.identity)
+        parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
+        replica = Replica(parts)
+        broadcast_initial(replica)
+        averaging = DataParallelExecutor(
+            replica, request.training, ranks=ranks, make_step=self.shard_step, recovers=False
+        )
+        apart = Replica(replace(parts, reducer=LocalReducer()))
+        alone = SynchronousExecutor(apart, request.training, ranks=ranks)
+        return TurningExecutor(averaging, alone, window=self.window, times=self.times)
 
 
 def ratios(workload: Workload, reducer: str, num_steps: int) -> tuple[list[float], list[float]]:

@@ -53,6 +53,7 @@ NAMES: Final[Mapping[str, str]] = {
     "trainkit.strategies.base.Facts": "PlanContext",
     "trainkit.strategies.base.Outcome": "StepOutcome",
     "trainkit.strategies.base.Part": "StagePart",
+    "trainkit.strategies.base.Placed": "LocalModel",
     "trainkit.strategies.base.Position": "StepCounter",
     "trainkit.strategies.base.Rule": "UpdateRule",
     "trainkit.strategies.base.Training": "StepContext",

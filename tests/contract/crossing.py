@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from tests.contract.stepping import Case, _Rank
 from tests.support.pool import Place, Pool
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import Executor, PlanContext, Strategy
+from trainkit.strategies.capabilities import sharded_state_dict, tune
 from trainkit.trainer.checkpoint import ShardedSaver, load, save, sha256_of_pieces, weights_sha256
 
 
@@ -36,30 +36,31 @@ def cross(pool: Pool, case: Case, *, source: Path | None, target: Path, saves_at
 def cross_rank(place: Place | None, case: Case, source: Path | None, target: Path, saves_at: int) -> Crossed:
     """One rank of it."""
     rank = _Rank(place, case)
-    placed = rank._place(0)
+    executor = rank.setup(0)
     try:
         if source is not None:
             loaded = load(source)
             rank.at.step = loaded.checkpoint.step
-            rank.strategy.load_state(placed, loaded.tensors)
-        rank.strategy.prepare(placed)
-        rank._steps(placed, saves_at)
-        sha256 = _save(rank.strategy, placed, target, saves_at)
-        rank._steps(placed, case.num_steps)
-        return Crossed(losses=rank._losses(placed), sha256=sha256)
+            executor.load_state_dict(loaded.tensors)
+        tune(executor)
+        rank.steps(executor, saves_at)
+        sha256 = _save(rank.strategy, executor, target, saves_at)
+        rank.steps(executor, case.num_steps)
+        return Crossed(losses=rank.losses(executor), sha256=sha256)
     finally:
-        rank.strategy.leave(placed)
+        executor.close()
 
 
-def _save(strategy: Any, placed: Any, target: Path, step: int) -> str | None:
+def _save(strategy: Strategy, executor: Executor, target: Path, step: int) -> str | None:
     """As the engine does: by all ranks where they hold pieces, else by the owner."""
-    if strategy.holds_pieces and placed.all_ranks.num_ranks > 1:
-        saver, pieces = ShardedSaver(target, placed.all_ranks), strategy.pieces(placed)
+    all_ranks = executor.local.all_ranks
+    if strategy.traits.is_sharded and all_ranks.num_ranks > 1:
+        saver, pieces = ShardedSaver(target, all_ranks), sharded_state_dict(executor)
         saver.save(step=step, pieces=pieces, meta={})
         saver.close()
-        return sha256_of_pieces(pieces, placed.all_ranks)
-    if not placed.is_rank0:
+        return sha256_of_pieces(pieces, all_ranks)
+    if not executor.local.is_rank0:
         return None
-    tensors = strategy.state(placed)
+    tensors = executor.state_dict()
     save(target, step=step, tensors=tensors, meta={})
     return weights_sha256(tensors)

@@ -25,15 +25,18 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective
 from trainkit.objectives.classification import Classification
 from trainkit.strategies.base import (
+    Executor,
     LossWeighting,
     Numerics,
     PlanContext,
+    SetupRequest,
     Status,
     StepContext,
     Strategy,
     TaskContext,
     UpdateParams,
 )
+from trainkit.strategies.capabilities import load_state_extra, run_auxiliary, runs_loop, state_dict_extra, tune
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -59,7 +62,7 @@ def changes_maths(strategy: str) -> bool:
 def runs_here(strategy: str) -> bool:
     """Whether this machine has what a strategy needs, as its YAML sets it."""
     made: Strategy = build(node_of(strategy))
-    return not made.problems(PlanContext())
+    return not made.validate(PlanContext())
 
 
 STRATEGIES = sorted(
@@ -209,7 +212,7 @@ def train(pool: Pool, case: Case) -> list[Trained]:
     if len(tasks) == 1:
         return [run_rank(None, case)]
     trained: list[Trained] = pool.run("tests.contract.stepping.run_rank", case, num_ranks=len(tasks), timeout_s=120)
-    found = [rank for rank, task in zip(trained, tasks, strict=True) if strategy.trains(task)]
+    found = [rank for rank, task in zip(trained, tasks, strict=True) if runs_loop(strategy, task)]
     if len(found) < len(tasks):
         _share_samples(found, trained)
     return found
@@ -228,7 +231,7 @@ def train_in_threads(store: tuple[str, int], case: Case) -> list[Trained]:
     places = [Place(rank=rank, num_ranks=len(tasks), store=store, prefix=prefix) for rank in range(len(tasks))]
     with ThreadPoolExecutor(len(tasks)) as threads:
         trained = list(threads.map(lambda place: run_rank(place, case), places))
-    return [rank for rank, task in zip(trained, tasks, strict=True) if strategy.trains(task)]
+    return [rank for rank, task in zip(trained, tasks, strict=True) if runs_loop(strategy, task)]
 
 
 def _share_samples(found: list[Trained], trained: list[Trained]) -> None:
@@ -257,7 +260,7 @@ def oracle(case: Case) -> reference.Trained:
 def run_rank(place: Place | None, case: Case) -> Trained:
     """One rank, from a new process group to its end."""
     rank = _Rank(place, case)
-    return rank.train() if rank.strategy.trains(rank.task) else rank.assist()
+    return rank.train() if runs_loop(rank.strategy, rank.task) else rank.assist()
 
 
 @dataclass
@@ -298,7 +301,7 @@ class _Rank:
     def assist(self) -> Trained:
         """All parts of the training, as a task that does not train."""
         for part in range(1 if self.case.resume_at is None else 2):
-            bench = TaskContext(
+            context = TaskContext(
                 identity=self._identity(part),
                 model=self._model(),
                 make_optimizer=self._optimizer,
@@ -310,44 +313,47 @@ class _Rank:
                 requested=lambda: None,
                 on_phase=lambda _phase, _step: None,
             )
-            self.strategy.assist(bench)
+            run_auxiliary(self.strategy, context)
         return Trained(state={}, losses=[], samples=[], norms=[], scale=0.0, computed=self.computed)
 
     def train(self) -> Trained:
         """All steps, with a new placement in between where the case asks for one."""
         ends = [self.case.num_steps] if self.case.resume_at is None else [self.case.resume_at, self.case.num_steps]
-        state, remembered = self.case.start or {}, dict[str, Any]()
+        state, remembered = self.case.start or {}, dict[str, object]()
         for part, end in enumerate(ends):
-            placed = self._place(part)
+            executor = self.setup(part)
             if state:
-                self.strategy.load_state(placed, state)
+                executor.load_state_dict(state)
             if part:
-                self.strategy.recall(placed, remembered)
-            self.strategy.prepare(placed)
-            self._steps(placed, end)
-            tensors = self.strategy.state(placed).items()  # contiguous, as a checkpoint gives them back
+                load_state_extra(executor, remembered)
+            tune(executor)
+            self.steps(executor, end)
+            tensors = executor.state_dict().items()  # contiguous, as a checkpoint gives them back
             state = {key: tensor.detach().clone(memory_format=torch.contiguous_format) for key, tensor in tensors}
-            remembered = self.strategy.remember(placed)
-            losses, scale = self._losses(placed), placed.loss_scale.scale
-            self.strategy.leave(placed)
+            remembered = dict(state_dict_extra(executor))
+            losses, scale = self.losses(executor), executor.local.loss_scale.scale
+            executor.close()
         return Trained(
             state=state, losses=losses, samples=self.samples, norms=self.norms, scale=scale, computed=self.computed
         )
 
-    def _place(self, part: int) -> Any:
-        placed = self.strategy.place(
-            self._model(),
-            identity=self._identity(part),
-            precision=self.precision,
-            numerics=self.numerics,
-            make_optimizer=self._optimizer,
+    def setup(self, part: int) -> Executor:
+        """The executor of a part of the training."""
+        return self.strategy.setup(
+            SetupRequest(
+                model=self._model(),
+                identity=self._identity(part),
+                precision=self.precision,
+                numerics=self.numerics,
+                make_optimizer=self._optimizer,
+                training=self.training,
+                open_data=lambda _device: self,
+                folder=self.case.folder,
+            )
         )
-        placed.make_loader = lambda _device: self
-        placed.folder = self.case.folder
-        return placed
 
     def _model(self) -> nn.Module:
-        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=self.strategy.compiles)
+        return apply_transforms(self.case.make_model(), self.case.shaping, compiles=self.strategy.traits.compiles)
 
     def _identity(self, part: int) -> Identity:
         return Identity(
@@ -358,16 +364,18 @@ class _Rank:
             token="of this test",
         )
 
-    def _steps(self, placed: Any, end: int) -> None:
-        for ticket in self.strategy.tickets(self.training.plan, self.at, placed, self.case.num_steps):
+    def steps(self, executor: Executor, end: int) -> None:
+        """Train up to a step."""
+        local = executor.local
+        for ticket in executor.tickets(self.at, self.case.num_steps):
             if self.at.step >= end:
                 return
             indices = [self._indices(ticket.step, shard) for shard in ticket.shards]
-            outcome = self.strategy.step(placed, ticket, [self._batch(shard) for shard in indices], self.training)
+            outcome = executor.step(ticket, [self._batch(shard) for shard in indices])
             if outcome.status is Status.retry:
                 continue
             self.at.step += 1
-            first = placed.all_ranks.rank % (placed.all_ranks.num_ranks // placed.num_ranks) == 0
+            first = local.all_ranks.rank % (local.all_ranks.num_ranks // local.num_ranks) == 0
             self.samples.append([index for shard in indices for index in shard if first])
             self.seen.append((outcome.loss_sum, outcome.weight))
             if outcome.grad_norm is not None:
@@ -388,7 +396,8 @@ class _Rank:
     def _optimizer(self, params: Any) -> torch.optim.Optimizer:
         return OPTIMIZERS[self.case.optimizer](list(params.values()))
 
-    def _losses(self, placed: Any) -> list[float]:
+    def losses(self, executor: Executor) -> list[float]:
+        """The mean loss of every step so far, over all ranks; collective."""
         rows = [[float(loss_sum or 0.0), float(weight)] for loss_sum, weight in self.seen]
-        total = placed.data_ranks.sum(torch.tensor(rows, dtype=torch.float64))
+        total = executor.local.data_ranks.sum(torch.tensor(rows, dtype=torch.float64))
         return [float(loss_sum / weight) for loss_sum, weight in total]

@@ -17,9 +17,9 @@ from tests.support import reference
 from tests.support.pool import Pool
 from trainkit.errors import ConfigError
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.central_storage import CentralStorage, asynchronous
+from trainkit.strategies.central_storage import CentralStorage
 from trainkit.strategies.central_storage import variables as copies
-from trainkit.strategies.central_storage.asynchronous import InFlightSteps
+from trainkit.strategies.central_storage.asynchronous import AsyncCentralExecutor
 from trainkit.strategies.central_storage.variables import ThreadWork
 from trainkit.strategies.core.step import ShardStep
 from trainkit.trainer.checkpoint import load
@@ -160,13 +160,13 @@ ASYNC = (
 @pytest.fixture
 def applied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps whose gradients were applied, in that order."""
-    steps, apply = [], asynchronous._apply
+    steps, apply = [], AsyncCentralExecutor._apply
 
-    def noted(central: Any, flight: InFlightSteps, errand: Any, found: Any) -> Any:
-        steps.append(errand.ticket.step)
-        return apply(central, flight, errand, found)
+    def noted(executor: AsyncCentralExecutor, sent: Any, found: Any) -> Any:
+        steps.append(sent.ticket.step)
+        return apply(executor, sent, found)
 
-    monkeypatch.setattr(asynchronous, "_apply", noted)
+    monkeypatch.setattr(AsyncCentralExecutor, "_apply", noted)
     return steps
 
 
@@ -227,10 +227,10 @@ def test_asynchronous_updates_refuse_what_they_cannot_keep(tmp_path: Path, overr
 
 
 def test_the_plan_says_that_asynchronous_updates_are_another_training() -> None:
-    (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes()
+    (note,) = CentralStorage(mode="async", compute_devices=("cpu", "cpu")).notes(nn.Identity())
     said = "central_storage: 2 threads update as they come"
     assert note == f"{said}: another training than that of one device, and another every time."
-    assert CentralStorage(mode="async", compute_devices=("cpu",)).notes() == ()
+    assert CentralStorage(mode="async", compute_devices=("cpu",)).notes(nn.Identity()) == ()
 
 
 def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
@@ -260,5 +260,5 @@ def test_variables_are_on_the_cpu_unless_one_device_computes_alone() -> None:
 )
 def test_devices_that_cannot_be_are_refused(settings: dict[str, object], expected: str) -> None:
     facts = PlanContext(num_gpus=2, numerics=Numerics(reproducible=True))
-    (problem,) = CentralStorage(**settings).problems(facts)  # type: ignore[arg-type]
+    (problem,) = CentralStorage(**settings).validate(facts)  # type: ignore[arg-type]
     assert str(problem) == expected

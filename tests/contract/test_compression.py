@@ -14,6 +14,8 @@ from tests.contract.stepping import Case, train
 from tests.support.pool import Place, Pool
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
+from trainkit.strategies.capabilities import load_state_extra, state_dict_extra
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.reducers import BackendReducer
 from trainkit.strategies.reducers.compression import Compressor
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
@@ -117,13 +119,17 @@ def resumed(place: Place) -> list[int]:
     from tests.contract.stepping import _Rank
 
     rank = _Rank(place, compressed(BASE, compression="powersgd", powersgd_after=4))
-    placed = rank._place(0)
-    rank._steps(placed, 3)
-    kept = rank.strategy.remember(placed)
-    placed.reducer.compressor.steps = 0
-    rank.strategy.recall(placed, kept)
-    found = [placed.reducer.compressor.steps]
-    rank.strategy.leave(placed)
+    executor = rank.setup(0)
+    rank.steps(executor, 3)
+    kept = state_dict_extra(executor)
+    assert isinstance(executor.local, Replica)
+    reducer = executor.local.reducer
+    assert isinstance(reducer, BackendReducer)
+    assert reducer.compressor is not None
+    reducer.compressor.set_steps(0)
+    load_state_extra(executor, kept)
+    found = [reducer.compressor.steps]
+    executor.close()
     return found
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from tests.support import reference
 from tests.support.pool import Pool
 from tests.support.second_device import SecondDevice, fetch, send
 from trainkit.errors import ConfigError
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, SetupRequest
 from trainkit.strategies.device_map.strategy import DeviceMap
 from trainkit.strategies.partition import device_layout as placing
 from trainkit.strategies.partition.device_layout import DeviceLayout
@@ -96,8 +95,8 @@ def test_a_map_that_does_not_fit_the_model_is_refused_where_it_is_placed(pool: P
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The first block of every device map is on a second device, and fused kernels run there too."""
 
-    def spread(self: DeviceMap, *given: Any) -> DeviceLayout:
-        layout = whole(self, *given)
+    def on_two(self: DeviceMap, request: SetupRequest) -> DeviceLayout:
+        layout = whole(self, request)
         return replace(layout, devices_by_unit=("meta", *layout.devices_by_unit[1:]))
 
     def move(owner: nn.Module, device: torch.device, only: str | None) -> None:
@@ -105,8 +104,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if device.type == "meta":
             send(owner)
 
-    whole = DeviceMap.spread
-    monkeypatch.setattr(DeviceMap, "spread", spread)
+    whole = DeviceMap._layout
+    monkeypatch.setattr(DeviceMap, "_layout", on_two)
     monkeypatch.setattr(placing, "_move", move)
     for module in ("sgd", "adam"):  # know by name where their fused kernels run
         monkeypatch.setattr(import_module(f"torch.optim.{module}"), "_device_dtype_check_for_fused", lambda *_: None)
@@ -176,6 +175,7 @@ def test_mixed_precision_spans_the_cpu_and_a_gpu(precision: str, tmp_path: Path)
 
 def test_the_memory_that_is_planned_is_that_of_the_fullest_device() -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Linear(7, 3))
-    half = DeviceMap(map={"0": 0, "1": 1}).held(model, PlanContext(num_gpus=2))
+    context = PlanContext(num_gpus=2)
+    half = DeviceMap(map={"0": 0, "1": 1}).estimate_memory(model, context).resident
     assert half == {"0.weight": 42, "0.bias": 7}
-    assert sum(DeviceMap(map={"rest": 0}).held(model, PlanContext(num_gpus=2)).values()) == 49 + 24
+    assert sum(DeviceMap(map={"rest": 0}).estimate_memory(model, context).resident.values()) == 49 + 24

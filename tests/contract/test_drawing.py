@@ -86,7 +86,7 @@ def test_a_recomputed_block_takes_the_branch_that_pythons_random_took_first(pool
 
 
 def test_a_pipeline_refuses_a_model_that_draws_from_pythons_random() -> None:
-    problems = Pipeline().problems_with(HOST.make_model(), PlanContext(sample=HOST.make_data()[0]))
+    problems = Pipeline().validate_model(HOST.make_model(), PlanContext(sample=HOST.make_data()[0]))
     said = "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"
     assert [str(problem) for problem in problems] == [f"model: cannot be cut into stages: {said}. Use strategy=fsdp."]
 
@@ -96,6 +96,6 @@ def test_a_pipeline_refuses_an_objective_with_a_loss_of_its_own() -> None:
         def loss(self, model: Model, batch: Any) -> Loss:
             return super().loss(model, batch)
 
-    (problem,) = Pipeline().problems(PlanContext(objective=Own()))
+    (problem,) = Pipeline().validate(PlanContext(objective=Own()))
     assert problem.key == "objective"
     assert "Use a Supervised objective without a loss of its own." in str(problem)

@@ -11,11 +11,11 @@ from torch import nn
 from tests.contract.stepping import STRATEGIES, Case, Frozen, oracle, run_rank, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
+from tests.support.requests import request_for
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.errors import ConfigError
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import Numerics
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
 from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.checkpoint.weights import weights_sha256
@@ -227,10 +227,10 @@ def test_masters_and_slots_have_the_strides_of_their_parameters() -> None:
 
 
 def _on_one_device(model: nn.Module) -> Replica:
-    return OneDevice().place(
+    request = request_for(
         model,
         identity=Identity(task=Task(role="worker", index=0, rank=0, device="cpu"), num_ranks=1, token="test"),
         precision=Precision(value="bf16"),
-        numerics=Numerics(),
         make_optimizer=lambda params: torch.optim.AdamW(list(params.values()), fused=True),
     )
+    return OneDevice().setup(request).local

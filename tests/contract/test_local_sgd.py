@@ -193,7 +193,7 @@ def test_another_number_of_replicas_is_another_training(tmp_path: Path) -> None:
 
 
 def said(strategy: LocalSgd, **facts: Any) -> list[str]:
-    return [str(problem) for problem in strategy.problems(PlanContext(**facts))]
+    return [str(problem) for problem in strategy.validate(PlanContext(**facts))]
 
 
 def test_what_replicas_that_differ_cannot_keep_is_refused() -> None:
@@ -222,7 +222,7 @@ def test_a_launch_of_another_number_of_processes_is_refused() -> None:
 
 def test_the_plan_says_that_it_is_another_training() -> None:
     strategy = LocalSgd(replicas=4, average_every=50, local_after=100, outer=OuterOptimizer(lr=0.7))
-    (line,) = strategy.notes()
+    (line,) = strategy.notes(torch.nn.Identity())
     assert line == (
         "local_sgd: 4 replicas step alone and average every 50 steps, after 100 steps as in mirrored, then an outer "
         "step at rate 0.7: another training than that of one device."

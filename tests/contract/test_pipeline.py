@@ -16,6 +16,8 @@ from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
+from trainkit.strategies.capabilities import check_replicas, sharded_state_dict
+from trainkit.strategies.core.replica import Replica
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -199,15 +201,16 @@ def test_a_residual_network_trains_as_the_reference(pool: Pool) -> None:
 def drifts(place: Place, case: Case) -> str | None:
     """What the check of replicas says once one of them has gone its own way."""
     rank = _Rank(place, case)
-    placed = rank._place(0)
+    executor = rank.setup(0)
     try:
-        assert rank.strategy.check_replicas(placed) is None
+        assert check_replicas(executor) is None
+        assert isinstance(executor.local, Replica)
         if place.rank == 3:
             with torch.no_grad():
-                next(iter(placed.params.values())).add_(1.0)
-        return rank.strategy.check_replicas(placed)
+                next(iter(executor.local.params.values())).add_(1.0)
+        return check_replicas(executor)
     finally:
-        rank.strategy.leave(placed)
+        executor.close()
 
 
 def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
@@ -219,12 +222,12 @@ def test_a_stage_that_differs_between_replicas_is_named(pool: Pool) -> None:
 def held(place: Place, case: Case) -> tuple[list[str], list[str]]:
     """The parameters that have numbers on this rank, and those that it writes."""
     rank = _Rank(place, case)
-    placed = rank._place(0)
+    executor = rank.setup(0)
     try:
-        here = [name for name, param in placed.model.named_parameters() if not param.is_meta]
-        return here, list(rank.strategy.pieces(placed))
+        here = [name for name, param in executor.local.model.named_parameters() if not param.is_meta]
+        return here, list(sharded_state_dict(executor))
     finally:
-        rank.strategy.leave(placed)
+        executor.close()
 
 
 def test_a_rank_holds_its_stage_and_writes_what_no_other_does(pool: Pool) -> None:

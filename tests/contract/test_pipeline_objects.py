@@ -156,7 +156,7 @@ def test_fresh_containers_modes_and_blocks_own_counts_train_to_the_bits_of_one_d
 )  # fmt: skip
 def test_what_a_pass_leaves_in_python_objects_is_refused_in_these_words(named: str, said: str) -> None:
     model = refused_models.REFUSED[named]().to("meta")
-    found = Pipeline().problems_with(model, PlanContext(sample=POINT))
+    found = Pipeline().validate_model(model, PlanContext(sample=POINT))
     whole = said if said.startswith("strategy.map: ") else f"model: cannot be cut into stages: {said}"
     assert [str(problem) for problem in found] == [whole]
 
@@ -170,7 +170,7 @@ def test_every_model_that_is_refused_has_its_words() -> None:
 def test_looking_at_a_model_leaves_its_attributes_and_all_generators_as_they_were() -> None:
     model: Any = object_models.BlockThatCounts()
     state = torch.get_rng_state()
-    assert Pipeline().problems_with(model, PlanContext(sample=POINT)) == []
+    assert Pipeline().validate_model(model, PlanContext(sample=POINT)) == []
     assert (model.first.calls, model.first.sizes) == (0, [0])
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -220,9 +220,9 @@ def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_p
 ) -> None:
     strategy = Pipeline(map=given)
     model, facts = Decoder().to("meta"), PlanContext(sample=SENTENCE)
-    assert strategy.problems_with(model, facts) == []
-    assert [part.modules for part in strategy.parts(model, facts)] == stages
-    decided = strategy.decided(lambda: model, facts).map
+    assert strategy.validate_model(model, facts) == []
+    assert [part.modules for part in strategy.describe_partition(model, facts)] == stages
+    decided = strategy.resolve(lambda: model, facts).map
     case = Untidy(task="tokens", named="Decoder", global_size=8, micro_size=2, settings={"map": decided}, resume_at=4)
     expected = oracle(case)
     for rank in train(pool, case):
@@ -232,10 +232,10 @@ def test_a_decoder_of_one_child_is_cut_by_auto_and_by_a_layer_named_beside_its_p
 @pytest.mark.parametrize("given", [{"transformer.h.1": 1, "rest": 0}, {"lm_head": 0, "transformer.h": 1, "rest": 0}])
 def test_the_map_that_is_advised_is_balanced_and_taken(given: Any) -> None:
     model, facts = Decoder().to("meta"), PlanContext(sample=SENTENCE)
-    (problem,) = Pipeline(map=given).problems_with(model, facts)
+    (problem,) = Pipeline(map=given).validate_model(model, facts)
     advised = problem.rule.partition("A pipeline runs forwards: use {")[2].removesuffix("}.")
     assert advised == (
         "transformer.wte:0,transformer.wpe:0,transformer.h.0-1:0,transformer.h.2-3:1,transformer.ln_f:1,lm_head:1"
     )
     pasted = {name: int(stage) for name, _, stage in (pair.rpartition(":") for pair in advised.split(","))}
-    assert Pipeline(map=pasted).problems_with(model, facts) == []
+    assert Pipeline(map=pasted).validate_model(model, facts) == []

@@ -43,7 +43,7 @@ class Scores(nn.Module):
 
 
 def refusals(model: nn.Module) -> list[str]:
-    return [str(problem) for problem in Pipeline().problems_with(model.to("meta"), PlanContext(sample=SENTENCE))]
+    return [str(problem) for problem in Pipeline().validate_model(model.to("meta"), PlanContext(sample=SENTENCE))]
 
 
 def test_a_cache_of_keys_and_values_is_refused_with_the_key_that_turns_it_off() -> None:
@@ -69,8 +69,8 @@ class Transformers(Case):
 def test_it_trains_in_stages_of_auto_as_on_one_device(stages: int, pool: Pool) -> None:
     model, facts = gpt2(use_cache=False).to("meta"), PlanContext(sample=SENTENCE, objective=LanguageModelling())
     strategy = Pipeline(stages=stages)
-    assert strategy.problems_with(model, facts) == []
-    decided = strategy.decided(lambda: model, facts).map
+    assert strategy.validate_model(model, facts) == []
+    decided = strategy.resolve(lambda: model, facts).map
     settings = {"map": decided, "stages": stages}
     case = Transformers(task="tokens", global_size=8, micro_size=2, num_steps=6, settings=settings, strategy="pipeline")
     (expected,) = train(pool, replace(case, strategy="one_device", settings={}))

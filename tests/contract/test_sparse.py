@@ -132,11 +132,10 @@ def test_numbers_of_sparse_gradients_are_changed_in_place() -> None:
 
 def figures_of(place: Place, case: Case) -> dict[str, float]:
     rank = _Rank(place, case)
-    placed = rank._place(0)
-    rank._steps(placed, 1)
-    rank.strategy.leave(placed)
-    figures: dict[str, float] = placed.step_metrics
-    return figures
+    executor = rank.setup(0)
+    rank.steps(executor, 1)
+    executor.close()
+    return executor.local.step_metrics
 
 
 def test_a_step_says_how_dense_its_sparse_gradients_are_and_what_that_spares(pool: Pool) -> None:

@@ -11,11 +11,11 @@ from torch import nn
 from tests.contract.stepping import Case, oracle, train
 from tests.support import reference, zoo
 from tests.support.pool import Place, Pool
+from tests.support.requests import request_for
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.models.gpt import Gpt
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import Numerics
 from trainkit.strategies.model_transforms import ModelTransforms
 from trainkit.strategies.tensor_parallel import TensorParallel
 
@@ -149,17 +149,17 @@ def drift(place: Place, wrong: int, name: str) -> str | None:
     """What the check of the replicas says, once a rank has changed one bit of what it holds."""
     strategy = TensorParallel(degree=2, replicas=2, plan=MLP)
     task = Task(role="worker", index=place.rank, rank=place.rank, device="cpu")
-    placed = strategy.place(
+    request = request_for(
         zoo.Net(width=8),
         identity=Identity(task=task, num_ranks=place.num_ranks, store=place.store, prefix=place.prefix),
         precision=Precision(value="fp32"),
-        numerics=Numerics(),
         make_optimizer=lambda params: torch.optim.SGD(list(params.values()), lr=0.1),
     )
+    executor = strategy.setup(request)
     if place.rank == wrong:
-        placed.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-    said = strategy.check_replicas(placed)
-    strategy.leave(placed)
+        executor.local.params[name].detach().view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+    said = executor.check_replicas()
+    executor.close()
     return said
 
 

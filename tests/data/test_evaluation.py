@@ -72,23 +72,22 @@ def test_ranks_that_compute_together_get_equally_many_batches_and_count_their_ow
 def test_a_repeated_batch_is_run_and_not_counted() -> None:
     from trainkit.numerics.precision import Precision
     from trainkit.objectives.regression import Regression
-    from trainkit.strategies.base import Placed
+    from trainkit.strategies.base import LocalModel
     from trainkit.strategies.groups.collective import LocalCollective
     from trainkit.trainer.evaluate import evaluate
 
     ran = []
     model = torch.nn.Linear(1, 1)
     model.register_forward_hook(lambda *_: ran.append(1))
-    placed = Placed(
+    local = LocalModel(
         model=model,
         device=CPU,
         data_ranks=LocalCollective(),
-        loss_scale=Precision().loss_scale(),
         precision=Precision(),
     )
     once = [(torch.ones(2, 1), torch.zeros(2, 1))]
     repeated = [*once, (torch.ones(2, 1), torch.full((2, 1), 1000.0))]
-    expected = evaluate(placed, Regression(), once, split="val")
+    expected = evaluate(local, Regression(), once, split="val")
 
-    assert evaluate(placed, Regression(), repeated, split="val", num_counted=1) == expected
+    assert evaluate(local, Regression(), repeated, split="val", num_counted=1) == expected
     assert len(ran) == 3

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 from torch import Tensor, nn
 
 from trainkit.models.mlp import Mlp
-from trainkit.numerics.batch import Ticket
-from trainkit.strategies.base import StepContext, StepOutcome
-from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.base import Batch
 from trainkit.strategies.core.step import LossDivisor, ShardStep
-from trainkit.strategies.core.update import apply_update
 from trainkit.strategies.one_device import OneDevice
 
 
 class _Means(ShardStep):
-    def _shard(self, shard: int, batch: Any) -> Tensor | float:
+    def _shard(self, shard: int, batch: Batch) -> Tensor | float:
         plan, step = self.training.plan, self.ticket.step
         self.divisor = LossDivisor(float(plan.shard_size(step, shard) * plan.num_shards(step)), counted=False)
         return super()._shard(shard, batch)
@@ -29,12 +25,7 @@ class _Means(ShardStep):
 class MeanOfMeans(OneDevice):
     """One device that divides each shard's loss by the shard."""
 
-    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
-        work = _Means(placed, ticket, batches, training)
-        status, norm = apply_update(
-            placed, work.run(), work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum
-        )
-        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
+    shard_step: ClassVar[type[ShardStep]] = _Means
 
 
 class Drifting(Mlp):

@@ -16,7 +16,7 @@ from trainkit.strategies.one_device import OneDevice
 
 
 def problems(strategy: Strategy, launch: LaunchEnvironment | None, **facts: Any) -> list[str]:
-    return [str(problem) for problem in strategy.problems(PlanContext(launch=launch, **facts))]
+    return [str(problem) for problem in strategy.validate(PlanContext(launch=launch, **facts))]
 
 
 @pytest.mark.parametrize("kind", [Mirrored, MultiWorkerMirrored])

@@ -26,7 +26,7 @@ def gpt(*, num_layers: int = 2) -> nn.Module:
 
 def refusals(facts: PlanContext = CPU, model: nn.Module | None = None, **settings: Any) -> list[str]:
     strategy = Fsdp(**settings)
-    return [str(problem) for problem in strategy.problems(facts) or strategy.problems_with(model or gpt(), facts)]
+    return [str(problem) for problem in strategy.validate(facts) or strategy.validate_model(model or gpt(), facts)]
 
 
 @pytest.mark.parametrize(
@@ -120,10 +120,13 @@ def test_modules_by_size_are_the_smallest_that_hold_so_much() -> None:
 
 def test_a_rank_holds_rows_and_gathers_a_block_and_the_next_one() -> None:
     model, strategy = gpt(num_layers=3), Fsdp(replicas=4)
-    held = strategy.held(model, CPU)
+    memory = strategy.estimate_memory(model, CPU)
+    held = memory.resident
     assert held["embed.tokens.weight"] == 3 * 8
     assert held["blocks.0.mlp.expand.weight"] == 32 * 8 // 4
     block, rest = 12 * 8 * 8 + 2 * 8, 11 * 8 + 4 * 8 + 8
-    assert strategy.gathered(model, CPU) == rest + 4 * block
-    assert Fsdp(replicas=4, replicate=2).held(model, CPU)["blocks.0.mlp.expand.weight"] == 32 * 8 // 2
-    assert Fsdp(replicas=1).gathered(model, CPU) == 0
+    assert memory.transient == rest + 4 * block
+    assert (
+        Fsdp(replicas=4, replicate=2).estimate_memory(model, CPU).resident["blocks.0.mlp.expand.weight"] == 32 * 8 // 2
+    )
+    assert Fsdp(replicas=1).estimate_memory(model, CPU).transient == 0

@@ -35,12 +35,12 @@ def gpt(*, tied: bool = True) -> nn.Module:
 
 def refusals(given: Any, model: nn.Module | None = None, **settings: Any) -> list[str]:
     strategy = DeviceMap(map=given, **settings)
-    return [str(problem) for problem in strategy.problems(FACTS) or strategy.problems_with(model or gpt(), FACTS)]
+    return [str(problem) for problem in strategy.validate(FACTS) or strategy.validate_model(model or gpt(), FACTS)]
 
 
 def devices(strategy: DeviceMap, model: nn.Module, facts: PlanContext = FACTS) -> list[tuple[str, str]]:
-    assert strategy.problems(facts) + strategy.problems_with(model, facts) == []
-    return [(part.modules, part.device) for part in strategy.parts(model, facts)]
+    assert strategy.validate(facts) + strategy.validate_model(model, facts) == []
+    return [(part.modules, part.device) for part in strategy.describe_partition(model, facts)]
 
 
 def test_names_prefixes_ranges_and_rest_name_blocks() -> None:
@@ -154,7 +154,7 @@ def test_processes_that_have_nothing_to_do_are_refused() -> None:
     launch = LaunchEnvironment(
         kind="torchrun", tasks=tasks, rank=0, local_rank=0, num_local=2, num_hosts=1, store=("h", 1)
     )
-    assert [str(problem) for problem in DeviceMap().problems(PlanContext(launch=launch))] == [
+    assert [str(problem) for problem in DeviceMap().validate(PlanContext(launch=launch))] == [
         (
             "strategy=device_map: torchrun started 2 processes, and a device map has work for one. "
             "Use strategy=multi_worker_mirrored."
@@ -287,6 +287,6 @@ def test_auto_weighs_the_activations_of_a_shard() -> None:
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
     alone, sample = PlanContext(num_gpus=2), (torch.zeros(8), 1)
     known = PlanContext(num_gpus=2, micro_size=4096, objective=Classification(), sample=sample)
-    places = [DeviceMap().decided(lambda: model, facts).map for facts in (alone, known)]
+    places = [DeviceMap().resolve(lambda: model, facts).map for facts in (alone, known)]
     assert [sum(device == "cuda:0" for device in one.values()) for one in places if one != "auto"] == [1, 2]
-    assert [part.modules for part in DeviceMap().parts(model, known)] == ["0-1", "2-5"]
+    assert [part.modules for part in DeviceMap().describe_partition(model, known)] == ["0-1", "2-5"]

@@ -126,7 +126,7 @@ def test_what_cannot_be_is_said_before_anything_starts(
     strategy: ParameterServer, facts: PlanContext, expected: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert [str(problem) for problem in strategy.problems(facts)] == [expected]
+    assert [str(problem) for problem in strategy.validate(facts)] == [expected]
 
 
 def launch(*roles: str) -> PlanContext:
@@ -140,10 +140,10 @@ def launch(*roles: str) -> PlanContext:
 def test_a_launch_decides_how_many_tasks_there_are() -> None:
     facts = launch("chief", "worker", "worker", "ps", "ps")
     strategy = ParameterServer()
-    assert strategy.problems(facts) == []
+    assert strategy.validate(facts) == []
     assert [str(task) for task in strategy.tasks(facts)] == ["chief:0", "worker:0", "worker:1", "ps:0", "ps:1"]
     assert (strategy.num_replicas(facts), strategy.num_servers(facts)) == (3, 2)
-    (problem,) = replace(strategy, workers=2).problems(facts)
+    (problem,) = replace(strategy, workers=2).validate(facts)
     assert str(problem) == ("strategy.workers=2: but a cluster spec names 3, the chief among them. Leave it out.")
 
 
@@ -151,7 +151,7 @@ def test_a_launch_without_roles_is_refused() -> None:
     made = LaunchEnvironment(
         kind="torchrun", tasks=workers(2), rank=0, local_rank=0, num_local=2, num_hosts=1, store=("127.0.0.1", 1)
     )
-    (problem,) = ParameterServer().problems(PlanContext(launch=made))
+    (problem,) = ParameterServer().validate(PlanContext(launch=made))
     assert str(problem) == (
         "strategy=parameter_server: torchrun started no task of the role chief nor ps. Name them all: cluster=spec "
         "with cluster.chief, cluster.worker and cluster.ps, or TF_CONFIG."
@@ -161,8 +161,8 @@ def test_a_launch_without_roles_is_refused() -> None:
 def test_only_the_chief_trains_and_only_workers_are_replaced_alone() -> None:
     strategy = ParameterServer(workers=2, evaluator=True)
     tasks = strategy.tasks(PlanContext(num_gpus=2))
-    assert [task.role for task in tasks if strategy.trains(task)] == ["chief"]
-    assert [task.role for task in tasks if strategy.replaces(task)] == ["worker"]
+    assert [task.role for task in tasks if strategy.runs_loop(task)] == ["chief"]
+    assert [task.role for task in tasks if strategy.restarts_alone(task)] == ["worker"]
     assert [task.device for task in tasks] == ["cuda:0", "cuda:1", "cpu", "cpu"]
 
 
@@ -174,8 +174,8 @@ def test_workers_of_several_devices_take_the_gpus_in_turn() -> None:
 
 
 def test_it_says_when_it_is_another_training() -> None:
-    assert ParameterServer().notes() == ParameterServer(mode="async", workers=1).notes() == ()
-    (note,) = ParameterServer(mode="async", transfer="bf16").notes()
+    assert ParameterServer().notes(nn.Identity()) == ParameterServer(mode="async", workers=1).notes(nn.Identity()) == ()
+    (note,) = ParameterServer(mode="async", transfer="bf16").notes(nn.Identity())
     assert note == (
         "parameter_server: the gradients of several workers are applied as they come, numbers travel as bfloat16: "
         "another training than that of one device."
@@ -189,9 +189,9 @@ def test_the_staleness_of_a_run_is_told_by_mean_and_95th_percentile() -> None:
 def test_rows_that_are_looked_up_when_they_are_needed_cannot_be_replayed() -> None:
     model = nn.Sequential(nn.Embedding(9, 2, sparse=True), nn.Linear(2, 2))
     strategy = ParameterServer(mode="async", replay="run")
-    (problem,) = strategy.problems_with(model, PlanContext())
+    (problem,) = strategy.validate_model(model, PlanContext())
     assert str(problem) == (
         "strategy.replay=run: cannot be to the bit: the rows of sparse tables are read when they are looked up. Leave "
         "it out."
     )
-    assert replace(strategy, mode="sync").problems_with(model, PlanContext()) == []
+    assert replace(strategy, mode="sync").validate_model(model, PlanContext()) == []

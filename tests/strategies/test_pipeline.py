@@ -34,12 +34,12 @@ def gpt() -> nn.Module:
 
 def refusals(strategy: Pipeline, model: nn.Module, sample: Any = None, **facts: Any) -> list[str]:
     known = PlanContext(sample=sample, **facts)
-    return [str(problem) for problem in strategy.problems(known) or strategy.problems_with(model, known)]
+    return [str(problem) for problem in strategy.validate(known) or strategy.validate_model(model, known)]
 
 
 def stages(strategy: Pipeline, model: nn.Module, sample: Any = None) -> list[str]:
     assert refusals(strategy, model, sample) == []
-    return [part.modules for part in strategy.parts(model, PlanContext(sample=sample))]
+    return [part.modules for part in strategy.describe_partition(model, PlanContext(sample=sample))]
 
 
 def test_auto_fills_every_stage_with_runs_of_blocks_balanced_by_bytes() -> None:
@@ -308,7 +308,7 @@ def test_auto_weighs_what_blocks_keep_of_a_shard_for_backward() -> None:
     narrow = [nn.Linear(8, 8, bias=False) for _ in range(4)]
     model = nn.Sequential(nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False), *narrow)
     known = PlanContext(objective=Classification(), sample=(torch.zeros(8), 1), micro_size=4096)
-    maps = [Pipeline(stages=2).decided(lambda: model, facts).map for facts in (PlanContext(), known)]
+    maps = [Pipeline(stages=2).resolve(lambda: model, facts).map for facts in (PlanContext(), known)]
     assert [list(one.values()) for one in maps if isinstance(one, Mapping)] == [
         [0, 1, 1, 1, 1, 1],
         [0, 0, 1, 1, 1, 1],

@@ -16,6 +16,7 @@ from tests.support.pool import Place, Pool, TaskError
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 from trainkit.strategies.base import Numerics, PlanContext
+from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
@@ -82,14 +83,14 @@ REFUSED: list[tuple[Any, Any, list[str]]] = [
 
 @pytest.mark.parametrize(("settings", "facts", "expected"), REFUSED)
 def test_what_cannot_go_together_is_refused(settings: Any, facts: Any, expected: list[str]) -> None:
-    found = MultiWorkerMirrored(**settings).problems(PlanContext(**facts))
+    found = MultiWorkerMirrored(**settings).validate(PlanContext(**facts))
     assert [str(problem) for problem in found] == [f"strategy.{text}" for text in expected]
 
 
 @pytest.mark.parametrize("name", ["/gpu:0", "gpu:0", 0, "cuda:0", "/device:GPU:0"])
 def test_a_subset_of_the_devices_is_named_in_either_spelling(name: Any) -> None:
     strategy = Mirrored(devices=(name, "/gpu:2"))
-    assert strategy.problems(PlanContext(num_gpus=3)) == []
+    assert strategy.validate(PlanContext(num_gpus=3)) == []
     assert [task.device for task in strategy.tasks(PlanContext(num_gpus=3))] == ["cuda:0", "cuda:2"]
 
 
@@ -171,7 +172,8 @@ def choices(place: Place) -> list[Any]:
     # fast on one rank, slow on the other: the slower rank counts
     makers = {"first": lambda: Slow(0.03 * place.rank), "second": lambda: Slow(0.005)}
     fresh, resumed, elsewhere = (AutoReducer(makers, collective) for _ in range(3))
-    resumed.recalled, elsewhere.recalled = "first", "shared_memory"
+    resumed.recall("first")
+    elsewhere.recall("shared_memory")
     lines = [reducer.choose(packing) for reducer in (fresh, resumed, elsewhere)]
     return [lines, [reducer.chosen for reducer in (fresh, resumed, elsewhere)]]
 
@@ -197,12 +199,12 @@ def remembered(place: Place) -> Any:
     from tests.contract.stepping import _Rank
 
     rank = _Rank(place, Case(strategy="mirrored", settings={"replicas": 2, "reduce": "auto"}))
-    placed = rank._place(0)
-    rank.strategy.prepare(placed)
-    kept = rank.strategy.remember(placed)
-    rank.strategy.recall(placed, kept)
-    again = rank.strategy.prepare(placed)
-    rank.strategy.leave(placed)
+    executor = rank.setup(0)
+    tune(executor)
+    kept = state_dict_extra(executor)
+    load_state_extra(executor, kept)
+    again = tune(executor)
+    executor.close()
     return kept, again
 
 

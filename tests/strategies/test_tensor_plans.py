@@ -23,7 +23,7 @@ def gpt(**sizes: Any) -> Gpt:
 
 
 def told(model: nn.Module, **settings: Any) -> list[str]:
-    return [str(problem) for problem in TensorParallel(**settings).problems_with(model, PlanContext())]
+    return [str(problem) for problem in TensorParallel(**settings).validate_model(model, PlanContext())]
 
 
 def test_the_plan_of_the_gpt_cuts_every_large_matrix() -> None:
@@ -181,12 +181,12 @@ def test_a_plan_that_does_not_fit_the_model_is_refused(
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:
-    assert [str(problem) for problem in TensorParallel(**settings).problems(PlanContext())] == [message]
+    assert [str(problem) for problem in TensorParallel(**settings).validate(PlanContext())] == [message]
 
 
 def test_an_order_of_summation_cannot_be_kept() -> None:
     facts = PlanContext(numerics=Numerics(reproducible=True))
-    (problem,) = TensorParallel(degree=2).problems(facts)
+    (problem,) = TensorParallel(degree=2).validate(facts)
     assert str(problem) == (
         "numerics.reproducible=true: is not kept where gradients are summed part by part. Use strategy=mirrored, or "
         "leave it out."
@@ -196,19 +196,21 @@ def test_an_order_of_summation_cannot_be_kept() -> None:
 def test_a_rank_holds_its_part_of_what_is_cut_and_of_all_rows_where_replicas_share_them_out() -> None:
     plain, sharing = TensorParallel(degree=2, replicas=2), TensorParallel(degree=2, replicas=2, shard=True)
     whole = sum(param.numel() for param in gpt().parameters())
-    assert sum(plain.held(gpt(), PlanContext()).values()) == (whole - 72) // 2 + 72
-    assert sum(sharing.held(gpt(), PlanContext()).values()) == ((whole - 72) // 2 + 72) // 2
-    assert plain.gathered(gpt(), PlanContext()) == 0 < sharing.gathered(gpt(), PlanContext())
+    context = PlanContext()
+    whole_rows, shared_rows = plain.estimate_memory(gpt(), context), sharing.estimate_memory(gpt(), context)
+    assert sum(whole_rows.resident.values()) == (whole - 72) // 2 + 72
+    assert sum(shared_rows.resident.values()) == ((whole - 72) // 2 + 72) // 2
+    assert whole_rows.transient == 0 < shared_rows.transient
 
 
 def test_the_plan_of_a_run_says_which_layers_are_cut() -> None:
-    assert TensorParallel(degree=2).notes_with(gpt(dropout=0.1)) == (
+    assert TensorParallel(degree=2).notes(gpt(dropout=0.1)) == (
         (
             "cut over 2 ranks: embed.tokens rowwise, queries_keys_values colwise, project rowwise, expand colwise, "
             "head.output colwise_gathered. 72 of 1,704 parameters are whole on each."
         ),
         "the model draws random numbers: where layers are cut, alike in distribution only.",
     )
-    assert TensorParallel().notes() == (
+    assert TensorParallel().notes(gpt()) == (
         "strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",
     )

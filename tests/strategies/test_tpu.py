@@ -25,7 +25,7 @@ INSTALL = "In an environment of its own: pip install 'torch==2.9.0' 'torch_xla[t
 
 
 def told(facts: PlanContext) -> list[str]:
-    return [str(problem) for problem in Tpu().problems(facts)]
+    return [str(problem) for problem in Tpu().validate(facts)]
 
 
 def test_where_torch_xla_is_missing_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_a_device_that_a_job_does_not_see_is_a_problem_before_it_starts() -> Non
 
     def found(device: str) -> list[Problem]:
         strategy = OneDevice(device=device)
-        return numbering_problems(lambda gpus: strategy.problems(PlanContext(num_gpus=gpus)), there=2, own=1)
+        return numbering_problems(lambda gpus: strategy.validate(PlanContext(num_gpus=gpus)), there=2, own=1)
 
     (problem,) = found("cuda:1")
     assert str(problem) == (
@@ -129,5 +129,6 @@ def test_jobs_beside_each_other_see_other_gpus(tmp_path: Path) -> None:
 )
 def test_a_job_takes_the_devices_of_its_strategy(strategy: str, num_gpus: int, slots: int) -> None:
     from trainkit.config.targets.build import build
+    from trainkit.strategies.capabilities import num_slots
 
-    assert build({"_target_": f"trainkit.strategies.{strategy}"}).num_slots(num_gpus) == slots
+    assert num_slots(build({"_target_": f"trainkit.strategies.{strategy}"}), num_gpus) == slots

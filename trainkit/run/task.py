@@ -31,6 +31,7 @@ from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.compile_events import report_compiling
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
+from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 
 __all__ = ["run_task"]
@@ -149,7 +150,7 @@ class _TaskRun:
             stop_requested=lambda: self.stop.requested,
             notes=(*_notes(self.folder), *_lost_replica_note(plan, self.identity)),
             check_fence=self.confirm,
-            on_phase=heartbeat,
+            on_phase=ignore_phase if heartbeat is None else heartbeat,
             within_steps=heartbeat is not None and heartbeat.within_steps,
         )
         try:

@@ -5,19 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
+from torch import nn
+
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.synchronous import (
+    SynchronousExecutor,
+    build_parts,
+    synchronous_gradient_copies,
+)
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.groups.single_process import SingleProcess
-from trainkit.strategies.model_transforms import Compiles
+from trainkit.strategies.groups.single_process import launch_problems
 
 __all__ = ["OneDevice"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OneDevice(SingleProcess):
+class OneDevice(Strategy):
     """Train on one device.
 
     Example:
@@ -25,29 +34,42 @@ class OneDevice(SingleProcess):
         (Task(role='worker', index=0, rank=0, device='cpu'),)
     """
 
-    named: ClassVar[str] = "one_device"
-    compiles: ClassVar[Compiles] = "model"
+    traits: ClassVar[Traits] = Traits(compiles="model")
+    shard_step: ClassVar[type[ShardStep]] = ShardStep
+    """What computes a try at a step; a subclass may compute in another way."""
 
     device: Annotated[str, placement] = "auto"
     """`auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, `/gpu:1`."""
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
-        """Whether the device exists, and whether there is anything for further processes to do."""
-        if found := self.launch_problems(facts):
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return a device that does not exist, and processes that have no work."""
+        if found := launch_problems(context, named="one_device"):
             return found
         if self.device == "auto":
             return []
-        return device_problems("strategy.device", self.device, facts.num_gpus)
+        return device_problems("strategy.device", self.device, context.num_gpus)
 
-    def proof_problems(self, facts: PlanContext) -> list[Problem]:  # noqa: ARG002 - the same on any host
+    def proof_problems(self, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - the same on any host
         """Return that it is the reference itself; a subclass may compute in another way."""
         if type(self) is not OneDevice:
             return []
         rule = "is the reference of every proof, and it shows nothing to compare it with itself. Use another strategy."
-        return [Problem(key="strategy", value=self.named, rule=rule)]
+        return [Problem(key="strategy", value="one_device", rule=rule)]
 
-    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """One task on the device."""
-        fallback = "cuda:0" if facts.num_gpus else "cpu"
+        fallback = "cuda:0" if context.num_gpus else "cpu"
         device = fallback if self.device == "auto" else parse_device(self.device)
         return (Task(role="worker", index=0, rank=0, device=device or fallback),)
+
+    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
+        """Return one."""
+        return 1
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica, and the partial sums of a reproducible run."""
+        return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
+
+    def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
+        """Move the model to the device."""
+        return SynchronousExecutor(Replica(build_parts(request)), request.training, make_step=self.shard_step)

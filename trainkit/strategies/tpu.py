@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.numerics.batch import Ticket
 from trainkit.numerics.hashing import key32
-from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Loss
-from trainkit.strategies.base import PlanContext, StepContext, StepOutcome
-from trainkit.strategies.core.placement import Placement, SingleDevicePlacement
-from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.base import Batch, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy, Traits
+from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.placement import SingleDevicePlacement
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.groups.single_process import SingleProcess
-from trainkit.strategies.model_transforms import Compiles
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
+from trainkit.strategies.groups.single_process import launch_problems
 
 __all__ = ["Tpu"]
 
@@ -34,7 +33,7 @@ _VERSION: Final = "2.9.0"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tpu(SingleProcess):
+class Tpu(Strategy):
     """Train one replica on XLA devices.
 
     A step is traced and compiled by XLA, and compiled anew for every shape of a shard: ragged last batches cost a
@@ -45,51 +44,53 @@ class Tpu(SingleProcess):
         (Task(role='worker', index=0, rank=0, device='xla:0'),)
     """
 
-    named: ClassVar[str] = "tpu"
-    compiles: ClassVar[Compiles] = "nothing"
+    traits: ClassVar[Traits] = Traits(compiles="nothing")
 
     spmd: Annotated[bool, placement] = True
     """Spread the samples of every shard over all devices; false: one device."""
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
-        """What is to be installed; what XLA cannot keep."""
-        found = [*(_missing() or _without_devices()), *self.launch_problems(facts)]
-        if facts.numerics.reproducible:
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return what is to be installed; what XLA cannot keep."""
+        found = [*(_missing() or _without_devices()), *launch_problems(context, named="tpu")]
+        if context.numerics.reproducible:
             rule = "XLA orders sums itself. Use strategy=mirrored, or leave it out."
             found.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-        if facts.precision == "fp16_mixed":
+        if context.precision == "fp16_mixed":
             rule = "TPUs compute in bfloat16, which needs no loss scale. Use precision=bf16_mixed."
             found.append(Problem(key="precision", value="fp16_mixed", rule=rule))
         return found
 
-    def notes_with(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """What XLA draws."""
+    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+        """Return what XLA draws."""
         return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
 
-    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
         """One task for all devices."""
         return (Task(role="worker", index=0, rank=0, device="xla:0"),)
 
-    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Placement:  # noqa: ARG002
-        """The XLA device; with SPMD, all of them as one."""
+    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
+        """Return one."""
+        return 1
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica."""
+        return ModelMemory.whole(model, gradient_copies=synchronous_gradient_copies(context.numerics, 1))
+
+    def setup(self, request: SetupRequest) -> TpuExecutor:
+        """Move the model to the XLA device; with SPMD, to all of them as one."""
         if self.spmd:
             _xla("runtime").use_spmd()  # before the first tensor is there
-        return SingleDevicePlacement(device=_xla().device())
+        parts = build_parts(request, placement=SingleDevicePlacement(device=_xla().device()))
+        _unfuse(parts.stepper.optimizer)  # XLA has no fused ones
+        return TpuExecutor(Replica(parts), request.training, make_step=_spread_work if self.spmd else _XlaWork)
 
-    def make_replica(self, held: PlacedModel, **rest: Any) -> Replica:
-        """As anywhere, but for the optimizer: not a fused one, which XLA has none of."""
-        _unfuse(rest["stepper"].optimizer)
-        return super().make_replica(held, **rest)
 
-    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> ShardStep:
-        """What computes a ticket."""
-        if self.spmd:
-            batches = [_spread_out(batch) for batch in batches]
-        return _XlaWork(placed, ticket, batches, training)
+class TpuExecutor(SynchronousExecutor[Replica]):
+    """A replica whose steps XLA traces and compiles."""
 
-    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
         """Trace a step and hand it to the device."""
-        outcome = super().step(placed, ticket, batches, training)
+        outcome = super().step(ticket, batches)
         _xla().sync()
         return outcome
 
@@ -97,10 +98,15 @@ class Tpu(SingleProcess):
 class _XlaWork(ShardStep):
     """A try at a step; what the device draws is keyed by step and shard."""
 
-    def _forward(self, shard: int, batch: Any) -> Loss:
+    def _forward(self, shard: int, batch: Batch) -> Loss:
         key = key32(self.replica.numerics.seed, self.ticket.step, shard)
         _xla("core.xla_model").set_rng_state(key)
         return super()._forward(shard, batch)
+
+
+def _spread_work(replica: Replica, ticket: Ticket, batches: Sequence[Batch], training: StepContext) -> ShardStep:
+    """Return a try at a step whose batches are spread over all devices."""
+    return _XlaWork(replica, ticket, [_spread_out(batch) for batch in batches], training)
 
 
 def _missing() -> list[Problem]:
@@ -142,7 +148,7 @@ def _unfuse(optimizer: torch.optim.Optimizer) -> None:
             group["fused"], group["foreach"] = False, False
 
 
-def _spread_out(batch: Any) -> Any:
+def _spread_out(batch: Batch) -> Batch:
     """A batch whose samples are shared out evenly over the devices, where they come out even."""
     count = _xla("runtime").global_runtime_device_count()
     sharding = _xla("distributed.spmd")
@@ -153,4 +159,5 @@ def _spread_out(batch: Any) -> Any:
             sharding.mark_sharding(value, mesh, ("samples", *[None] * (value.dim() - 1)))
         return value
 
-    return tree_map(mark, batch)
+    spread: Batch = tree_map(mark, batch)
+    return spread

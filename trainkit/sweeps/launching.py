@@ -183,9 +183,10 @@ class Launching:
 
     def _slots_of(self, cfg: RunConfig) -> int:
         from trainkit.config.targets.build import build  # noqa: PLC0415 - imports the target
+        from trainkit.strategies.capabilities import num_slots  # noqa: PLC0415 - imports torch
 
         slots = self.sweep.slots
-        return int(build(cfg.strategy, "strategy").num_slots(slots.count if slots.on_gpus else 0))
+        return num_slots(build(cfg.strategy, "strategy"), slots.count if slots.on_gpus else 0)
 
     def _numbering_problems(self, cfg: RunConfig, wanted: int) -> list[Problem]:
         if not self.sweep.slots.on_gpus:
@@ -195,7 +196,7 @@ class Launching:
 
         strategy = build(cfg.strategy, "strategy")
         return numbering_problems(
-            lambda num_gpus: strategy.problems(PlanContext(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
+            lambda num_gpus: strategy.validate(PlanContext(num_gpus=num_gpus)), there=self.sweep.slots.count, own=wanted
         )
 
     def _label(self, overrides: Sequence[str]) -> str:

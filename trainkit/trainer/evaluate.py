@@ -10,13 +10,13 @@ import torch
 from trainkit.numerics.generators import Untouched
 from trainkit.numerics.randomness import BlockKeys, keys_of
 from trainkit.objectives.base import Objective, RunningMean
-from trainkit.strategies.base import Placed
+from trainkit.strategies.base import LocalModel
 
 __all__ = ["evaluate"]
 
 
 def evaluate(
-    placed: Placed, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
+    local: LocalModel, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None
 ) -> dict[str, float]:
     """Evaluate the model on a split; collective.
 
@@ -24,7 +24,7 @@ def evaluate(
     evaluation.
 
     Args:
-        placed: the executor; its model is in training mode again afterwards.
+        local: the model; in training mode again afterwards.
         objective: computes the loss and the metrics.
         batches: this rank's batches, on its device: together the ranks have every sample once.
         split: prefix of the metric names, `val/loss`.
@@ -34,16 +34,16 @@ def evaluate(
     Returns:
         `split/loss`, the mean over all targets, and each metric, the same on every rank.
     """
-    model = placed.model
+    model = local.model
     tally, metrics = RunningMean(), objective.metrics()
-    keys = keys_of(model) or BlockKeys(model, seed=0, devices=[placed.device])
+    keys = keys_of(model) or BlockKeys(model, seed=0, devices=[local.device])
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), placed.precision.autocast(placed.device_types):
+        with torch.no_grad(), local.precision.autocast(local.device_types):
             for place, batch in enumerate(batches):
-                with Untouched(seed=0, devices=[placed.device]):
-                    keys.enter_evaluation(batch=place * placed.num_ranks + placed.rank, objective=objective)
+                with Untouched(seed=0, devices=[local.device]):
+                    keys.enter_evaluation(batch=place * local.num_ranks + local.rank, objective=objective)
                     loss = objective.loss(model, batch)
                 if num_counted is not None and place >= num_counted:
                     continue
@@ -52,6 +52,6 @@ def evaluate(
                     metric.update(loss, batch)
     finally:
         model.train(was_training)
-    figures = {f"{split}/loss": tally.mean(placed.data_ranks)}
-    figures.update({f"{split}/{name}": metric.compute(placed.data_ranks) for name, metric in metrics.items()})
+    figures = {f"{split}/loss": tally.mean(local.data_ranks)}
+    figures.update({f"{split}/{name}": metric.compute(local.data_ranks) for name, metric in metrics.items()})
     return figures

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainkit.strategies.base import Data, Placed, StepContext, Strategy
+from trainkit.strategies.base import Data, Executor, PhaseListener
 from trainkit.trainer.events import Callback, Run, overriding
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
@@ -49,39 +49,38 @@ class TriggerSchedule:
 def train(
     run: Run,
     *,
-    strategy: Strategy,
-    placed: Placed,
+    executor: Executor,
     data: Data,
-    training: StepContext,
     callbacks: Sequence[Callback],
     journal: MetricsAccumulator,
     timeline: TriggerSchedule,
     last_step: int,
+    next_sync_step: Callable[[int], int],
     interrupted: Callable[[], str | None],
+    on_phase: PhaseListener,
 ) -> None:
     """Train until `last_step`, or until the run is asked to stop.
 
     Args:
         run: the view that callbacks receive; its state advances.
-        strategy: computes tickets.
-        placed: the executor of this rank.
+        executor: computes tickets.
         data: provides the batches of tickets.
-        training: plan, objective and update rule.
         callbacks: their hooks are called.
         journal: accumulates the outcomes.
         timeline: the triggers between steps.
         last_step: updates after which to end.
+        next_sync_step: returns the first step >= a step at which the run may stop.
         interrupted: returns why this process, if it is the only one, must stop now; the ranks of a group agree by a
             trigger.
+        on_phase: receives ("data", step) before the batches of a step are fetched.
     """
     state, step_end = run.state, overriding(callbacks, "step_end")
     if state.step >= last_step:
         return
-    for ticket in strategy.tickets(training.plan, state, placed, last_step):
-        if placed.on_phase is not None:
-            placed.on_phase("data", ticket.step)
+    for ticket in executor.tickets(state, last_step):
+        on_phase("data", ticket.step)
         batches = data.fetch(ticket)
-        outcome = strategy.step(placed, ticket, batches, training)
+        outcome = executor.step(ticket, batches)
         if not state.advance(outcome):
             continue
         journal.note(outcome)
@@ -96,5 +95,5 @@ def train(
             run.request_stop(reason)
         if state.step >= last_step:
             return
-        if run.stop_reason is not None and strategy.settles_at(state.step) == state.step:
+        if run.stop_reason is not None and next_sync_step(state.step) == state.step:
             return

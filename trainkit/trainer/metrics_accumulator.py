@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import NonFiniteError, ZeroWeightError
-from trainkit.strategies.base import LeftOut, Placed, Status, StepOutcome
+from trainkit.strategies.base import LeftOut, LocalModel, Status, StepOutcome
 from trainkit.trainer.events import Run
 from trainkit.trainer.left_out import REMEDY, listed
 
@@ -22,12 +22,12 @@ class MetricsAccumulator:
 
     Args:
         run: the view of the run.
-        placed: the executor of this rank.
+        local: the model of this rank.
         waited: returns the seconds that this rank has waited for data so far.
     """
 
-    def __init__(self, run: Run, placed: Placed, waited: Callable[[], float]) -> None:
-        self._run, self._placed, self._waited = run, placed, waited
+    def __init__(self, run: Run, local: LocalModel, waited: Callable[[], float]) -> None:
+        self._run, self._local, self._waited = run, local, waited
         self._outcomes: list[StepOutcome] = []
         self._samples = run.state.samples
         self._seconds = run.state.seconds
@@ -50,7 +50,7 @@ class MetricsAccumulator:
         """Return whether this rank sees no step since the last row that `flush` would refuse; waits for the device."""
         applied = [one for one in self._outcomes if one.status is not Status.skipped]
         finite = all(one.loss_sum is None or bool(torch.isfinite(one.loss_sum).all()) for one in applied)
-        return finite and (self._placed.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
+        return finite and (self._local.num_ranks > 1 or all(float(one.weight) > 0 for one in applied))
 
     def flush(self) -> dict[str, float] | None:
         """Aggregate the steps since the last row; None if there are none. Collective, waits for the device.
@@ -64,7 +64,7 @@ class MetricsAccumulator:
         outcomes, self._outcomes = self._outcomes, []
         if not outcomes:
             return None
-        by_rank = [measured.cpu() for measured in self._placed.data_ranks.gather(self._measured(outcomes))]
+        by_rank = [measured.cpu() for measured in self._local.data_ranks.gather(self._measured(outcomes))]
         losses, weights, norms, skips = _added(by_rank).tolist()
         applied = [place for place in range(len(outcomes)) if weights[place] or not skips[place]]
         for place in applied:
@@ -75,7 +75,7 @@ class MetricsAccumulator:
 
     def _measured(self, outcomes: list[StepOutcome]) -> Tensor:
         """Return (4, steps) loss, weight, gradient norm and skips of this rank; a skipped step has weight zero."""
-        device = self._placed.device
+        device = self._local.device
         zero = torch.zeros((), device=device)
         skips = [one.status is Status.skipped for one in outcomes]
         counted = list(zip(outcomes, skips, strict=True))
@@ -101,7 +101,7 @@ class MetricsAccumulator:
             )
         if not math.isfinite(loss_sum) or not math.isfinite(norm):
             found = f"loss is {loss_sum}" if not math.isfinite(loss_sum) else f"norm of the gradient is {norm}"
-            if ranks and self._placed.num_ranks > 1:
+            if ranks and self._local.num_ranks > 1:
                 found += f" on {'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
             left_out = self._run.state.left_out
             samples = listed(*left_out.samples_of(outcome.tickets or LeftOut.whole(self._run.plan, step).tickets))
@@ -129,11 +129,11 @@ class MetricsAccumulator:
         norm = outcomes[-1].grad_norm
         if norm is not None:
             row["grad_norm"] = float(norm)
-        if self._placed.loss_scale.moves:
-            row["loss_scale"] = self._placed.loss_scale.scale
+        if self._local.loss_scale.moves:
+            row["loss_scale"] = self._local.loss_scale.scale
         if self._run.cfg.elastic.min_replicas is not None:
-            row["replicas"] = self._placed.num_ranks
-        row.update(self._placed.step_metrics)
+            row["replicas"] = self._local.num_ranks
+        row.update(self._local.step_metrics)
         if state.skipped:
             row["skipped_steps"] = state.skipped
         self._seconds, self._samples, self._wait = seconds, samples, waited

@@ -19,7 +19,9 @@ from trainkit.data.reading.loader import Loader
 from trainkit.run.diagnosis.evidence import Shard, StepEvidence, Tensors
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Ticket
+from trainkit.run.session.auxiliary import unprefetched_loader
+from trainkit.run.session.restore import make_step_context
+from trainkit.strategies.base import SetupRequest, Ticket
 from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.checkpoint import load, newest_valid
 
@@ -36,16 +38,24 @@ class PlainLoop:
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
         model = transformed_model(plan.cfg, plan.components.strategy)  # compiled code draws other random numbers
-        self._placed = OneDevice().place(
-            model,
-            identity=Identity.solo(plan.tasks[0].device),
-            precision=plan.components.precision,
-            numerics=plan.components.numerics,
-            make_optimizer=make_optimizer(plan.cfg, model),
+        self._replica = (
+            OneDevice()
+            .setup(
+                SetupRequest(
+                    model=model,
+                    identity=Identity.solo(plan.tasks[0].device),
+                    precision=plan.components.precision,
+                    numerics=plan.components.numerics,
+                    make_optimizer=make_optimizer(plan.cfg, model),
+                    training=make_step_context(plan),
+                    open_data=lambda device: unprefetched_loader(plan, device),
+                )
+            )
+            .local
         )
-        self.params = self._placed.params
-        saved = self._placed.model.state_dict()
-        self._buffers = {name: buffer for name, buffer in self._placed.model.named_buffers() if name in saved}
+        self.params = self._replica.params
+        saved = self._replica.model.state_dict()
+        self._buffers = {name: buffer for name, buffer in self._replica.model.named_buffers() if name in saved}
         self._loader: Loader | None = None
         self.sparse = False
         """Whether a computed shard gave a sparse gradient."""
@@ -54,7 +64,7 @@ class PlainLoop:
     @property
     def model(self) -> nn.Module:
         """The model."""
-        return self._placed.model
+        return self._replica.model
 
     def _begin(self) -> None:
         """Load the weights that the training starts from."""
@@ -91,7 +101,7 @@ class PlainLoop:
             plan.components.datasets["train"],
             plan=plan.batch,
             shards_at=lambda step: tuple(range(plan.batch.num_shards(step))),
-            device=self._placed.device,
+            device=self._replica.device,
             settings=plan.cfg.loader,
             seed=plan.cfg.seed,
             num_steps=plan.num_steps,
@@ -147,9 +157,9 @@ class PlainLoop:
         )
 
     def _shard(self, step: int, keyed_as: int, batch: Any) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
-        placed, objective = self._placed, self.plan.components.objective
-        placed.keys.enter(step=step, shard=keyed_as, objective=objective)
-        loss = objective.loss(placed.model, batch)
+        replica, objective = self._replica, self.plan.components.objective
+        replica.keys.enter(step=step, shard=keyed_as, objective=objective)
+        loss = objective.loss(replica.model, batch)
         after = self.buffers()
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
         grads = torch.autograd.grad(total, list(self.params.values()), allow_unused=True)

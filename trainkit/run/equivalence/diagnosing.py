@@ -12,6 +12,7 @@ from trainkit.run.diagnosis import Examiner, Probed, explain_order, explain_prob
 from trainkit.run.equivalence.comparing import Comparison, Verdict, is_rounding, worst
 from trainkit.run.equivalence.running import Weights
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import changes_maths_here
 
 __all__ = ["Case", "Diagnosis", "diagnose"]
 
@@ -55,7 +56,7 @@ def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
     Raises:
         TrainkitError: the probe failed.
     """
-    if case.plan.components.strategy.is_another_training:
+    if changes_maths_here(case.plan.components.strategy):
         return Diagnosis()
     own = replace(case.candidate, strategy=case.reference.strategy)
     apart = [one for one in difference(case.reference, own) if one.matters]

@@ -28,6 +28,7 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.model_notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import reporting
+from trainkit.strategies.capabilities import proof_problems
 
 __all__ = ["prove"]
 
@@ -150,7 +151,7 @@ def _judged(
             plan = make_plan(bare(cfg, steps))
         except ConfigError as error:
             raise located(number, error) from error
-        found = plan.components.strategy.proof_problems(plan.facts)
+        found = proof_problems(plan.components.strategy, plan.facts)
         problems += located(number, ConfigError(found)).problems if found else []
         plans.append(plan)
     if problems:

@@ -9,6 +9,7 @@ from typing import Any, Final, Literal
 from trainkit.config.identity import Difference, difference
 from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import changes_maths_here
 
 __all__ = ["Sameness", "same_training"]
 
@@ -66,7 +67,7 @@ def _other_keys(reference: RunPlan, candidate: RunPlan) -> Iterator[str]:
     if any(one.key == "strategy._target_" for one in differing):  # its other keys belong to that difference
         differing = [one for one in differing if not one.key.startswith("strategy.")]
         yield _ANOTHER
-    elif candidate.components.strategy.is_another_training and not differing:
+    elif changes_maths_here(candidate.components.strategy) and not differing:
         yield _ANOTHER
     yield from map(_named, differing)
 

@@ -129,8 +129,8 @@ def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
 
 def transformed_model(cfg: RunConfig, strategy: Strategy) -> nn.Module:
     """Return the model for the executor, with recomputed or compiled forward passes in place."""
-    model = build_model(cfg, deferred=strategy.defers)
-    apply_transforms(model, model_transforms_of(cfg), compiles=strategy.compiles)
+    model = build_model(cfg, deferred=strategy.traits.supports_meta_init)
+    apply_transforms(model, model_transforms_of(cfg), compiles=strategy.traits.compiles)
     return model
 
 

@@ -16,6 +16,7 @@ from trainkit.run.planning.build import build_model
 from trainkit.run.planning.coupling import COUPLES, Coupling, probe
 from trainkit.run.planning.passes import OBJECTIVE, kept_generators
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import changes_maths_here
 
 __all__ = ["coupling_of", "cut_notes"]
 
@@ -34,7 +35,7 @@ def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
         plan: the run.
         coupling: finds why the result depends on the cut; called if the cut depends on the replicas.
     """
-    if not plan.micro_size_depends_on_replicas or plan.components.strategy.is_another_training:
+    if not plan.micro_size_depends_on_replicas or changes_maths_here(plan.components.strategy):
         return []
     found = coupling()
     if found.depends_on_cut:

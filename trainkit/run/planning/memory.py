@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.run.planning.build import build_model, make_optimizer
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import estimate_memory
 from trainkit.trainer.checkpoint import bytes_needed
 
 __all__ = ["Memory", "checkpoint_bytes", "memory_of", "meta_model"]
@@ -69,19 +70,19 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
     """
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
-    held = plan.components.strategy.held(model, plan.facts)
+    estimate = estimate_memory(plan.components.strategy, model, plan.facts)
+    held = estimate.resident
     trained = sum(held.get(name, 0) for name, param in model.named_parameters() if param.requires_grad)
     count = sum(held.values())
     apart = master_width * trained if precision.model_dtype is not precision.master_dtype else 0
-    copies = plan.components.strategy.gradient_copies(plan.components.numerics, plan.num_replicas)
     return Memory(
         num_params=sum(param.numel() for param in model.parameters()),
         parameter_bytes=count * width + apart,
         buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
         gradient_bytes=trained * width + apart,
-        exchange_bytes=copies * trained * master_width,
+        exchange_bytes=estimate.gradient_copies * trained * master_width,
         optimizer_bytes=_optimizer_bytes(plan, model, held, master_width),
-        gathered_bytes=plan.components.strategy.gathered(model, plan.facts) * master_width,
+        gathered_bytes=estimate.transient * master_width,
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.plan import RunPlan
+from trainkit.strategies.capabilities import notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
 from trainkit.strategies.tensors.layouts import layout_problems
 
@@ -23,15 +24,15 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
             single sample.
     """
     strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
-    problems = [*layout_problems(model), *strategy.problems_with(model, plan.facts)]
+    problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
     named = plan.cfg.strategy["_target_"].rpartition(".")[2]
-    problems += shaping_problems(model, shaping, compiles=strategy.compiles, strategy=named)
+    problems += shaping_problems(model, shaping, compiles=strategy.traits.compiles, strategy=named)
     if problems:
         raise ConfigError(problems)
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
-    return [*strategy.notes(), *strategy.notes_with(model), *shaping_notes(model, shaping)]
+    return [*notes_of(strategy, model), *shaping_notes(model, shaping)]
 
 
 def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:

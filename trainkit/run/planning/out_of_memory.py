@@ -17,6 +17,7 @@ from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.memory_errors import MemoryKind, memory_kind
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.strategies.capabilities import validate_model
 from trainkit.strategies.model_transforms import shaping_problems
 
 __all__ = ["explain_oom"]
@@ -131,7 +132,7 @@ def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
 def _spread(plan: RunPlan) -> Iterator[_Remedy]:
     """Yield the ways to shard the model over several devices."""
     count = plan.facts.num_gpus or 4
-    if count < 2 or plan.components.strategy.holds_pieces:
+    if count < 2 or plan.components.strategy.traits.is_sharded:
         return
     effect = f"about 1/{count} of the model a device, on {count} of them"
     fsdp = {"_target_": f"{_STRATEGIES}.fsdp.Fsdp", "replicas": count}
@@ -164,13 +165,13 @@ def _can_go(plan: RunPlan, cfg: RunConfig) -> bool:
         other = make_plan(cfg, num_gpus=plan.facts.num_gpus, splits=plan.components.datasets)
     except ConfigError:
         return False
-    return not other.components.strategy.problems_with(meta_model(other), other.facts)
+    return not validate_model(other.components.strategy, meta_model(other), other.facts)
 
 
 def _recomputed(plan: RunPlan) -> Iterator[_Remedy]:
     shaping = model_transforms_of(replace(plan.cfg, activation_checkpointing="full"))
     strategy = plan.components.strategy
-    problems = shaping_problems(meta_model(plan), shaping, compiles=strategy.compiles, strategy="")
+    problems = shaping_problems(meta_model(plan), shaping, compiles=strategy.traits.compiles, strategy="")
     if plan.cfg.activation_checkpointing != "full" and not problems:
         yield _Remedy(overrides="activation_checkpointing=full", effect="keeps the inputs of each block alone")
 

@@ -21,6 +21,13 @@ from trainkit.numerics.learning_rate import LearningRate, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
 from trainkit.strategies.base import PlanContext
+from trainkit.strategies.capabilities import (
+    default_shards_per_replica,
+    next_sync_step,
+    resolve,
+    restarts_alone,
+    runs_loop,
+)
 
 __all__ = ["RunPlan", "make_plan"]
 
@@ -54,13 +61,13 @@ class RunPlan:
     def last_step(self) -> int:
         """Updates after which this start of the run ends."""
         asked = self.cfg.stop_at_step
-        return self.num_steps if asked is None else min(self.num_steps, self.components.strategy.settles_at(asked))
+        return self.num_steps if asked is None else min(self.num_steps, self.next_sync_step(asked))
 
     @property
     def auxiliary_ranks(self) -> tuple[int, ...]:
         """Ranks that do not run the training loop."""
-        trains = self.components.strategy.trains
-        return tuple(task.rank for task in self.tasks if task.is_evaluator or not trains(task))
+        strategy = self.components.strategy
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or not runs_loop(strategy, task))
 
     @property
     def has_evaluator(self) -> bool:
@@ -70,13 +77,17 @@ class RunPlan:
     @property
     def replaceable(self) -> tuple[int, ...]:
         """Ranks that are restarted alone when they die."""
-        replaces = self.components.strategy.replaces
-        return tuple(task.rank for task in self.tasks if task.is_evaluator or replaces(task))
+        strategy = self.components.strategy
+        return tuple(task.rank for task in self.tasks if task.is_evaluator or restarts_alone(strategy, task))
 
     @property
     def eval_batch_size(self) -> int:
         """Samples per forward pass in evaluation."""
         return self.cfg.eval.batch_size or max(self.batch.micro_size, 256)
+
+    def next_sync_step(self, step: int) -> int:
+        """Return the first step >= `step` at which the run may be evaluated, saved and stopped."""
+        return next_sync_step(self.components.strategy, step)
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
         """Return the plan with the choices that its strategy makes by the model.
@@ -84,7 +95,7 @@ class RunPlan:
         Args:
             build: returns the model, possibly without data; called if something is left open.
         """
-        strategy = self.components.strategy.decided(build, self.facts)
+        strategy = resolve(self.components.strategy, build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 
     def summary(self, num_params: int) -> dict[str, str]:
@@ -164,13 +175,13 @@ def make_plan(
         sample=parts.sample,
         launch=launch,
     )
-    problems = parts.strategy.problems(facts)
+    problems = parts.strategy.validate(facts)
     if not problems:
         problems += [*_elastic_problems(cfg, parts, facts, engine), *_evaluator_problems(cfg, parts, facts)]
     if problems:
         raise ConfigError(problems)
     replicas = parts.strategy.num_replicas(facts)
-    sizes = _sizes(cfg, replicas, parts.strategy.shards_a_replica)
+    sizes = _sizes(cfg, replicas, default_shards_per_replica(parts.strategy))
     num_samples = size_of(parts.datasets["train"])
     batch = BatchPlan(
         num_samples=num_samples,
@@ -222,7 +233,7 @@ def _elastic_problems(
         rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
     elif engine is not None and not engine.elastic:
         rule = f"has no effect: {engine.name} starts all processes or none."
-    elif not parts.strategy.elastic:
+    elif not parts.strategy.traits.elastic:
         rule = "has no effect: this strategy goes on with all its processes or not at all."
     elif fewest > count:
         rule = f"more than the {count} replicas of this run. Use {count} or fewer."

@@ -37,6 +37,7 @@ from trainkit.run.session.async_evaluator import training_has_ended
 from trainkit.run.signals import Reason, StopFlag, stop_error
 from trainkit.run.task import run_task
 from trainkit.strategies.base import Strategy
+from trainkit.strategies.capabilities import restarts_alone
 from trainkit.trainer import failpoints
 
 __all__ = ["job_token", "join_running_job", "late_joining_ranks", "publish_join_info"]
@@ -60,7 +61,7 @@ def late_joining_ranks(cfg: RunConfig, launch: LaunchEnvironment) -> frozenset[i
         ConfigError: the strategy cannot be built.
     """
     strategy: Strategy = build(cfg.strategy, "strategy")
-    return frozenset(task.rank for task in launch.tasks if task.is_evaluator or strategy.replaces(task))
+    return frozenset(task.rank for task in launch.tasks if task.is_evaluator or restarts_alone(strategy, task))
 
 
 def job_token(barrier: ProcessBarrier) -> str:

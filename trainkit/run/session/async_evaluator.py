@@ -29,9 +29,12 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
+from trainkit.run.session.auxiliary import unprefetched_loader
 from trainkit.run.session.checkpointer import retention_of
+from trainkit.run.session.restore import make_step_context
 from trainkit.run.session.saved_state import refuse_malformed
 from trainkit.storage import naming
+from trainkit.strategies.base import SetupRequest
 from trainkit.strategies.one_device import OneDevice
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Retention, exclusive, list_complete, load
@@ -120,19 +123,23 @@ class CheckpointEvaluator:
         cfg, parts = self._plan.cfg, self._plan.components
         self._strategy = OneDevice(device=device)
         model = transformed_model(cfg, self._strategy)
-        self._placed = self._strategy.place(
-            model,
-            identity=Identity.solo(device),
-            precision=parts.precision,
-            numerics=replace(parts.numerics, reproducible=False),
-            make_optimizer=make_optimizer(cfg, model),
+        self._executor = self._strategy.setup(
+            SetupRequest(
+                model=model,
+                identity=Identity.solo(device),
+                precision=parts.precision,
+                numerics=replace(parts.numerics, reproducible=False),
+                make_optimizer=make_optimizer(cfg, model),
+                training=make_step_context(self._plan),
+                open_data=lambda wanted: unprefetched_loader(self._plan, wanted),
+            )
         )
         self._batches = EvalBatches(
             parts.datasets["val"],
             batch_size=self._plan.eval_batch_size,
             rank=0,
             num_ranks=1,
-            device=self._placed.device,
+            device=self._executor.local.device,
             settings=cfg.loader,
         )
         self._watched = MonitoredMetric.of(cfg.eval)
@@ -169,7 +176,7 @@ class CheckpointEvaluator:
         parts = self._plan.components
         self._on_phase("evaluate", self.step)
         try:
-            figures = evaluate(self._placed, parts.objective, self._watched_batches(requested), split="val")
+            figures = evaluate(self._executor.local, parts.objective, self._watched_batches(requested), split="val")
         except EvaluationAbortedError:
             return None
         state = State(plan=self._plan.batch)
@@ -190,7 +197,7 @@ class CheckpointEvaluator:
         self._publish()
         if self._events is not None:
             self._events.close()
-        self._strategy.leave(self._placed)
+        self._executor.close()
 
     def _try_lock(self) -> Checkpoint | None:
         """Return the oldest complete checkpoint without a row; it is not removed until another one is claimed."""
@@ -206,7 +213,7 @@ class CheckpointEvaluator:
         return None
 
     def _take(self, loaded: Loaded) -> None:
-        self._strategy.load_state(self._placed, model_weights(loaded.tensors))
+        self._executor.load_state_dict(model_weights(loaded.tensors))
 
     def _watched_batches(self, requested: Callable[[], str | None]) -> Iterator[Any]:
         for batch in self._batches:

@@ -15,6 +15,7 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.out_of_memory import explain_oom
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.restore import make_step_context
+from trainkit.strategies import capabilities as capability
 from trainkit.strategies.base import Data, TaskContext
 
 __all__ = ["run_auxiliary", "unprefetched_loader"]
@@ -52,7 +53,7 @@ def run_auxiliary(
             return loader
 
         model = transformed_model(cfg, strategy)
-        bench = TaskContext(
+        context = TaskContext(
             identity=identity,
             model=model,
             make_optimizer=make_optimizer(cfg, model),
@@ -64,7 +65,7 @@ def run_auxiliary(
             requested=requested,
             on_phase=enter,
         )
-        strategy.assist(bench)
+        capability.run_auxiliary(strategy, context)
 
 
 def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:

@@ -12,7 +12,8 @@ from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.config.schema import RunConfig
 from trainkit.errors import NonFiniteError
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Placed
+from trainkit.strategies.base import Executor
+from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
 from trainkit.strategies.groups.gather_objects import all_gather_object
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
@@ -40,7 +41,7 @@ class Checkpointer:
     Args:
         plan: the plan of the run.
         run: the view of the run that callbacks receive.
-        placed: the executor of this rank.
+        executor: of this rank.
         callbacks: their states are saved, and they are notified of each checkpoint.
         fingerprint: the hash of the maths keys.
         confirm: raises if another group owns the folder now.
@@ -51,23 +52,23 @@ class Checkpointer:
         self,
         plan: RunPlan,
         run: Run,
-        placed: Placed,
+        executor: Executor,
         *,
         callbacks: Sequence[Callback],
         fingerprint: str,
         confirm: Callable[[], None] | None,
         enter: Callable[[str], None],
     ) -> None:
-        self._plan, self._run, self._placed = plan, run, placed
+        self._plan, self._run, self._executor = plan, run, executor
         self._callbacks, self._fingerprint, self._enter = callbacks, fingerprint, enter
-        self._strategy = plan.components.strategy
         self._settings = plan.cfg.checkpoint
         root, background = run.folder / "checkpoints", self._settings.background
-        alone = not self._strategy.holds_pieces or placed.all_ranks.num_ranks == 1
+        all_ranks = executor.local.all_ranks
+        alone = not plan.components.strategy.traits.is_sharded or all_ranks.num_ranks == 1
         kept: dict[str, Any] = {"retention": retention_of(plan.cfg), "background": background, "confirm": confirm}
         kept["owner"] = OwnershipToken.found(run.folder)
         self._saver = BackgroundSaver(root, **kept)
-        self._together = None if alone else ShardedSaver(root, placed.all_ranks, **kept)
+        self._together = None if alone else ShardedSaver(root, all_ranks, **kept)
         self._writer = self._together or self._saver
         buffers = {name: parts for name, parts in self.collect().items() if name.startswith("buffer/")}
         self._finite = buffers.keys() - set(nonfinite(buffers))
@@ -100,10 +101,10 @@ class Checkpointer:
         step.
         """
         if self._together is not None:
-            return self._strategy.pieces(self._placed)
+            return sharded_state_dict(self._executor)
         if not self._run.is_owner:
             return {}
-        return {name: (TensorShard.whole(tensor),) for name, tensor in self._strategy.state(self._placed).items()}
+        return {name: (TensorShard.whole(tensor),) for name, tensor in self._executor.state_dict().items()}
 
     def refuse_nonfinite(self, kept: ShardedState) -> None:
         """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.
@@ -112,7 +113,9 @@ class Checkpointer:
             NonFiniteError: on every rank alike; names the step and a tensor.
         """
         found = self._found_nonfinite(kept)
-        everywhere = sorted({name for names in all_gather_object(found[:8], self._placed.all_ranks) for name in names})
+        everywhere = sorted(
+            {name for names in all_gather_object(found[:8], self._executor.local.all_ranks) for name in names}
+        )
         if everywhere:
             kind, _, name = everywhere[0].partition("/")
             of = {"param": "parameter", "buffer": "buffer"}[kind]
@@ -123,7 +126,7 @@ class Checkpointer:
 
     def _found_nonfinite(self, kept: ShardedState) -> list[str]:
         judged = {name: parts for name, parts in kept.items() if name.startswith("param/") or name in self._finite}
-        frozen = {name for name, param in self._placed.model.named_parameters() if not param.requires_grad}
+        frozen = {name for name, param in self._executor.local.model.named_parameters() if not param.requires_grad}
         return [name for name in nonfinite(judged) if name.removeprefix("param/") not in frozen]
 
     def callback_states(self) -> dict[str, Any]:
@@ -150,7 +153,7 @@ class Checkpointer:
             return False
         self._saver.wait()
         step = self._run.state.step
-        if self.has_saved or not step or not self._strategy.recover(self._placed, step):
+        if self.has_saved or not step or not recover(self._executor, step):
             return False
         kept = self.collect()
         if self._found_nonfinite(kept):
@@ -183,10 +186,10 @@ class Checkpointer:
             "position": {"step": state.step, "tickets": []},
             "fingerprint": self._fingerprint,
             "state": state.to_json(),
-            "loss_scale": self._placed.loss_scale.state(),
+            "loss_scale": self._executor.local.loss_scale.state(),
             "callbacks": self.callback_states() if callbacks is None else callbacks,
             "data": data,
-            "strategy": self._strategy.remember(self._placed),
+            "strategy": state_dict_extra(self._executor),
             "batch": {"global_size": self._plan.batch.global_size, "micro_size": self._plan.batch.micro_size},
             **({"evaluation_due": True} if evaluation_due else {}),
         }
@@ -198,14 +201,15 @@ class Checkpointer:
 
     def restore(self, loaded: Loaded) -> dict[str, Any] | None:
         """Continue exactly from a checkpoint; return the state of the loader."""
-        self._strategy.load_state(self._placed, loaded.tensors)
+        self._executor.load_state_dict(loaded.tensors)
         self._run.state.restore(loaded.meta["state"])
-        self._placed.loss_scale = self._placed.loss_scale.restored(loaded.meta["loss_scale"])
+        local = self._executor.local
+        local.set_loss_scale(local.loss_scale.restored(loaded.meta["loss_scale"]))
         for name, callback in _by_kind(self._callbacks).items():
             if name in loaded.meta["callbacks"]:
                 callback.restore(loaded.meta["callbacks"][name])
         try:
-            self._strategy.recall(self._placed, loaded.meta.get("strategy", {}))
+            load_state_extra(self._executor, loaded.meta.get("strategy", {}))
         except (ValueError, TypeError) as error:
             what = f"meta.json does not tell what the strategy remembered ({error})"
             raise damaged(loaded.checkpoint.folder, what) from None
@@ -215,13 +219,13 @@ class Checkpointer:
 
     def start_from(self, loaded: Loaded) -> None:
         """Load the weights alone: a new training starts from the end of another."""
-        self._strategy.load_state(self._placed, model_weights(loaded.tensors))
+        self._executor.load_state_dict(model_weights(loaded.tensors))
 
     def wait(self) -> None:
         """Wait for the checkpoint that is being written, and notify the callbacks; collective."""
         self._writer.wait()
         self.notify_saved()
-        self._placed.all_ranks.sum(torch.zeros(1))
+        self._executor.local.all_ranks.sum(torch.zeros(1))
 
     def notify_saved(self) -> None:
         """Notify the callbacks of the checkpoints written since the last call."""
@@ -241,8 +245,8 @@ class Checkpointer:
     def weights_sha256(self) -> str | None:
         """Return the hash of all weights on rank 0; None elsewhere. Collective if the state is sharded."""
         if self._together is not None:
-            return sha256_of_pieces(self._strategy.pieces(self._placed), self._placed.all_ranks)
-        return weights_sha256(self._strategy.state(self._placed)) if self._run.is_owner else None
+            return sha256_of_pieces(sharded_state_dict(self._executor), self._executor.local.all_ranks)
+        return weights_sha256(self._executor.state_dict()) if self._run.is_owner else None
 
 
 def retention_of(cfg: RunConfig) -> Retention:

@@ -8,7 +8,7 @@ from typing import Any
 from trainkit.config.monitored_metric import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.run.planning.plan import RunPlan
-from trainkit.strategies.base import Placed
+from trainkit.strategies.base import LocalModel
 from trainkit.trainer.evaluate import evaluate
 from trainkit.trainer.events import Callback, Run
 from trainkit.trainer.manifest import better
@@ -22,7 +22,7 @@ class EvalRunner:
     Args:
         plan: the plan of the run.
         run: the view of the run that callbacks receive.
-        placed: the executor of this rank.
+        local: the model of this rank.
         callbacks: receive the metrics.
         enter: receives a heartbeat for each batch.
     """
@@ -31,12 +31,12 @@ class EvalRunner:
         self,
         plan: RunPlan,
         run: Run,
-        placed: Placed,
+        local: LocalModel,
         *,
         callbacks: Sequence[Callback],
         enter: Callable[[str], None],
     ) -> None:
-        self._plan, self._run, self._placed, self._callbacks = plan, run, placed, callbacks
+        self._plan, self._run, self._local, self._callbacks = plan, run, local, callbacks
         self._enter = enter
         self._watched = MonitoredMetric.of(plan.cfg.eval)
         self._validated_at: int | None = None
@@ -63,14 +63,14 @@ class EvalRunner:
         batches = EvalBatches(
             self._plan.components.datasets[split],
             batch_size=self._plan.eval_batch_size,
-            rank=self._placed.rank,
-            num_ranks=self._placed.num_ranks,
-            device=self._placed.device,
+            rank=self._local.rank,
+            num_ranks=self._local.num_ranks,
+            device=self._local.device,
             settings=self._plan.cfg.loader,
-            together=self._plan.components.strategy.computes_together,
+            together=self._plan.components.strategy.traits.forward_is_collective,
         )
         figures = evaluate(
-            self._placed,
+            self._local,
             self._plan.components.objective,
             self._with_heartbeats(batches),
             split=split,

@@ -21,7 +21,8 @@ from trainkit.run.folder.rollbacks import suspect_checkpoint_of
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.saved_state import refuse_malformed
-from trainkit.strategies.base import Placed, StepContext, UpdateParams
+from trainkit.strategies.base import Executor, StepContext, UpdateParams
+from trainkit.strategies.capabilities import result_extra
 from trainkit.trainer.checkpoint import Loaded, load, newest_valid
 from trainkit.trainer.checkpoint.loading import note_foreign
 from trainkit.trainer.events import Run
@@ -37,7 +38,7 @@ class RestoreTarget(Protocol):
 
     cfg: RunConfig
     run: Run
-    placed: Placed
+    executor: Executor
 
     def enter(self, phase: str) -> None:
         """Report that another phase begins."""
@@ -52,10 +53,11 @@ class RestoreTarget(Protocol):
         """Load the weights of a checkpoint."""
 
 
-def make_run_view(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str, ...]) -> Run:
+def make_run_view(plan: RunPlan, executor: Executor, folder: Path, notes: tuple[str, ...]) -> Run:
     """Return the view of a starting run that callbacks receive."""
+    local, traits = executor.local, plan.components.strategy.traits
     # if the model is sharded, this rank may hold only a part of it
-    model = meta_model(plan) if plan.components.strategy.holds_pieces else placed.model
+    model = meta_model(plan) if traits.is_sharded else local.model
     num_params = sum(param.numel() for param in model.parameters())
     return Run(
         folder=folder,
@@ -65,14 +67,14 @@ def make_run_view(plan: RunPlan, placed: Placed, folder: Path, notes: tuple[str,
         num_steps=plan.num_steps,
         rate=plan.rate,
         state=State(plan=plan.batch, left_out=LeftOutSteps(plan.cfg.numerics, samples_of(plan))),
-        is_owner=placed.is_rank0,
-        model=placed.model,
-        device=placed.device,
-        collective=placed.data_ranks,
-        computes_together=plan.components.strategy.computes_together,
+        is_owner=local.is_rank0,
+        model=local.model,
+        device=local.device,
+        collective=local.data_ranks,
+        computes_together=traits.forward_is_collective,
         datasets=plan.components.datasets,
         notes=notes,
-        findings=lambda: plan.components.strategy.findings(placed),
+        findings=lambda: result_extra(executor),
     )
 
 
@@ -95,13 +97,13 @@ def make_step_context(plan: RunPlan) -> StepContext:
     )
 
 
-def loader_of(plan: RunPlan, placed: Placed) -> Loader:
+def loader_of(plan: RunPlan, executor: Executor) -> Loader:
     """Return the loader of a rank's batches, from any step on."""
     return Loader(
         plan.components.datasets["train"],
         plan=plan.batch,
-        shards_at=lambda step: plan.components.strategy.assign(plan.batch, step, placed),
-        device=placed.device,
+        shards_at=executor.assign,
+        device=executor.local.device,
         settings=plan.cfg.loader,
         seed=plan.cfg.seed,
         num_steps=plan.num_steps,
@@ -141,8 +143,8 @@ def _refuse_foreign(loaded: Loaded, folder: Path) -> None:
 
 def _refuse_other_steps(session: RestoreTarget) -> None:
     """Raise if ranks see different checkpoints: they would train something else, or wait for ever; collective."""
-    if session.placed.all_ranks.num_ranks > 1:
-        found = session.placed.all_ranks.gather(torch.tensor([session.run.state.step]))
+    if session.executor.local.all_ranks.num_ranks > 1:
+        found = session.executor.local.all_ranks.gather(torch.tensor([session.run.state.step]))
         steps = [int(step.item()) for step in found]
         if len(set(steps)) > 1:
             seen = ", ".join(f"rank {rank} that of step {step}" for rank, step in enumerate(steps))

@@ -28,7 +28,8 @@ from trainkit.run.session.restore import loader_of, make_run_view, make_step_con
 from trainkit.run.session.triggers import at_sync_points, every_n_steps, every_steps_or_epochs
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
-from trainkit.strategies.base import Placed
+from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
+from trainkit.strategies.capabilities import check_replicas, refresh_model, result_extra, sync, tune
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.events import Callback, overriding
 from trainkit.trainer.left_out import RollbackNeeded, Suspect
@@ -66,7 +67,7 @@ class TaskSession:
         stop_requested: Callable[[], str | None],
         notes: tuple[str, ...] = (),
         check_fence: Callable[[], None] | None = None,
-        on_phase: Callable[[str, int], None] | None = None,
+        on_phase: PhaseListener = ignore_phase,
         within_steps: bool = True,
     ) -> None:
         self._presence, self._check_fence = Presence(folder), check_fence
@@ -80,37 +81,40 @@ class TaskSession:
         self._cleanup = ExitStack()
         strategy = self.parts.strategy
         model = transformed_model(self.cfg, strategy)
-        if strategy.defers and lazy_init_values(model) is None:
+        if strategy.traits.supports_meta_init and lazy_init_values(model) is None:
             notes = (*notes, "the model is built whole on every rank: its constructor reads numbers of its own.")
-        if on_phase is not None:
-            on_phase("join", 0)
-        self.placed: Placed = self.parts.strategy.place(
-            model,
-            identity=identity,
-            precision=self.parts.precision,
-            numerics=self.parts.numerics,
-            make_optimizer=make_optimizer(self.cfg, model),
+        on_phase("join", 0)
+        self._step_phase = on_phase if within_steps else ignore_phase
+        self._opened = self._cleanup.enter_context(ExitStack())  # closed after the executor
+        self._training = make_step_context(self.plan)
+        self.executor: Executor = strategy.setup(
+            SetupRequest(
+                model=model,
+                identity=identity,
+                precision=self.parts.precision,
+                numerics=self.parts.numerics,
+                make_optimizer=make_optimizer(self.cfg, model),
+                training=self._training,
+                open_data=self._open_data,
+                folder=folder,
+                on_phase=self._step_phase,
+            )
         )
-        self._opened = self._cleanup.enter_context(ExitStack())  # closed after the strategy has left the process group
         self._failed = False
         self._cleanup.callback(self._leave)
-        self.placed.make_loader = self._open_data
-        self.placed.folder = folder
-        self.placed.on_phase = on_phase if within_steps else None
-        self.run = make_run_view(self.plan, self.placed, folder, notes)
-        self._training = make_step_context(self.plan)
-        self._scorer = EvalRunner(self.plan, self.run, self.placed, callbacks=callbacks, enter=self.enter)
+        self.run = make_run_view(self.plan, self.executor, folder, notes)
+        self._scorer = EvalRunner(self.plan, self.run, self.executor.local, callbacks=callbacks, enter=self.enter)
         self._keeper = Checkpointer(
             self.plan,
             self.run,
-            self.placed,
+            self.executor,
             callbacks=callbacks,
             fingerprint=fingerprint,
             confirm=self.check_fence,
             enter=self.enter,
         )
         self._last = LastSave(self.run, self._keeper, self._scorer)
-        self._agreement = StopSaveConsensus(self.placed.all_ranks, stop_requested, lambda: self._keeper.is_due)
+        self._agreement = StopSaveConsensus(self.executor.local.all_ranks, stop_requested, lambda: self._keeper.is_due)
 
     def check_fence(self) -> None:
         """Check that the run folder exists and still belongs to this group.
@@ -156,7 +160,7 @@ class TaskSession:
         self.enter("data")
         self._cleanup.callback(self._close_loader)
         self._open_loader()
-        for line in self.parts.strategy.prepare(self.placed):
+        for line in tune(self.executor):
             self.warn(line)
         for callback in self.callbacks:
             callback.run_start(self.run)
@@ -178,8 +182,8 @@ class TaskSession:
 
     def _open_loader(self) -> None:
         """Start to read the data at the current step of the run."""
-        self._loader = loader_of(self.plan, self.placed)
-        self._journal = MetricsAccumulator(self.run, self.placed, lambda: self._loader.wait_s)
+        self._loader = loader_of(self.plan, self.executor)
+        self._journal = MetricsAccumulator(self.run, self.executor.local, lambda: self._loader.wait_s)
         found = self._loader.load_state(self._data_state) if self.run.state.step else None
         if found is not None:
             self.warn(found)
@@ -197,15 +201,15 @@ class TaskSession:
         try:
             train(
                 self.run,
-                strategy=self.parts.strategy,
-                placed=self.placed,
+                executor=self.executor,
                 data=self._loader,
-                training=self._training,
                 callbacks=self.callbacks,
                 journal=self._journal,
                 timeline=timeline,
                 last_step=self.plan.last_step,
-                interrupted=self._stop_requested if self.placed.all_ranks.num_ranks == 1 else lambda: None,
+                next_sync_step=self.plan.next_sync_step,
+                interrupted=self._stop_requested if self.executor.local.all_ranks.num_ranks == 1 else lambda: None,
+                on_phase=self._step_phase,
             )
         except RollbackNeeded as found:
             return found.step
@@ -242,8 +246,7 @@ class TaskSession:
         self._cleanup.close()
 
     def _leave(self) -> None:
-        strategy = self.parts.strategy
-        (strategy.abort if self._failed else strategy.leave)(self.placed)
+        self.executor.close(failed=self._failed)
 
     def _triggers(self) -> list[Trigger]:
         cfg, per_epoch = self.cfg, self.plan.batch.steps_per_epoch
@@ -257,10 +260,10 @@ class TaskSession:
             Trigger(act=self.save, next_after=next_after)
             for next_after in every_steps_or_epochs(cfg.checkpoint.every_steps, cfg.checkpoint.every_epochs, per_epoch)
         ]
-        if self.placed.all_ranks.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
+        if self.executor.local.all_ranks.num_ranks > 1 and cfg.numerics.check_replicas_every is not None:
             found.append(Trigger(act=self._check_replicas, next_after=every_n_steps(cfg.numerics.check_replicas_every)))
         found.append(Trigger(act=self._sync_stop_and_save, next_after=lambda step: step + self._agreement.interval))
-        return [found[0], *(at_sync_points(one, self.parts.strategy) for one in found[1:])]
+        return [found[0], *(at_sync_points(one, self.plan.next_sync_step) for one in found[1:])]
 
     def flush(self) -> None:
         """Aggregate the steps since the last row into one row, and pass it to the callbacks; collective."""
@@ -284,7 +287,7 @@ class TaskSession:
     def _score(self, split: str) -> None:
         self.enter("evaluate")
         self._journal.pause()
-        self.parts.strategy.catch_up(self.placed)
+        refresh_model(self.executor)
         self._scorer.score(split)
         self._journal.proceed()
 
@@ -305,7 +308,7 @@ class TaskSession:
 
     def _check_replicas(self) -> None:
         self.enter("evaluate")
-        drifted = self.parts.strategy.check_replicas(self.placed)
+        drifted = check_replicas(self.executor)
         if drifted is not None:
             raise TrainingError(f"after step {self.run.state.step} the replicas are no longer equal: {drifted}")
 
@@ -321,9 +324,9 @@ class TaskSession:
     def _finish(self) -> dict[str, Any]:
         state = self.run.state
         self.flush()
-        for one in self.parts.strategy.settle(self.placed):
+        for one in sync(self.executor):
             state.left_out.take(one)
-        self.parts.strategy.catch_up(self.placed)
+        refresh_model(self.executor)
         asked = self.run.stop_reason in REASONS
         watched = (self.cfg.eval.every_steps, self.cfg.eval.every_epochs) != (None, None)
         if not asked and (watched or state.step == self.plan.num_steps):
@@ -337,8 +340,8 @@ class TaskSession:
         self.enter("end")
         self._journal.pause()
         # Rank 0 writes to disk while the others have finished; all leave the process group together.
-        self.placed.all_ranks.sum(torch.zeros(1))
-        result = {**status_of(self.run), **self.progress(), **self.parts.strategy.findings(self.placed)}
+        self.executor.local.all_ranks.sum(torch.zeros(1))
+        result = {**status_of(self.run), **self.progress(), **result_extra(self.executor)}
         result["weights_sha256"] = self._keeper.weights_sha256()
         for callback in self.callbacks:
             callback.train_end(self.run, result)

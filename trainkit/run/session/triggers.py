@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from trainkit.strategies.base import Strategy
 from trainkit.trainer.loop import Trigger
 
 __all__ = ["at_sync_points", "every_n_steps", "every_steps_or_epochs"]
@@ -39,7 +38,7 @@ def every_steps_or_epochs(
     return found
 
 
-def at_sync_points(trigger: Trigger, strategy: Strategy) -> Trigger:
+def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
     """Return the trigger delayed to the next step at which replicas hold identical parameters."""
     next_after = trigger.next_after
-    return Trigger(act=trigger.act, next_after=lambda step: strategy.settles_at(next_after(step)))
+    return Trigger(act=trigger.act, next_after=lambda step: next_sync_step(next_after(step)))

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from threading import Lock
-from typing import Any
 
 from torch import Tensor
 
+from trainkit.bounded_json import whole_numbers
 from trainkit.data.reading.collate import to_device
-from trainkit.numerics.batch import BatchPlan, Ticket
-from trainkit.strategies.base import LeftOut, Status, StepContext, StepCounter, StepOutcome
+from trainkit.numerics.batch import Ticket
+from trainkit.strategies.base import (
+    Batch,
+    LeftOut,
+    StateDict,
+    Status,
+    StepContext,
+    StepCounter,
+    StepOutcome,
+)
+from trainkit.strategies.capabilities import JsonMap
+from trainkit.strategies.central_storage.executor import CentralExecutor
 from trainkit.strategies.central_storage.step import computed, moved
 from trainkit.strategies.central_storage.variables import CentralVariables, ThreadWork
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.update import apply_update
 
-__all__ = ["InFlightSteps", "dispatch_or_apply", "dispatched", "flight_state", "restore_flight", "tickets_to_dispatch"]
+__all__ = ["AsyncCentralExecutor"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +38,11 @@ class _InFlightStep:
 
     ticket: Ticket
     copy: int
-    training: StepContext
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Gradient:
-    """What came of an errand."""
+    """The result of a step on a copy."""
 
     work: ThreadWork
     sums: Sequence[Tensor | None]
@@ -41,128 +50,128 @@ class _Gradient:
     """Updates that the variables had seen when it was computed from them."""
 
 
-@dataclass(kw_only=True)
-class InFlightSteps:
-    """What is under way between the variables and the copies."""
-
-    steppers: list[OptimizerStepper]
-    """An optimizer a copy, each over the variables."""
-    free: list[int]
-    """Copies without an errand, the next one last."""
-    running: dict[Future[_Gradient], _InFlightStep] = field(default_factory=dict)
-    """In the order in which they were handed out."""
-    left_over: list[int] = field(default_factory=list)
-    """Steps that an earlier start handed out and did not see applied."""
-    version: int = 0
-    """Updates that the variables have seen."""
-    lock: Lock = field(default_factory=Lock)
-    """Held while variables are read or written as a whole."""
-
-
-def tickets_to_dispatch(
-    flight: InFlightSteps, plan: BatchPlan, position: StepCounter, until: int | None
-) -> Iterator[Ticket]:
-    """Whole steps, those first that were handed out before and not applied; then empty tickets: wait for the rest."""
-    flight.version = position.step
-    first = position.step + len(flight.left_over)
-    last = first + (1 << 62) if until is None else until
-    for step in [*flight.left_over, *range(first, last)]:
-        flight.left_over = [one for one in flight.left_over if one != step]
-        yield Ticket(step, tuple(range(plan.num_shards(step))))
-    while True:
-        yield Ticket(position.step, ())
-
-
-def dispatched(flight: InFlightSteps) -> list[int]:
-    """The steps that were handed out and are not applied."""
-    return sorted([*flight.left_over, *(errand.ticket.step for errand in flight.running.values())])
-
-
-def flight_state(central: CentralVariables, flight: InFlightSteps) -> dict[str, Tensor]:
-    """The variables and the first copy's optimizer, as any strategy takes them; the others' in slots `NAME@COPY`."""
-    variables = central.variables
-    variables.stepper = flight.steppers[0]
-    found = replica_state(variables)
-    for place, stepper in enumerate(flight.steppers[1:], start=1):
-        for key, tensor in optimizer_state(stepper.optimizer, variables.masters).items():
-            kind, slot, name = key.split("/", 2)
-            found[f"{kind}/{slot}@{place}/{name}"] = tensor
-    return found
-
-
-def restore_flight(central: CentralVariables, flight: InFlightSteps, tensors: Mapping[str, Tensor]) -> None:
-    """Take over what `flight_state` gave, or another strategy's state, whose optimizer each copy then continues."""
-    variables = central.variables
-    variables.stepper = flight.steppers[0]
-    restore_replica(variables, tensors)
-    for place, stepper in enumerate(flight.steppers[1:], start=1):
-        own = {key.replace(f"@{place}/", "/", 1): tensors[key] for key in tensors if f"@{place}/" in key}
-        restore_optimizer_state(stepper.optimizer, variables.masters, own or tensors)
-        stepper.invalidate_cache()
-
-
-def dispatch_or_apply(
-    central: CentralVariables, flight: InFlightSteps, ticket: Ticket, batches: Sequence[Any], training: StepContext
-) -> StepOutcome:
-    """Hand a step to a free copy; when there is none left, apply the first gradient that comes.
+class AsyncCentralExecutor(CentralExecutor):
+    """The variables and the copies, each of which takes whole steps.
 
     Args:
         central: the variables and the copies.
-        flight: what is under way.
-        ticket: a whole step; an empty one to wait only.
-        batches: one a shard, on the variables' device.
         training: plan, objective and update rule.
-
-    Returns:
-        The update that was applied, as the step of its version; or that nothing was.
+        steppers: an optimizer a copy, each over the variables.
     """
-    if ticket.shards:
-        _send(central, flight, _InFlightStep(ticket=ticket, copy=flight.free.pop(), training=training), batches)
-        if flight.free:
-            return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
-    done, _ = wait(flight.running, return_when=FIRST_COMPLETED)
-    first = next(future for future in flight.running if future in done)
-    errand = flight.running.pop(first)
-    flight.free.append(errand.copy)
-    return _apply(central, flight, errand, first.result())
 
+    def __init__(self, central: CentralVariables, training: StepContext, steppers: Sequence[OptimizerStepper]) -> None:
+        super().__init__(central, training)
+        self._steppers = list(steppers)
+        self._free = list(reversed(range(len(steppers))))
+        """Copies without a step, the next one last."""
+        self._running: dict[Future[_Gradient], _InFlightStep] = {}
+        """In the order in which they were handed out."""
+        self._left_over: list[int] = []
+        """Steps that an earlier start handed out and did not see applied."""
+        self._version = 0
+        """Updates that the variables have seen."""
+        self._lock = Lock()
+        """Held while variables are read or written as a whole."""
 
-def _send(central: CentralVariables, flight: InFlightSteps, errand: _InFlightStep, batches: Sequence[Any]) -> None:
-    copy = central.copies[errand.copy]
-    moved = [to_device(batch, copy.device) for batch in batches]
-    work = ThreadWork(copy, errand.ticket, moved, errand.training)
-    if central.variables.packing is None:
-        work.agree_on_grad_layout()
-        central.settle(work.replica)
-    flight.running[central.threads.submit(_computed, central, flight, work)] = errand
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
+        """Yield whole steps, first those handed out and not applied; then empty tickets: wait for the rest."""
+        self._version = position.step
+        first = position.step + len(self._left_over)
+        last = first + (1 << 62) if until is None else until
+        for step in [*self._left_over, *range(first, last)]:
+            self._left_over = [one for one in self._left_over if one != step]
+            yield Ticket(step, self.assign(step))
+        while True:
+            yield Ticket(position.step, ())
 
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Hand a step to a free copy; when there is none left, apply the first gradient that comes.
 
-def _computed(central: CentralVariables, flight: InFlightSteps, work: ThreadWork) -> _Gradient:
-    """On a thread: take the variables as they are now, and compute a whole step with them."""
-    with flight.lock:
-        central.refresh(work.replica)
-        version = flight.version
-    ((_, sums),) = computed(work)
-    return _Gradient(work=work, sums=sums, version=version)
+        Args:
+            ticket: a whole step; an empty one to wait only.
+            batches: one a shard, on the variables' device.
 
+        Returns:
+            The update that was applied, as the step of its version; or that nothing was.
+        """
+        if ticket.shards:
+            self._send(_InFlightStep(ticket=ticket, copy=self._free.pop()), batches)
+            if self._free:
+                return StepOutcome(ticket.step, Status.handed_out, None, 0.0)
+        done, _ = wait(self._running, return_when=FIRST_COMPLETED)
+        first = next(future for future in self._running if future in done)
+        sent = self._running.pop(first)
+        self._free.append(sent.copy)
+        return self._apply(sent, first.result())
 
-def _apply(central: CentralVariables, flight: InFlightSteps, errand: _InFlightStep, found: _Gradient) -> StepOutcome:
-    """Update the variables by the optimizer of the copy that computed."""
-    variables, work = central.variables, found.work
-    if central.on_phase is not None:
-        central.on_phase("update", errand.ticket.step)
-    with flight.lock:
-        variables.stepper = flight.steppers[errand.copy]
-        variables.sparse = work.replica.sparse
-        variables.buffers.begin_step()
-        sums = moved(found.sums, variables.device)
-        status, norm = apply_update(
-            variables, sums, work.divisor, errand.training.rule(flight.version), loss_sum=work.loss_sum
-        )
-        central.step_metrics["staleness"] = float(flight.version - found.version)
-        version, flight.version = flight.version, flight.version + 1
-    weight = work.weight.to(central.device) if isinstance(work.weight, Tensor) else work.weight
-    assert work.loss_sum is not None
-    tickets = (errand.ticket,)
-    left_out = (LeftOut(version, tickets),) if status is Status.skipped else ()
-    return StepOutcome(version, status, work.loss_sum.to(central.device), weight, norm, left_out, tickets)
+    def _send(self, sent: _InFlightStep, batches: Sequence[Batch]) -> None:
+        central = self._central
+        copy = central.copies[sent.copy]
+        work = ThreadWork(copy, sent.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
+        if central.variables.packing is None:
+            work.agree_on_grad_layout()
+            central.settle(work.replica)
+        self._running[central.threads.submit(self._computed, work)] = sent
+
+    def _computed(self, work: ThreadWork) -> _Gradient:
+        """On a thread: take the variables as they are now, and compute a whole step with them."""
+        with self._lock:
+            self._central.refresh(work.replica)
+            version = self._version
+        ((_, sums),) = computed(work)
+        return _Gradient(work=work, sums=sums, version=version)
+
+    def _apply(self, sent: _InFlightStep, found: _Gradient) -> StepOutcome:
+        """Update the variables by the optimizer of the copy that computed."""
+        variables, local, work = self._central.variables, self._central.local, found.work
+        variables.on_phase("update", sent.ticket.step)
+        with self._lock:
+            variables.use_stepper(self._steppers[sent.copy])
+            variables.set_sparse(work.replica.sparse)
+            variables.buffers.begin_step()
+            sums = moved(found.sums, variables.device)
+            status, norm = apply_update(
+                variables, sums, work.divisor, self._training.rule(self._version), loss_sum=work.loss_sum
+            )
+            local.step_metrics["staleness"] = float(self._version - found.version)
+            version, self._version = self._version, self._version + 1
+        weight = work.weight.to(local.device) if isinstance(work.weight, Tensor) else work.weight
+        assert work.loss_sum is not None
+        tickets = (sent.ticket,)
+        left_out = (LeftOut(version, tickets),) if status is Status.skipped else ()
+        return StepOutcome(version, status, work.loss_sum.to(local.device), weight, norm, left_out, tickets)
+
+    def state_dict(self) -> StateDict:
+        """Return the variables and the first copy's optimizer; the others' in slots `NAME@COPY`."""
+        variables = self._central.variables
+        variables.use_stepper(self._steppers[0])
+        found = replica_state(variables)
+        for place, stepper in enumerate(self._steppers[1:], start=1):
+            for key, tensor in optimizer_state(stepper.optimizer, variables.masters).items():
+                kind, slot, name = key.split("/", 2)
+                found[f"{kind}/{slot}@{place}/{name}"] = tensor
+        return found
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore what `state_dict` returned, or another strategy's state, whose optimizer each copy then continues."""
+        variables = self._central.variables
+        variables.use_stepper(self._steppers[0])
+        restore_replica(variables, state)
+        for place, stepper in enumerate(self._steppers[1:], start=1):
+            own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
+            restore_optimizer_state(stepper.optimizer, variables.masters, own or state)
+            stepper.invalidate_cache()
+        self._central.refresh(frozen=True)
+
+    def recover(self, step: int) -> bool:
+        """Refuse: other threads are in the middle of their steps."""
+        del step
+        return False
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the steps that are handed out and not applied."""
+        return {"handed_out": sorted([*self._left_over, *(sent.ticket.step for sent in self._running.values())])}
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Hand these steps out again, before any other."""
+        self._left_over = whole_numbers(extra.get("handed_out", []))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainkit.data.reading.collate import to_device
 from trainkit.numerics.batch import Ticket, lane_order, shards_of_rank
-from trainkit.strategies.base import LeftOut, Status, StepContext, StepOutcome
+from trainkit.strategies.base import Batch, LeftOut, Status, StepContext, StepOutcome
 from trainkit.strategies.central_storage.variables import CentralVariables, ThreadWork
 from trainkit.strategies.core.grad_exchange import scatter_to_all_params
 from trainkit.strategies.core.update import apply_update
@@ -22,7 +21,7 @@ _Sums = Sequence[Tensor | None]
 
 
 def central_step(
-    central: CentralVariables, ticket: Ticket, batches: Sequence[Any], training: StepContext
+    central: CentralVariables, ticket: Ticket, batches: Sequence[Batch], training: StepContext
 ) -> StepOutcome:
     """Compute a ticket with all threads, and update the variables once.
 
@@ -32,7 +31,7 @@ def central_step(
         batches: one a shard, on the first copy's device.
         training: plan, objective and update rule.
     """
-    central.scale_from_here()
+    central.set_loss_scale(central.local.loss_scale)
     works = _works(central, ticket, batches, training)
     variables = central.variables
     if variables.packing is None:
@@ -43,19 +42,18 @@ def central_step(
     num_shards = training.plan.num_shards(ticket.step)
     partials = _partials(central, works, num_shards)
     sums = variables.reducer.reduce(partials, num_shards=num_shards, packing=variables.packing)
-    variables.sparse = central.copies[0].sparse
+    variables.set_sparse(central.copies[0].sparse)
     if variables.exchanged is not None:
         sums = scatter_to_all_params(variables, sums, {})
-    if central.on_phase is not None:
-        central.on_phase("update", ticket.step)
-    loss_sum = _added([work.loss_sum.to(central.device) for work in works if work.loss_sum is not None])
+    variables.on_phase("update", ticket.step)
+    loss_sum = _added([work.loss_sum.to(central.local.device) for work in works if work.loss_sum is not None])
     variables.begin_update(ticket.step)
     status, norm = apply_update(variables, sums, works[0].divisor, training.rule(ticket.step), loss_sum=loss_sum)
-    central.loss_scale = variables.loss_scale
+    central.local.set_loss_scale(variables.loss_scale)
     central.refresh()
     variables.end_update(ticket.step)
     left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
-    return StepOutcome(ticket.step, status, loss_sum, _weight(works, central.device), norm, left_out)
+    return StepOutcome(ticket.step, status, loss_sum, _weight(works, central.local.device), norm, left_out)
 
 
 def _weight(works: Sequence[ThreadWork], device: torch.device) -> Tensor | float:
@@ -66,18 +64,20 @@ def _weight(works: Sequence[ThreadWork], device: torch.device) -> Tensor | float
 
 
 def _works(
-    central: CentralVariables, ticket: Ticket, batches: Sequence[Any], training: StepContext
+    central: CentralVariables, ticket: Ticket, batches: Sequence[Batch], training: StepContext
 ) -> list[ThreadWork]:
     """Each copy's share of the shards, with its batches on its device."""
-    given: Mapping[int, Any] = dict(zip(ticket.shards, batches, strict=True))
+    given: Mapping[int, Batch] = dict(zip(ticket.shards, batches, strict=True))
     works = []
     for place, copy in enumerate(central.copies):
         own = shards_of_rank(
-            training.plan.num_shards(ticket.step), rank=place, num_ranks=len(central.copies), lanes=central.lanes
+            training.plan.num_shards(ticket.step),
+            rank=place,
+            num_ranks=len(central.copies),
+            lanes=central.variables.lanes,
         )
         moved = [to_device(given[shard], copy.device) for shard in own]
         works.append(ThreadWork(copy, Ticket(ticket.step, own), moved, training))
-    works[0].replica.on_phase = central.on_phase
     return works
 
 
@@ -86,10 +86,10 @@ def _partials(central: CentralVariables, works: Sequence[ThreadWork], num_shards
     running = [central.threads.submit(computed, work) for work in works]
     wait(running)  # also where one fails: nobody computes with what is being torn down
     found = [{lane: moved(sums, central.variables.device) for lane, sums in one.result()} for one in running]
-    if central.lanes is None:
+    if central.variables.lanes is None:
         yield 0, total_of([own[0] for own in found if own])
         return
-    for lane in lane_order(central.lanes):
+    for lane in lane_order(central.variables.lanes):
         if lane < num_shards:
             yield lane, found[lane % len(works)][lane]
 

@@ -26,20 +26,21 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
         TrainingError: a parameter got none, and the strategy does not allow that; or the optimizer refuses what a
             reproducible run makes of sparse gradients.
     """
-    replica.used = [bool(flag) for flag in used]
-    replica.some_unused = not all(replica.used)
-    if replica.some_unused and replica.refuses_unused:
+    some_unused = not all(used)
+    if some_unused and replica.refuses_unused:
         raise TrainingError(_unused([name for name, flag in zip(replica.params, used, strict=True) if not flag]))
-    replica.sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
+    sparse = {place: dims for place, dims in enumerate(sparse_dims) if dims}
     in_lanes = replica.lanes is not None
-    if replica.sparse and in_lanes and isinstance(replica.stepper.optimizer, torch.optim.SparseAdam):
+    if sparse and in_lanes and isinstance(replica.stepper.optimizer, torch.optim.SparseAdam):
         raise TrainingError(
             "numerics.reproducible adds up sparse gradients as dense ones, which torch.optim.SparseAdam refuses. "
             "Use Adam or Adagrad, or leave numerics.reproducible out."
         )
-    apart = {} if in_lanes or replica.num_ranks == 1 else replica.sparse
-    if replica.some_unused or apart:
-        replica.exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
+    apart = {} if in_lanes or replica.num_ranks == 1 else sparse
+    exchanged = [place for place, flag in enumerate(used) if flag and place not in apart]
+    replica.set_exchange(
+        used=[bool(flag) for flag in used], sparse=sparse, exchanged=exchanged if some_unused or apart else None
+    )
 
 
 def scatter_to_all_params(

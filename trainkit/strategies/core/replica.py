@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
 
@@ -15,7 +15,8 @@ from trainkit.errors import CheckpointError
 from trainkit.moved import moved_attribute
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
-from trainkit.strategies.base import Numerics, Placed
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
 from trainkit.strategies.core.placement import Placement
@@ -27,6 +28,7 @@ __all__ = [
     "JoinNorms",
     "PlacedModel",
     "Replica",
+    "ReplicaParts",
     "make_master_params",
     "refuse_mismatch",
     "replica_state",
@@ -49,16 +51,24 @@ class PlacedModel:
     """What the optimizer updates: `params` itself, or copies in higher precision."""
 
 
-@dataclass(kw_only=True)
-class Replica(Placed):
-    """A whole model, on one device or spread over several."""
+@dataclass(frozen=True, kw_only=True)
+class ReplicaParts:
+    """What a replica is made of."""
 
-    params: dict[str, nn.Parameter]
-    """Trainable parameters of the model by canonical name."""
-    masters: dict[str, nn.Parameter]
-    """What the optimizer updates: `params` itself, or copies in higher precision."""
+    held: PlacedModel
+    """The model, where it belongs."""
+    device: torch.device
+    """Where batches must be."""
+    device_types: tuple[str, ...]
+    """The types of all devices that the model is on."""
+    data_ranks: Collective
+    """Sums of small tensors over the data ranks."""
+    all_ranks: Collective
+    """The same over all processes of the run."""
+    precision: Precision
+    """The numbers the training is made of."""
     stepper: OptimizerStepper
-    """Steps the optimizer over `masters`."""
+    """Steps the optimizer over the masters."""
     buffers: StepBuffers
     """Buffers that the forward pass updates."""
     keys: BlockKeys
@@ -67,37 +77,105 @@ class Replica(Placed):
     """Adds up the partial sums of a step."""
     numerics: Numerics
     """The numbers settings."""
-    packing: FlatBuffer | None = None
-    """The layout of what a step exchanges; None until the first step has shown it."""
-    used: list[bool] = field(default_factory=list)
-    """Which parameters get a gradient, as the first step has shown."""
-    some_unused: bool = False
-    """Whether there is one that gets none."""
+    on_phase: PhaseListener = ignore_phase
+    """Receives (phase, step) when forward, backward, reduce or update begins."""
     refuses_unused: bool = False
-    """Whether that is an error."""
-    sparse: dict[int, int] | None = None
-    """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
-    exchanged: list[int] | None = None
-    """Places of the gradients that the reducer sums; None: all."""
-    seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
-    """Where backward began last: (factor, dtype) and its () tensor, which most steps share."""
-    sums: list[Tensor | None] | None = None
-    """Gradients of a lane's earlier shards, where masters are apart."""
+    """Whether a parameter without a gradient is an error."""
     join_norms: JoinNorms | None = None
     """Where ranks hold parts of the gradients, or some of them: makes their norms those of the whole."""
 
-    update_begun: int = -1
-    """The latest step whose update has begun."""
-    update_ended: int = -1
-    """The latest step whose update has ended."""
+
+class Replica(LocalModel):
+    """A whole model, on one device or spread over several, and what a step needs beside it.
+
+    Args:
+        parts: what it is made of.
+    """
+
+    def __init__(self, parts: ReplicaParts) -> None:
+        super().__init__(
+            model=parts.held.model,
+            device=parts.device,
+            device_types=parts.device_types,
+            data_ranks=parts.data_ranks,
+            all_ranks=parts.all_ranks,
+            precision=parts.precision,
+            lanes=parts.reducer.lanes,
+        )
+        self.params = parts.held.params
+        """Trainable parameters of the model by canonical name."""
+        self.masters = parts.held.masters
+        """What the optimizer updates: `params` itself, or copies in higher precision."""
+        self.stepper, self.buffers, self.keys = parts.stepper, parts.buffers, parts.keys
+        self.reducer, self.numerics, self.on_phase = parts.reducer, parts.numerics, parts.on_phase
+        self.refuses_unused, self.join_norms = parts.refuses_unused, parts.join_norms
+        self.packing: FlatBuffer | None = None
+        """The layout of what a step exchanges; None until the first step has shown it."""
+        self.used: list[bool] = []
+        """Which parameters get a gradient, as the first step has shown."""
+        self.some_unused = False
+        """Whether there is one that gets none."""
+        self.sparse: dict[int, int] | None = None
+        """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
+        self.exchanged: list[int] | None = None
+        """Places of the gradients that the reducer sums; None: all."""
+        self._seed: tuple[tuple[float, torch.dtype], Tensor] | None = None
+        self._sums: list[Tensor | None] | None = None
+        """Gradients of a lane's earlier shards, where masters are apart."""
+        self._update_begun = -1
+        """The latest step whose update has begun."""
+        self._update_ended = -1
+        """The latest step whose update has ended."""
+
+    def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
+        """Keep which parameters get gradients, and how a step exchanges them.
+
+        Args:
+            used: a flag a parameter.
+            sparse: places of the sparse gradients -> their sparse dims.
+            exchanged: places of the gradients that the reducer sums; None: all.
+        """
+        self.used, self.some_unused = list(used), not all(used)
+        self.sparse, self.exchanged = sparse, exchanged
+
+    def set_sparse(self, sparse: dict[int, int] | None) -> None:
+        """Keep which gradients are sparse."""
+        self.sparse = sparse
+
+    def set_packing(self, packing: FlatBuffer) -> None:
+        """Keep the layout of what a step exchanges."""
+        self.packing = packing
+
+    def set_used(self, used: Sequence[bool]) -> None:
+        """Keep which parameters get a gradient."""
+        self.used = list(used)
+
+    def use_stepper(self, stepper: OptimizerStepper) -> None:
+        """Update by another optimizer from now on."""
+        self.stepper = stepper
+
+    def adopt_layout(self, other: Replica) -> None:
+        """Take over what another replica of the same model has seen of gradients and buffers."""
+        assert other.packing is not None
+        self.used, self.some_unused = other.used, other.some_unused
+        self.sparse, self.exchanged = other.sparse, other.exchanged
+        if self.buffers is not other.buffers:
+            self.buffers.settle_like(other.buffers)
+        self.packing = other.packing.on(self.device)
+
+    def backward_seed(self, factor: float, total: Tensor) -> Tensor:
+        """Return where backward begins: () the factor, in the dtype and on the device of the loss; shared by steps."""
+        if self._seed is None or self._seed[0] != (factor, total.dtype):
+            self._seed = (factor, total.dtype), torch.full_like(total, factor, requires_grad=False)
+        return self._seed[1]
 
     def begin_update(self, step: int) -> None:
         """Note that parameters, buffers and optimizer are about to change."""
-        self.update_begun = step
+        self._update_begun = step
 
     def end_update(self, step: int) -> None:
         """Note that they are those of the next step."""
-        self.update_ended = step
+        self._update_ended = step
 
     def recover(self, step: int) -> bool:
         """Put buffers back that the forward passes of an interrupted step have changed.
@@ -109,7 +187,7 @@ class Replica(Placed):
             Whether parameters and optimizer are those after that many updates. Only an update of this process counts:
             before the first one they are those of a checkpoint.
         """
-        if not self.update_begun == self.update_ended == step - 1:
+        if not self._update_begun == self._update_ended == step - 1:
             return False
         self.buffers.recover()
         return True
@@ -137,7 +215,7 @@ class Replica(Placed):
     def take_grads(self) -> list[Tensor | None]:
         """The gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
         if self.masters_apart:
-            sums, self.sums = self.sums, None
+            sums, self._sums = self._sums, None
             return sums or [None] * len(self.params)
         grads = [param.grad for param in self.trained]
         for param in self.trained:
@@ -146,13 +224,13 @@ class Replica(Placed):
 
     def accumulate_in_masters(self) -> None:
         """Add the shard's gradients to `sums`: in bfloat16, adding shards would lose most of the later ones."""
-        sums = self.sums or [None] * len(self.params)
+        sums = self._sums or [None] * len(self.params)
         for place, (param, master) in enumerate(zip(self.params.values(), self.masters.values(), strict=True)):
             if param.grad is not None:
                 grad, earlier = param.grad.to(master.dtype), sums[place]
                 sums[place] = grad if earlier is None else earlier.add_(grad)
                 param.grad = None
-        self.sums = sums
+        self._sums = sums
 
     @torch.no_grad()
     def refresh_params(self) -> None:

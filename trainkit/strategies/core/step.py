@@ -18,7 +18,7 @@ from trainkit.errors import TrainingError
 from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
-from trainkit.strategies.base import LossWeighting, StepContext
+from trainkit.strategies.base import Batch, LossWeighting, StepContext
 from trainkit.strategies.core.grad_exchange import agree_on_exchanged_grads, scatter_to_all_params
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
@@ -29,12 +29,13 @@ from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
 __all__ = ["LossDivisor", "ShardStep", "cloned_batch"]
 
 
-def cloned_batch(batch: Any) -> Any:
+def cloned_batch(batch: Batch) -> Batch:
     """A batch in memory of its own.
 
     One that is a view begins at another alignment on another rank, and then vector code sums it in another order.
     """
-    return tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
+    cloned: Batch = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
+    return cloned
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class ShardStep:
         self,
         replica: Replica,
         ticket: Ticket,
-        batches: Sequence[Any],
+        batches: Sequence[Batch],
         training: StepContext,
         batch_size: int | None = None,
     ) -> None:
@@ -113,7 +114,7 @@ class ShardStep:
             for lane, shards in groupby(numbered, key=lambda item: item[0] % lanes):
                 yield lane, self._lane([(shard, cloned_batch(batch)) for shard, batch in shards])
 
-    def _lane(self, shards: Sequence[tuple[int, Any]]) -> list[Tensor | None]:
+    def _lane(self, shards: Sequence[tuple[int, Batch]]) -> list[Tensor | None]:
         weight: Tensor | float = 0.0
         for shard, batch in shards:
             weight = weight + self._shard(shard, batch)
@@ -122,15 +123,12 @@ class ShardStep:
             self._enter("reduce")
         return self._take_grads(weight)
 
-    def _shard(self, shard: int, batch: Any) -> Tensor | float:
+    def _shard(self, shard: int, batch: Batch) -> Tensor | float:
         """Forward and backward of one shard into `.grad`; returns its weight."""
         replica = self.replica
-        watched = replica.on_phase is not None
-        if watched:
-            self._enter("forward")
+        self._enter("forward")
         loss = self._forward(shard, batch)
-        if watched:
-            self._enter("backward")
+        self._enter("backward")
         if replica.buffers.names:
             replica.buffers.end_forward(self._shard_fraction(shard))
         total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
@@ -149,8 +147,7 @@ class ShardStep:
         return loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
 
     def _enter(self, phase: str) -> None:
-        if self.replica.on_phase is not None:
-            self.replica.on_phase(phase, self.ticket.step)
+        self.replica.on_phase(phase, self.ticket.step)
 
     def _shard_fraction(self, shard: int) -> float:
         """A shard's samples over the step's."""
@@ -161,12 +158,9 @@ class ShardStep:
 
         The same bits as dividing the loss by the weight, which are those of torch's own mean, without two kernels.
         """
-        factor = self.replica.loss_scale.scale / self.divisor.value
-        if self.replica.seed is None or self.replica.seed[0] != (factor, total.dtype):
-            self.replica.seed = (factor, total.dtype), torch.full_like(total, factor, requires_grad=False)
-        return self.replica.seed[1]
+        return self.replica.backward_seed(self.replica.loss_scale.scale / self.divisor.value, total)
 
-    def _forward(self, shard: int, batch: Any) -> Loss:
+    def _forward(self, shard: int, batch: Batch) -> Loss:
         replica = self.replica
         objective = self.training.objective
         replica.keys.enter(step=self.ticket.step, shard=shard, objective=objective)
@@ -177,13 +171,13 @@ class ShardStep:
         replica = self.replica
         taken = replica.take_grads()
         if replica.sparse is None:
-            replica.sparse = find_sparse(taken)
+            replica.set_sparse(find_sparse(taken))
         if replica.some_unused:
             self._refuse_late(taken)
         if replica.sparse and replica.lanes is not None:  # their order of summation is that of dense vectors
             taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
         if replica.exchanged is not None:
-            self._sparse = {place: taken[place] for place in replica.sparse}
+            self._sparse = {place: taken[place] for place in replica.sparse or {}}
             taken = [taken[place] for place in replica.exchanged]
         if replica.buffers.names:
             taken.extend(replica.buffers.take())
@@ -237,14 +231,15 @@ class ShardStep:
         reduced, rest = replica.reduced, buffers.shapes()
         if self.divisor.counted:
             rest.append(torch.Size([1]))
-        replica.packing = FlatBuffer(
+        packing = FlatBuffer(
             [*(param.shape for param in reduced), *rest],
             replica.precision.master_dtype,
             replica.device,
             num_grads=len(reduced),
             strides=[*map(dense_strides, reduced), *[None] * len(rest)],
         )
-        return replica.packing
+        replica.set_packing(packing)
+        return packing
 
 
 def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:

@@ -1,163 +1,217 @@
-"""The synchronous base: a loop over this rank's shards, one reduction, one update, the same on every rank."""
+"""Synchronous training: a loop over this rank's shards, one reduction, one update, the same on every rank."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from trainkit.cluster.identity import Identity
-from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
+from trainkit.moved import moved_attribute
+from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.drawing import Drawing
 from trainkit.numerics.precision import Precision
 from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import LeftOut, Numerics, Placed, Status, StepContext, StepCounter, StepOutcome, Strategy
+from trainkit.strategies.base import (
+    Batch,
+    Executor,
+    LeftOut,
+    Numerics,
+    SetupRequest,
+    StateDict,
+    Status,
+    StepContext,
+    StepCounter,
+    StepOutcome,
+)
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.core.placement import Placement, SingleDevicePlacement
-from trainkit.strategies.core.replica import PlacedModel, Replica, make_master_params, replica_state, restore_replica
+from trainkit.strategies.core.replica import (
+    PlacedModel,
+    Replica,
+    ReplicaParts,
+    make_master_params,
+    replica_state,
+    restore_replica,
+)
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.reducers import Reducer
+from trainkit.strategies.groups.ranks import RankGroup, SingleRank
+from trainkit.strategies.reducers import Closing, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
 
-__all__ = ["Synchronous"]
+__all__ = [
+    "MakeReducer",
+    "MakeStep",
+    "SynchronousExecutor",
+    "build_parts",
+    "lanes_or_nothing",
+    "move_and_cast",
+    "no_reducer",
+    "synchronous_gradient_copies",
+]
+
+MakeReducer = Callable[[Collective, Numerics], Reducer]
+"""Makes what adds up the partial sums of a step, over the data ranks; collective."""
+
+MoveModel = Callable[[nn.Module, Precision, Placement], PlacedModel]
+"""Puts the tensors of a model where they belong, in the numbers they are held in; collective."""
+
+R = TypeVar("R", bound=Replica)
+
+MakeStep = Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep]
+"""Makes one try at a step of a replica."""
 
 
-class Synchronous(Strategy):
-    """Every rank computes its shards of a step, then all make the same update.
+def lanes_or_nothing(collective: Collective, numerics: Numerics) -> Reducer:
+    """Return the reducer of a single replica: the lanes of a reproducible run, else none at all."""
+    if numerics.reproducible:
+        return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
+    return LocalReducer()
 
-    A subclass says which processes there are (`tasks`), how they meet (`connect`), and what adds up their partial
-    sums (`make_reducer`).
+
+def no_reducer(collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG001
+    """Return a reducer that sums nothing: gradients are summed elsewhere, or as backward makes them."""
+    return LocalReducer()
+
+
+def synchronous_gradient_copies(numerics: Numerics, num_replicas: int) -> int:
+    """Return the copies of all gradients that an exchange takes.
+
+    One flat vector; with lanes, the partial sums that wait for their neighbour in the tree.
+    """
+    if not numerics.reproducible:
+        return 0 if num_replicas == 1 else 1
+    depth = numerics.lanes.bit_length()
+    return depth if num_replicas == 1 else max(depth - num_replicas.bit_length() + 1, 1) + 3
+
+
+def move_and_cast(model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
+    """Move a whole model to its devices, in its precision.
+
+    Raises:
+        ConfigError: a trainable parameter is an expanded tensor.
+    """
+    make_dense(model)
+    initial = make_master_params(model, precision, placement)  # before rounding
+    model = placement.move(precision.adapt(model))
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    return PlacedModel(model=model, params=params, masters=initial or params)
+
+
+def build_parts(
+    request: SetupRequest,
+    *,
+    ranks: RankGroup | None = None,
+    placement: Placement | None = None,
+    make_reducer: MakeReducer = lanes_or_nothing,
+    move: MoveModel = move_and_cast,
+) -> ReplicaParts:
+    """Move a model to its devices and precision, and build its optimizer there; collective.
+
+    Args:
+        request: the model, and how it is trained.
+        ranks: the other ranks, joined already; None: there are none.
+        placement: where the tensors go; None: all to the device of the task.
+        make_reducer: makes what adds up the partial sums of a step.
+        move: moves the model.
+    """
+    ranks = SingleRank() if ranks is None else ranks
+    placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
+    precision, numerics = request.precision, request.numerics
+    for device in placement.devices:
+        precision.apply_globally(device.type)
+    drawing = Drawing.of(request.model)  # sharding changes the classes of modules
+    held = move(request.model, precision, placement)
+    masters = held.masters
+    reducer = make_reducer(ranks.data_ranks, numerics)
+    return ReplicaParts(
+        held=held,
+        device=placement.device,
+        device_types=tuple(sorted({device.type for device in placement.devices})),
+        data_ranks=ranks.data_ranks,
+        all_ranks=ranks.all_ranks,
+        precision=precision,
+        stepper=OptimizerStepper(request.make_optimizer(masters), list(masters.values())),
+        buffers=StepBuffers(held.model, precision.master_dtype),
+        keys=BlockKeys(held.model, seed=numerics.seed, devices=placement.devices, drawing=drawing),
+        reducer=reducer,
+        numerics=numerics,
+        on_phase=request.on_phase,
+    )
+
+
+class SynchronousExecutor(Executor, Generic[R]):
+    """A rank that computes its shards of a step, and then makes the same update as every other.
+
+    Args:
+        replica: computes.
+        training: plan, objective and update rule.
+        ranks: the other ranks; None: there are none.
+        make_step: makes one try at a step.
     """
 
-    @abstractmethod
-    def connect(self, identity: Identity) -> Collective:
-        """Meet the other ranks; collective."""
-
-    @abstractmethod
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
-        """What adds up the partial sums of a step."""
-
-    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-        """A flat vector for the exchange; with lanes, the partial sums that wait for their neighbour in the tree."""
-        if not numerics.reproducible:
-            return 0 if num_replicas == 1 else 1
-        depth = numerics.lanes.bit_length()
-        return depth if num_replicas == 1 else max(depth - num_replicas.bit_length() + 1, 1) + 3
-
-    def place(
+    def __init__(
         self,
-        model: nn.Module,
+        replica: R,
+        training: StepContext,
         *,
-        identity: Identity,
-        precision: Precision,
-        numerics: Numerics,
-        make_optimizer: Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimizer],
-    ) -> Replica:
-        """Move the model to this rank's devices and precision, and build its optimizer there."""
-        collective = self.connect(identity)
-        spread = self.spread(model, identity, precision)
-        for device in spread.devices:
-            precision.apply_globally(device.type)
-        drawing = Drawing.of(model)  # sharding changes the classes of modules
-        held = self.hold(model, precision, spread)
-        masters = held.masters
-        reducer = self.make_reducer(collective, numerics)
-        replica = self.make_replica(
-            held,
-            device=spread.device,
-            device_types=tuple(sorted({device.type for device in spread.devices})),
-            data_ranks=collective,
-            all_ranks=self.everyone(identity, collective),
-            loss_scale=precision.loss_scale(),
-            precision=precision,
-            lanes=reducer.lanes,
-            stepper=OptimizerStepper(make_optimizer(masters), list(masters.values())),
-            buffers=StepBuffers(held.model, precision.master_dtype),
-            keys=BlockKeys(held.model, seed=numerics.seed, devices=spread.devices, drawing=drawing),
-            reducer=reducer,
-            numerics=numerics,
-        )
-        self.align(replica)
-        return replica
+        ranks: RankGroup | None = None,
+        make_step: MakeStep[R] = ShardStep,
+    ) -> None:
+        self._replica, self._training, self._make_step = replica, training, make_step
+        self._ranks = SingleRank() if ranks is None else ranks
 
-    def hold(self, model: nn.Module, precision: Precision, spread: Placement) -> PlacedModel:
-        """Put the tensors of a model where they belong, in the numbers they are held in; collective.
+    @property
+    def local(self) -> R:
+        """The replica."""
+        return self._replica
 
-        Raises:
-            ConfigError: a trainable parameter is an expanded tensor.
-        """
-        make_dense(model)
-        initial = make_master_params(model, precision, spread)  # before rounding
-        model = spread.move(precision.adapt(model))
-        params = {name: param for name, param in model.named_parameters() if param.requires_grad}
-        return PlacedModel(model=model, params=params, masters=initial or params)
+    def assign(self, step: int) -> tuple[int, ...]:
+        """Return shards by arithmetic on (rank, step)."""
+        shards, replica = self._training.plan.num_shards(step), self._replica
+        return shards_of_rank(shards, rank=replica.rank, num_ranks=replica.num_ranks, lanes=replica.lanes)
 
-    def make_replica(self, held: PlacedModel, **rest: Any) -> Replica:
-        """What a step works on; a strategy that keeps more than others do makes one of its own."""
-        return Replica(model=held.model, params=held.params, masters=held.masters, **rest)
-
-    def everyone(self, identity: Identity, collective: Collective) -> Collective:  # noqa: ARG002
-        """All processes of the run, where those are more than the data ranks."""
-        return collective
-
-    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> Placement:  # noqa: ARG002
-        """Where the tensors of the model go: all to this rank's device, where a subclass does not say otherwise."""
-        return SingleDevicePlacement(device=torch.device(identity.task.device))
-
-    def align(self, replica: Replica) -> None:
-        """Make every replica begin alike; collective."""
-
-    def assign(self, plan: BatchPlan, step: int, placed: Placed) -> tuple[int, ...]:
-        """Arithmetic on (rank, step)."""
-        shards = plan.num_shards(step)
-        return shards_of_rank(shards, rank=placed.rank, num_ranks=placed.num_ranks, lanes=placed.lanes)
-
-    def tickets(
-        self,
-        plan: BatchPlan,
-        position: StepCounter,
-        placed: Any,
-        until: int | None = None,  # noqa: ARG002 - the loop ends there
-    ) -> Iterator[Ticket]:
-        """The ticket of the position's step: the next one once it has moved, the same one while it has not."""
+    def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:  # noqa: ARG002 - the loop ends
+        """Yield the ticket of the position's step: the next one once it has moved, the same one while it has not."""
         while True:
             step = position.step
-            yield Ticket(step, self.assign(plan, step, placed))
+            yield Ticket(step, self.assign(step))
 
-    def step(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
-        """Forward and backward over this rank's shards, one reduction, one update."""
-        work = self.work(placed, ticket, batches, training)
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Run forward and backward over this rank's shards, one reduction, one update."""
+        replica, training = self._replica, self._training
+        work = self._make_step(replica, ticket, batches, training)
         sums = work.run()
-        if placed.on_phase is not None:
-            placed.on_phase("update", ticket.step)
-        placed.begin_update(ticket.step)
-        status, norm = apply_update(placed, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
-        placed.end_update(ticket.step)
+        replica.on_phase("update", ticket.step)
+        replica.begin_update(ticket.step)
+        status, norm = apply_update(replica, sums, work.divisor, training.rule(ticket.step), loss_sum=work.loss_sum)
+        replica.end_update(ticket.step)
         left_out = (LeftOut.whole(training.plan, ticket.step),) if status is Status.skipped else ()
         return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm, left_out)
 
-    def work(self, placed: Replica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> ShardStep:
-        """What computes a ticket."""
-        return ShardStep(placed, ticket, batches, training)
+    def state_dict(self) -> StateDict:
+        """Return parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""
+        return replica_state(self._replica)
 
-    def state(self, placed: Replica) -> dict[str, Tensor]:
-        """Parameters in the masters' dtype, buffers, optimizer slots; the same on every rank."""
-        return replica_state(placed)
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore the tensors of a checkpoint of any strategy, by name."""
+        restore_replica(self._replica, state)
 
-    def recover(self, placed: Any, step: int) -> bool:
-        """Put the buffers of an interrupted step back, where every rank has a whole copy and no update has begun."""
-        return not self.holds_pieces and isinstance(placed, Replica) and placed.recover(step)
+    def recover(self, step: int) -> bool:
+        """Put the buffers of an interrupted step back, where no update has begun."""
+        return self._replica.recover(step)
 
-    def load_state(self, placed: Replica, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the tensors of a checkpoint of any strategy, by name."""
-        restore_replica(placed, tensors)
+    def close(self, *, failed: bool = False) -> None:
+        """Close the reducer, then leave the other ranks."""
+        if isinstance(self._replica.reducer, Closing):
+            self._replica.reducer.close()
+        self._ranks.close(failed=failed)
 
-    def leave(self, placed: Replica) -> None:  # noqa: ARG002 - strategies with a group have one to end
-        """Nothing to end."""
-        return
+
+def __getattr__(name: str) -> object:
+    """Return a class by the name that it once had."""
+    return moved_attribute(__name__, name)

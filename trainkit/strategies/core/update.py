@@ -62,7 +62,7 @@ def apply_update(
     if status is not Status.applied:
         if replica.buffers.names:
             replica.buffers.reset()
-        replica.loss_scale = scale.after(overflow=True) if status is Status.retry else scale.after_skip()
+        replica.set_loss_scale(scale.after(overflow=True) if status is Status.retry else scale.after_skip())
         return status, None
     if scale.scale != 1.0:
         torch._foreach_mul_(present, 1.0 / scale.scale)
@@ -72,7 +72,7 @@ def apply_update(
         replica.refresh_params()
     if replica.buffers.names:
         replica.buffers.finish(buffers)
-    replica.loss_scale = scale.after(overflow=False)
+    replica.set_loss_scale(scale.after(overflow=False))
     return Status.applied, norm
 
 

@@ -1,40 +1,199 @@
-"""Data parallelism: a whole copy of the model on every rank."""
+"""Data parallelism: a copy of the model a rank, gradients summed over all of them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics
-from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.groups.collective import broadcast_values
-from trainkit.strategies.groups.process_group import ProcessGroupStrategy
-from trainkit.strategies.model_transforms import Compiles
-from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
+import torch
+import torch.distributed as dist
+from torch import nn
 
-__all__ = ["DataParallel"]
+from trainkit.cluster.host import host_id
+from trainkit.errors import Problem
+from trainkit.objectives.base import Collective
+from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StepContext, Strategy, Traits
+from trainkit.strategies.capabilities import JsonMap, ModelMemory
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.replica_check import drifted_parameter
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, build_parts, synchronous_gradient_copies
+from trainkit.strategies.data_parallel.options import ReductionOptions
+from trainkit.strategies.groups.collective import broadcast_values
+from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.ranks import RankGroup
+from trainkit.strategies.reducers import (
+    AutoReducer,
+    BackendReducer,
+    DeterministicReducer,
+    FlatReducer,
+    LocalReducer,
+    Reducer,
+)
+from trainkit.strategies.reducers.compression import Compressor
+from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.reducers.ring import RingTransport
+from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
+from trainkit.strategies.reducers.to_one_device import ReduceThenBroadcastTransport
+from trainkit.strategies.tensors.flat_buffer import FlatBuffer
+
+__all__ = ["DataParallel", "DataParallelExecutor", "backend_or_lanes", "broadcast_initial"]
+
+
+def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
+    """Return the reducer of ranks that only sum: the lanes of a reproducible run, else the backend's all-reduce."""
+    if numerics.reproducible:
+        return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
+    return LocalReducer() if collective.num_ranks == 1 else BackendReducer()
+
+
+def broadcast_initial(replica: Replica) -> None:
+    """Take over rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
+    if replica.num_ranks > 1:
+        for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
+            broadcast_values(tensor, src=0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataParallel(ProcessGroupStrategy):
+class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
     """What mirrored and multi_worker_mirrored share: everything but the machines they take.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
     and every replica makes the same update.
     """
 
-    elastic: ClassVar[bool] = True
-    compiles: ClassVar[Compiles] = "model"
+    traits: ClassVar[Traits] = Traits(elastic=True, compiles="model")
+    shard_step: ClassVar[type[ShardStep]] = ShardStep
+    """What computes a try at a step; a subclass may compute in another way."""
+
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return what concerns every process group; reducers, compression and modes that do not go together."""
+        found = super().validate(context)
+        return [*found, *self.reduction_problems(context, lambda: self.tasks(context))]
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a whole replica, the vector of the exchange, and what reducers and compression keep beside it."""
+        return ModelMemory.whole(
+            model, gradient_copies=self.gradient_copies(context.numerics, self.num_replicas(context))
+        )
+
+    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
+        """Return the copies of all gradients at the peak of a step; pure."""
+        copies = synchronous_gradient_copies(numerics, num_replicas)
+        if numerics.reproducible or num_replicas == 1:
+            return copies
+        # A slot, a result, and a share of the total; ring: what comes from the neighbour.
+        beside = {"backend": 0, "to_one_device": 0, "hierarchical": 0, "ring": 1, "shared_memory": 2, "auto": 2}
+        # Two bytes for four; PowerSGD: what was not sent, and the gradients to compare with.
+        compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
+        return copies + beside[self.reduce] + compressed[self.compression]
+
+    def setup(self, request: SetupRequest) -> DataParallelExecutor:
+        """Join the other ranks, and begin with the numbers of rank 0."""
+        ranks = self.join(request.identity)
+        parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
+        refuses_unused = not self.allow_unused and ranks.data_ranks.num_ranks > 1
+        replica = Replica(replace(parts, refuses_unused=refuses_unused))
+        broadcast_initial(replica)
+        return DataParallelExecutor(
+            replica,
+            request.training,
+            ranks=ranks,
+            make_step=self.shard_step,
+            recovers=self.compression != "powersgd",
+        )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
-        """The lanes of a reproducible run, else the backend's all-reduce."""
-        if numerics.reproducible:
-            return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
-        return LocalReducer() if collective.num_ranks == 1 else BackendReducer()
+        """Return the lanes of a reproducible run, nothing for one replica, else what `reduce` names; collective."""
+        if numerics.reproducible or collective.num_ranks == 1:
+            return backend_or_lanes(collective, numerics)
+        makers = self._makers(collective)
+        if self.reduce == "auto":
+            return AutoReducer(makers, collective)
+        return makers[self.reduce]()
 
-    def align(self, replica: Replica) -> None:
-        """Take over rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
-        if replica.num_ranks > 1:
-            for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
-                broadcast_values(tensor, src=0)
+    def _makers(self, collective: Collective) -> dict[str, Callable[[], Reducer]]:
+        """How to make each reducer; with auto, those that can work here and differ from one another; collective."""
+        hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
+        rank, timeout_s = collective.rank, self.timeout_s
+        makers: dict[str, Callable[[], Reducer]] = {
+            "backend": self._backend,
+            "shared_memory": lambda: FlatReducer(SharedMemoryTransport(collective, timeout_s=timeout_s)),
+            "ring": lambda: FlatReducer(RingTransport(collective)),
+            "hierarchical": lambda: FlatReducer(HierarchicalTransport(hosts, rank=rank, timeout_s=timeout_s)),
+            "to_one_device": lambda: FlatReducer(ReduceThenBroadcastTransport()),
+        }
+        if self.reduce == "auto":
+            num_hosts = len(set(hosts))
+            if num_hosts > 1 or dist.get_backend() == "nccl" or not sys.platform.startswith("linux"):
+                del makers["shared_memory"]
+            if num_hosts in (1, len(hosts)):
+                del makers["hierarchical"]
+        return makers
+
+    def _backend(self) -> BackendReducer:
+        compressor = None
+        if self.compression != "none":
+            compressor = Compressor(
+                self.compression, powersgd_rank=self.powersgd_rank, powersgd_after=self.powersgd_after
+            )
+        return BackendReducer(bucket_mb=self.bucket_mb, compressor=compressor)
+
+
+class DataParallelExecutor(SynchronousExecutor[Replica]):
+    """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
+
+    Args:
+        replica: computes.
+        training: plan, objective and update rule.
+        ranks: the other ranks.
+        make_step: makes one try at a step.
+        recovers: whether an exchange that is interrupted leaves nothing behind.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        training: StepContext,
+        *,
+        ranks: RankGroup,
+        make_step: MakeStep[Replica],
+        recovers: bool,
+    ) -> None:
+        super().__init__(replica, training, ranks=ranks, make_step=make_step)
+        self._recovers = recovers
+
+    def tune(self) -> tuple[str, ...]:
+        """With auto, time the reducers on this model's gradients, or keep the choice of the run that is continued."""
+        replica, reducer = self._replica, self._replica.reducer
+        if not isinstance(reducer, AutoReducer):
+            return ()
+        masters = list(replica.masters.values())
+        return (reducer.choose(FlatBuffer.like(masters, replica.precision.master_dtype, replica.device)),)
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return the reducer that auto chose, and the steps PowerSGD has seen."""
+        reducer = self._replica.reducer
+        if isinstance(reducer, AutoReducer) and reducer.chosen is not None:
+            return {"reduce": reducer.chosen}
+        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
+            return {"compressed_steps": reducer.compressor.steps}
+        return {}
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Take up the same choice; PowerSGD's error feedback begins at zero."""
+        reducer = self._replica.reducer
+        if isinstance(reducer, AutoReducer):
+            reducer.recall(extra.get("reduce"))
+        if isinstance(reducer, BackendReducer) and reducer.compressor is not None:
+            reducer.compressor.set_steps(int(str(extra.get("compressed_steps", 0))))
+
+    def check_replicas(self) -> str | None:
+        """Return the first parameter whose bits are not the same on all ranks; collective."""
+        return drifted_parameter(self._replica)
+
+    def recover(self, step: int) -> bool:
+        """Undo an interrupted step; not where an exchange leaves something behind, PowerSGD's error feedback."""
+        return self._recovers and super().recover(step)

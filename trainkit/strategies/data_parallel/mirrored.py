@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.data_parallel.options import ReductionOptions
+from trainkit.strategies.data_parallel.base import DataParallel
 
 __all__ = ["Mirrored"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mirrored(ReductionOptions):
+class Mirrored(DataParallel):
     """Train a copy of the model on every device of this host, in step.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
@@ -28,12 +28,12 @@ class Mirrored(ReductionOptions):
 
     alone_as_one_device: ClassVar[bool] = True
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
+    def validate(self, context: PlanContext) -> list[Problem]:
         """What concerns every data-parallel strategy, and a launch that reaches beyond this host."""
-        if facts.launch is not None and facts.launch.num_hosts > 1:
-            rule = f"is of one host, and {facts.launch.kind} started {facts.launch.num_hosts}. {_OTHER}"
+        if context.launch is not None and context.launch.num_hosts > 1:
+            rule = f"is of one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
             return [Problem(key="strategy", value="mirrored", rule=rule)]
-        return super().problems(facts)
+        return super().validate(context)
 
 
 _OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from trainkit.strategies.data_parallel.options import ReductionOptions
+from trainkit.strategies.data_parallel.base import DataParallel
 
 __all__ = ["MultiWorkerMirrored"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultiWorkerMirrored(ReductionOptions):
+class MultiWorkerMirrored(DataParallel):
     """Train a copy of the model on every device of every host, in step: mirrored, over machines.
 
     It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Where nothing started it, it

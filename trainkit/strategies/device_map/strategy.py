@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
 
-from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
 from trainkit.config.values import above
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective
-from trainkit.strategies.base import Numerics, PlanContext, StagePart
+from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy
+from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.synchronous import (
+    SynchronousExecutor,
+    build_parts,
+    lanes_or_nothing,
+    synchronous_gradient_copies,
+)
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.groups.single_process import SingleProcess
+from trainkit.strategies.groups.single_process import launch_problems
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
@@ -29,16 +36,13 @@ __all__ = ["DeviceMap"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceMap(SingleProcess):
+class DeviceMap(Strategy):
     """Train one replica on several devices, in one process.
 
     Example:
         >>> DeviceMap(map={"embed": "cpu", "rest": 0}).tasks(PlanContext(num_gpus=1))
         (Task(role='worker', index=0, rank=0, device='cuda:0'),)
     """
-
-    named: ClassVar[str] = "device_map"
-    called: ClassVar[str] = "a device map"
 
     map: Annotated[Mapping[str, int | str] | Literal["auto"], placement] = "auto"
     """Module names, prefixes, ranges (`blocks.0-5`) and `rest`, each with a device; `auto`: balanced by bytes."""
@@ -47,12 +51,12 @@ class DeviceMap(SingleProcess):
     max_memory: Annotated[Annotated[float, above(0)] | Mapping[str, float] | None, placement] = None
     """GiB of parameters, gradients, buffers and a shard's activations on a device: for all, or by device, `{0:20}`."""
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
-        """Whether its devices exist; `problems_with` judges the map by the model."""
-        if found := self.launch_problems(facts):
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return devices that do not exist; `validate_model` judges the map by the model."""
+        if found := launch_problems(context, named="device_map", called="a device map"):
             return found
         problems = [
-            found for key, device in self._named_devices() for found in device_problems(key, device, facts.num_gpus)
+            found for key, device in self._named_devices() for found in device_problems(key, device, context.num_gpus)
         ]
         if self.map == {}:
             rule = "places nothing. Name modules and their devices, {embed:0,rest:1}, or use auto."
@@ -63,70 +67,76 @@ class DeviceMap(SingleProcess):
         if self.devices == ():
             rule = "names no device. Name some, [0,1], or null for all."
             problems.append(Problem(key="strategy.devices", value=[], rule=rule))
-        return problems or self._memory_problems(facts.num_gpus)
+        return problems or self._memory_problems(context.num_gpus)
 
-    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
-        """What is wrong with the map for this model."""
-        layout = self._judged(model, facts)
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return what is wrong with the map for this model."""
+        layout = self._judged(model, context)
         return [] if isinstance(layout, DeviceLayout) else self._with_limits(layout)
 
-    def parts(self, model: nn.Module, facts: PlanContext) -> tuple[StagePart, ...]:
-        """A part for each stretch of the model on one device."""
-        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
-        layout = self._judged(model, facts)
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return a part for each stretch of the model on one device."""
+        precision = Precision(value=context.precision)  # type: ignore[arg-type]
+        layout = self._judged(model, context)
         return layout.parts(model_bytes(precision)) if isinstance(layout, DeviceLayout) else ()
 
-    def decided(self, build: Callable[[], nn.Module], facts: PlanContext) -> DeviceMap:
-        """With a map in the place of `auto`: what a shard keeps in each block is known here, not where it is placed."""
-        if self.map != "auto" or len(self._used(facts.num_gpus)) == 1:
+    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> DeviceMap:
+        """Return it with a map in place of `auto`: what a shard keeps in each block is known here only."""
+        if self.map != "auto" or len(self._used(context.num_gpus)) == 1:
             return self
-        layout = self._judged(build(), facts)
+        layout = self._judged(build(), context)
         if not isinstance(layout, DeviceLayout):
             raise ConfigError(self._with_limits(layout))
         placed = zip(layout.units, layout.devices_by_unit, strict=True)
         return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
 
-    def held(self, model: nn.Module, facts: PlanContext) -> Mapping[str, int]:
-        """What the fullest device holds."""
-        layout = self._judged(model, facts)
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return what the fullest device holds, and the partial sums of a reproducible run."""
+        copies = synchronous_gradient_copies(context.numerics, 1)
+        layout = self._judged(model, context)
         if not isinstance(layout, DeviceLayout):
-            return super().held(model, facts)
+            return ModelMemory.whole(model, gradient_copies=copies)
         by_device: dict[torch.device, dict[str, int]] = {}
         for name, param in model.named_parameters():
             by_device.setdefault(layout.device_of(name), {})[name] = param.numel()
-        return max(by_device.values(), key=lambda held: sum(held.values()))
+        fullest = max(by_device.values(), key=lambda held: sum(held.values()))
+        return ModelMemory(resident=fullest, gradient_copies=copies)
 
-    def _judged(self, model: nn.Module, facts: PlanContext) -> DeviceLayout | list[Problem]:
+    def _judged(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
         """The layout of a model of which all is known but its numbers."""
-        precision = Precision(value=facts.precision)  # type: ignore[arg-type]
-        return self._fitting(precision, facts.num_gpus, facts).layout(model)
+        precision = Precision(value=context.precision)  # type: ignore[arg-type]
+        return self._fitting(precision, context.num_gpus, context).layout(model)
 
     def num_slots(self, num_gpus: int) -> int:
         """The GPUs of the map; on the CPU its parts take turns."""
         return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
 
-    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """One task; its device is the first GPU of the map, else the CPU."""
-        found = self._used(facts.num_gpus)
+        found = self._used(context.num_gpus)
         return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
 
-    def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
-        """The lanes of a reproducible run, whose sums go back to where their parts were; else nothing."""
-        reducer = super().make_reducer(collective, numerics)
-        return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
+    def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
+        """Return one."""
+        return 1
 
-    def spread(self, model: nn.Module, identity: Identity, precision: Precision) -> DeviceLayout:  # noqa: ARG002
-        """The layout of this model on the devices of this host.
+    def setup(self, request: SetupRequest) -> SynchronousExecutor[Replica]:
+        """Move each block to its device.
 
         Raises:
             ConfigError: the map does not fit the model.
         """
-        layout = self._fitting(precision, torch.cuda.device_count()).layout(model)
+        parts = build_parts(request, placement=self._layout(request), make_reducer=_make_reducer)
+        return SynchronousExecutor(Replica(parts), request.training)
+
+    def _layout(self, request: SetupRequest) -> DeviceLayout:
+        """The layout of this model on the devices of this host."""
+        layout = self._fitting(request.precision, torch.cuda.device_count()).layout(request.model)
         if not isinstance(layout, DeviceLayout):
             raise ConfigError(self._with_limits(layout))
         return layout
 
-    def _fitting(self, precision: Precision, num_gpus: int, facts: PlanContext | None = None) -> PartitionSolver:
+    def _fitting(self, precision: Precision, num_gpus: int, context: PlanContext | None = None) -> PartitionSolver:
         given = None if self.map == "auto" else self.map
         alone = len(self._used(num_gpus)) == 1  # and nothing to weigh
         return PartitionSolver(
@@ -134,7 +144,7 @@ class DeviceMap(SingleProcess):
             devices=self._used(num_gpus),
             capacities=self._capacities(num_gpus),
             bytes_of=model_bytes(precision),
-            activations=activations_in(None if alone else facts, precision),
+            activations=activations_in(None if alone else context, precision),
         )
 
     def _with_limits(self, problems: list[Problem]) -> list[Problem]:
@@ -184,6 +194,12 @@ class DeviceMap(SingleProcess):
 def _as_given(device: str) -> int | str:
     """A device that stands as a key, where every name is text."""
     return int(device) if str(device).isdigit() else device
+
+
+def _make_reducer(collective: Collective, numerics: Numerics) -> Reducer:
+    """The lanes of a reproducible run, whose sums go back to where their parts were; else nothing."""
+    reducer = lanes_or_nothing(collective, numerics)
+    return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
 
 
 class _Returning:

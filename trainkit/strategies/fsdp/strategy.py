@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -13,11 +13,20 @@ from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, clo
 from trainkit.errors import Problem
 from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.base import PlanContext
+from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
+from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.placement import Placement
-from trainkit.strategies.core.replica import PlacedModel
-from trainkit.strategies.fsdp.sharded.base import Sharded
+from trainkit.strategies.core.synchronous import build_parts, no_reducer
+from trainkit.strategies.fsdp.sharded.base import (
+    ShardedExecutor,
+    cut_and_cast,
+    cuts_of,
+    sharding_problems,
+    unsharded_model_problems,
+    without_order,
+)
 from trainkit.strategies.fsdp.sharded.fully import Sharding, fully_sharded, gathers_anew, reduces_when
+from trainkit.strategies.fsdp.sharded.norms import joined_norms
 from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
 from trainkit.strategies.fsdp.sharded.wrap_policy import (
     blocks_of_model,
@@ -26,12 +35,13 @@ from trainkit.strategies.fsdp.sharded.wrap_policy import (
     without_shared,
 )
 from trainkit.strategies.groups.mesh import Axes
+from trainkit.strategies.groups.process_group import ProcessGroupOptions
 
 __all__ = ["Fsdp"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fsdp(Sharded):
+class Fsdp(ProcessGroupOptions, Strategy):
     """Train a model that one device does not hold: parameters, gradients and optimizer state are cut over the ranks.
 
     Each rank computes shards of its own, as in `mirrored`. A block's parameters are gathered before it computes and
@@ -45,7 +55,7 @@ class Fsdp(Sharded):
     """
 
     alone_as_one_device: ClassVar[bool] = True
-    defers: ClassVar[bool] = True
+    traits: ClassVar[Traits] = Traits(supports_meta_init=True, is_sharded=True, forward_is_collective=True)
 
     replicate: Annotated[int, at_least(1), at_most(MOST_PROCESSES), placement] = 1
     """Groups of ranks, each with a whole model cut over its own; above 1 (hybrid) gradients are summed over groups."""
@@ -60,15 +70,15 @@ class Fsdp(Sharded):
     offload: Annotated[bool, placement] = False
     """Whether parts and their optimizer are kept in the memory of the host, and travel to the GPU to be gathered."""
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
-        """What concerns every strategy that cuts parameters; groups that do not come out even, keys without effect."""
-        found = super().problems(facts)
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return what concerns every strategy that cuts parameters; uneven groups, keys without effect."""
+        found = [*super().validate(without_order(context)), *sharding_problems(context)]
         if found:
             return found
-        return [*self._group_problems(facts), *self._own_problems(facts)]
+        return [*self._group_problems(context), *self._own_problems(context)]
 
-    def _group_problems(self, facts: PlanContext) -> list[Problem]:
-        count, groups = self.num_replicas(facts), self.replicate
+    def _group_problems(self, context: PlanContext) -> list[Problem]:
+        count, groups = self.num_replicas(context), self.replicate
         if count % groups:
             rule = f"must divide the {count} replicas."
             return [Problem(key="strategy.replicate", value=groups, rule=rule)]
@@ -77,7 +87,7 @@ class Fsdp(Sharded):
             return [Problem(key="strategy.replicate", value=groups, rule=rule)]
         return []
 
-    def _own_problems(self, facts: PlanContext) -> list[Problem]:
+    def _own_problems(self, context: PlanContext) -> list[Problem]:
         found = []
         if self.wrap != "size" and self.wrap_mb != Fsdp.wrap_mb:
             rule = "has no effect without strategy.wrap=size."
@@ -85,14 +95,14 @@ class Fsdp(Sharded):
         if self.wrap == ():
             rule = "names no class. Name some, [Block], or use blocks or size."
             found.append(Problem(key="strategy.wrap", value=[], rule=rule))
-        if self.offload and any(task.device == "cpu" for task in self.tasks(facts)):
+        if self.offload and any(task.device == "cpu" for task in self.tasks(context)):
             rule = "keeps in the memory of the host what a GPU computes with, and the replicas are on the CPU. Leave "
             found.append(Problem(key="strategy.offload", value=True, rule=f"{rule}it out."))
         return found
 
-    def problems_with(self, model: nn.Module, facts: PlanContext) -> list[Problem]:
-        """Parameters that cannot be cut; classes that the model has not."""
-        found = super().problems_with(model, facts)
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
+        """Return parameters that cannot be cut; classes that the model has not."""
+        found = unsharded_model_problems(model)
         if isinstance(self.wrap, str):
             return found
         known = sorted({type(module).__name__ for name, module in model.named_modules() if name})
@@ -104,20 +114,21 @@ class Fsdp(Sharded):
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
 
-    def held(self, model: nn.Module, facts: PlanContext) -> dict[str, int]:
-        """A part of each parameter: rows are cut, and the first rank's are most."""
-        ranks = self.num_replicas(facts) // self.replicate
-        return {
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return a part of each parameter (the first rank's rows are most), and what is gathered for a while."""
+        ranks = self.num_replicas(context) // self.replicate
+        resident = {
             name: -(-param.shape[0] // ranks) * (param.numel() // max(param.shape[0], 1)) if param.dim() else 1
             for name, param in model.named_parameters()
         }
+        return ModelMemory(resident=resident, transient=self._transient_elements(model, context))
 
-    def gathered(self, model: nn.Module, facts: PlanContext) -> int:
+    def _transient_elements(self, model: nn.Module, context: PlanContext) -> int:
         """What the model itself owns, a module and the next one, the gradients of one, and these as they are sent.
 
         Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
         """
-        if self.num_replicas(facts) == 1:
+        if self.num_replicas(context) == 1:
             return 0
         units = [sum(param.numel() for param in unit.parameters()) for unit in self._units(model)]
         whole, largest = sum(param.numel() for param in model.parameters()), max(units, default=0)
@@ -125,7 +136,23 @@ class Fsdp(Sharded):
         params = rest + 2 * largest if self.reshard_after_forward else whole
         return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
 
-    def cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
+    def setup(self, request: SetupRequest) -> ShardedExecutor:
+        """Join the other ranks, and cut the model over them."""
+        ranks = self.join(request.identity)
+        parts = build_parts(request, ranks=ranks, make_reducer=no_reducer, move=partial(cut_and_cast, self._cut))
+        held = parts.held
+        cuts = cuts_of(held.model, is_rank0=ranks.all_ranks.rank == 0)
+        if not cuts:
+            return ShardedExecutor(ShardedReplica(parts, cuts={}), request.training, ranks=ranks)
+        replica = ShardedReplica(
+            replace(parts, join_norms=joined_norms([cuts[name] for name in held.params], parts.device)),
+            cuts=cuts,
+            expect=partial(reduces_when, held.model) if self.sync == "last" else None,
+            reload=partial(gathers_anew, held.model),
+        )
+        return ShardedExecutor(replica, request.training, ranks=ranks)
+
+    def _cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
         """Cut every parameter over the ranks of a group; collective."""
         ranks = torch.distributed.get_world_size()
         sharding = Sharding(
@@ -136,15 +163,6 @@ class Fsdp(Sharded):
             offload=self.offload,
         )
         return fully_sharded(model, self._units(model), sharding)
-
-    def make_replica(self, held: PlacedModel, **rest: Any) -> ShardedReplica:
-        """The parts, and how the model is told what to exchange."""
-        replica = super().make_replica(held, **rest)
-        if replica.cuts:
-            replica.reload = partial(gathers_anew, held.model)
-            if self.sync == "last":
-                replica.expect = lambda is_last: reduces_when(held.model, is_last=is_last)
-        return replica
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
         """The modules that are gathered by themselves, inner ones first."""

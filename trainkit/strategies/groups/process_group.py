@@ -19,20 +19,19 @@ from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.synchronous import Synchronous
-from trainkit.strategies.groups.collective import GroupCollective, LocalCollective
+from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
+from trainkit.strategies.groups.ranks import RankGroup, SingleRank
 from trainkit.strategies.rendezvous_store import store_client
 
-__all__ = ["ProcessGroupStrategy"]
+__all__ = ["ProcessGroupOptions", "ProcessRanks"]
 
 _ABORT_S: Final = 2.0
 """How long a rank that has failed waits for its connections to close."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProcessGroupStrategy(Synchronous):
+class ProcessGroupOptions:
     """What strategies of several processes share: which processes there are, their devices, and how they meet.
 
     Without a launch a process is started for every rank, on a device of this host; in a launch its processes are the
@@ -56,30 +55,32 @@ class ProcessGroupStrategy(Synchronous):
         return 1
 
     @property
-    def voice(self) -> int:
-        """Which of a replica's ranks, counted from 0, knows what the replica has computed, its loss above all."""
+    def loss_rank(self) -> int:
+        """The rank within a replica, counted from 0, that holds the loss (the last pipeline stage, for example)."""
         return 0
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
+    def validate(self, context: PlanContext) -> list[Problem]:
         """Devices that do not exist or stand twice, replicas that have no device or no lane, a launch that misfits."""
-        problems = self._device_problems(facts)
+        problems = self._device_problems(context)
         if problems:
             return problems
         if self.replicas != "auto" and self.replicas < 1:
             return [Problem(key="strategy.replicas", value=self.replicas, rule="must be 1 or more.")]
-        found = self._host_problems(facts) if facts.launch is None else self._launch_problems(facts, facts.launch)
-        count = self.num_replicas(facts)
-        if not found and facts.numerics.reproducible and count > facts.numerics.lanes:
-            rule = f"more replicas than numerics.lanes={facts.numerics.lanes}. Use at most that many, or more lanes."
+        found = (
+            self._host_problems(context) if context.launch is None else self._launch_problems(context, context.launch)
+        )
+        count = self.num_replicas(context)
+        if not found and context.numerics.reproducible and count > context.numerics.lanes:
+            rule = f"more replicas than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             return [Problem(key="strategy.replicas", value=count, rule=rule)]
         return found
 
-    def proof_problems(self, facts: PlanContext) -> list[Problem]:
+    def proof_problems(self, context: PlanContext) -> list[Problem]:
         """Return that a single rank, which joins no process group, runs the code of one device."""
-        if len(self.tasks(facts)) > 1 or not type(self).__dict__.get("alone_as_one_device", False):
+        if len(self.tasks(context)) > 1 or not type(self).__dict__.get("alone_as_one_device", False):
             return []
         use = "strategy.replicas=2"
-        if facts.num_gpus == 1:
+        if context.num_gpus == 1:
             use += " strategy.devices=[cpu,cpu]"
         rule = f"a single rank runs the code of one_device, and comparing the two shows nothing. Use {use}."
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
@@ -88,51 +89,51 @@ class ProcessGroupStrategy(Synchronous):
         """The replicas that the config asks for on this host."""
         return self.replicas
 
-    def _host_problems(self, facts: PlanContext) -> list[Problem]:
-        count, each = self.num_replicas(facts) * self.ranks_a_replica, self.ranks_a_replica
+    def _host_problems(self, context: PlanContext) -> list[Problem]:
+        count, each = self.num_replicas(context) * self.ranks_a_replica, self.ranks_a_replica
         if count > MOST_PROCESSES:
-            rule = f"{self._described(facts)}, and one host starts {MOST_PROCESSES:,} processes at most. Use fewer."
+            rule = f"{self._described(context)}, and one host starts {MOST_PROCESSES:,} processes at most. Use fewer."
             return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
         if self.devices is not None and len(self.devices) != count:
-            rule = f"names {_counted(len(self.devices), 'device', 's')}, and {self._described(facts)}. Name as many."
+            rule = f"names {_counted(len(self.devices), 'device', 's')}, and {self._described(context)}. Name as many."
             return [Problem(key="strategy.devices", value=list(self.devices), rule=rule)]
-        if self.devices is None and 0 < facts.num_gpus < count:
+        if self.devices is None and 0 < context.num_gpus < count:
             if each > 1:
-                rule = f"{self._described(facts)}, and this host has {_counted(facts.num_gpus, 'GPU', 's')}."
+                rule = f"{self._described(context)}, and this host has {_counted(context.num_gpus, 'GPU', 's')}."
             else:
-                rule = f"more than the {facts.num_gpus} GPUs of this host. Use {facts.num_gpus} or fewer."
+                rule = f"more than the {context.num_gpus} GPUs of this host. Use {context.num_gpus} or fewer."
             return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
         return []
 
-    def _described(self, facts: PlanContext) -> str:
-        count, each = self.num_replicas(facts), self.ranks_a_replica
+    def _described(self, context: PlanContext) -> str:
+        count, each = self.num_replicas(context), self.ranks_a_replica
         verb = "needs" if count == 1 else "need"
         return f"{_counted(count, 'replica', 's')} of {each} ranks {verb} {count * each} devices"
 
-    def _launch_problems(self, facts: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
+    def _launch_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
         """Roles that nobody plays here, and numbers of processes that fit no devices of this host."""
         others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
         problems = [
             Problem(key=f"cluster.{role}", rule=f"{launch.kind} names tasks of this role, and here all are workers.")
             for role in others
         ]
-        local = launch.num_local * self._ranks_a_process(facts, launch)
+        local = launch.num_local * self._ranks_a_process(context, launch)
         started = f"{launch.kind} started {_counted(launch.num_local, 'process', 'es')} on this host"
-        problems += self._replica_problems(facts, launch) if self.ranks_a_replica > 1 else []
+        problems += self._replica_problems(context, launch) if self.ranks_a_replica > 1 else []
         if self.ranks_a_replica == 1 and self.replicas_here(launch) not in ("auto", local) and not launch.takes_devices:
             rule = f"{started}, a replica each. Leave it out, or give {local}."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         if self.devices is not None and len(self.devices) != local:
             rule = f"{started}. Name as many devices, or leave it out."
             problems.append(Problem(key="strategy.devices", value=list(self.devices), rule=rule))
-        if self.devices is None and 0 < facts.num_gpus < local:
-            rule = f"more replicas on this host than its {_counted(facts.num_gpus, 'GPU', 's')}. Start fewer."
+        if self.devices is None and 0 < context.num_gpus < local:
+            rule = f"more replicas on this host than its {_counted(context.num_gpus, 'GPU', 's')}. Start fewer."
             problems.append(Problem(key="strategy.replicas", value=local, rule=rule))
         return problems
 
-    def _replica_problems(self, facts: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
+    def _replica_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
         """Whether the processes of all hosts make up the replicas that are asked for."""
-        each, ranks = self.ranks_a_replica, launch.num_ranks * self._ranks_a_process(facts, launch)
+        each, ranks = self.ranks_a_replica, launch.num_ranks * self._ranks_a_process(context, launch)
         found = f"{launch.kind} started {_counted(ranks, 'process', 'es')}, and a replica takes {each}"
         if ranks % each:
             return [Problem(key="strategy", rule=f"{found}. Start a multiple of {each}.")]
@@ -141,42 +142,42 @@ class ProcessGroupStrategy(Synchronous):
             return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
         return []
 
-    def _device_problems(self, facts: PlanContext) -> list[Problem]:
+    def _device_problems(self, context: PlanContext) -> list[Problem]:
         if self.devices is None:
             return []
         because = "NCCL takes one replica a GPU."
-        problems = device_list_problems("strategy.devices", self.devices, facts.num_gpus, because=because)
-        if self.ranks_a_replica == 1 and self.replicas_here(facts.launch) not in ("auto", len(self.devices)):
+        problems = device_list_problems("strategy.devices", self.devices, context.num_gpus, because=because)
+        if self.ranks_a_replica == 1 and self.replicas_here(context.launch) not in ("auto", len(self.devices)):
             rule = f"but strategy.devices names {len(self.devices)}. Leave one of the two out."
             problems.append(Problem(key="strategy.replicas", value=self.replicas, rule=rule))
         return problems
 
-    def num_replicas(self, facts: PlanContext) -> int:
+    def num_replicas(self, context: PlanContext) -> int:
         """The replicas asked for, or a replica a device; in a launch, over all its processes."""
-        if facts.launch is not None:
-            return facts.launch.num_ranks * self._ranks_a_process(facts, facts.launch) // self.ranks_a_replica
+        if context.launch is not None:
+            return context.launch.num_ranks * self._ranks_a_process(context, context.launch) // self.ranks_a_replica
         if self.replicas != "auto":
             return self.replicas
         if self.devices is not None:
             return max(len(self.devices) // self.ranks_a_replica, 1)
-        return max((facts.num_gpus or 2) // self.ranks_a_replica, 1)
+        return max((context.num_gpus or 2) // self.ranks_a_replica, 1)
 
-    def tasks(self, facts: PlanContext) -> tuple[Task, ...]:
+    def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """A worker a rank; in a launch, the ranks of each of its processes one after the other."""
-        launch = facts.launch
+        launch = context.launch
         if launch is None:
-            names = self._devices(facts, range(self.num_replicas(facts) * self.ranks_a_replica))
+            names = self._devices(context, range(self.num_replicas(context) * self.ranks_a_replica))
             return tuple(Task(role="worker", index=rank, rank=rank, device=name) for rank, name in enumerate(names))
-        share = self._ranks_a_process(facts, launch)
+        share = self._ranks_a_process(context, launch)
         first = launch.local_rank * share
-        names = self._devices(facts, range(first, first + share))
+        names = self._devices(context, range(first, first + share))
         return tuple(
             Task(role=task.role, index=task.index * share + place, rank=task.rank * share + place, device=name)
             for task in launch.tasks
             for place, name in enumerate(names)
         )
 
-    def _ranks_a_process(self, facts: PlanContext, launch: LaunchEnvironment) -> int:
+    def _ranks_a_process(self, context: PlanContext, launch: LaunchEnvironment) -> int:
         """One, but for a process that takes all devices of its host."""
         if not launch.takes_devices:
             return 1
@@ -185,18 +186,18 @@ class ProcessGroupStrategy(Synchronous):
         asked = self.replicas_here(launch)
         if asked != "auto" and self.ranks_a_replica == 1:
             return asked
-        return max(facts.num_gpus, 1) if launch.num_local == 1 else 1
+        return max(context.num_gpus, 1) if launch.num_local == 1 else 1
 
-    def _devices(self, facts: PlanContext, places: range) -> list[str]:
+    def _devices(self, context: PlanContext, places: range) -> list[str]:
         """The devices of some of this host's ranks."""
         if self.devices is not None:
             return [parse_device(self.devices[place]) or "cpu" for place in places]
-        return [f"cuda:{place}" if facts.num_gpus else "cpu" for place in places]
+        return [f"cuda:{place}" if context.num_gpus else "cpu" for place in places]
 
-    def connect(self, identity: Identity) -> Collective:
-        """Join the process group of this attempt."""
+    def join(self, identity: Identity) -> RankGroup:
+        """Join the process group of this attempt; collective."""
         if identity.store is None:
-            return LocalCollective()
+            return SingleRank()
         device = torch.device(identity.task.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -212,30 +213,36 @@ class ProcessGroupStrategy(Synchronous):
             timeout=timeout,
         )
         each, ranks = self.ranks_a_replica, range(0, identity.num_ranks, self.ranks_a_replica)
-        voices = tuple(first + self.voice for first in ranks) if each > 1 else ()
-        return GroupCollective(
-            rank=identity.task.rank // each, num_ranks=identity.num_ranks // each, device=device, voices=voices
+        every = GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)
+        if each == 1:
+            return ProcessRanks(data_ranks=every, all_ranks=every)
+        data = GroupCollective(
+            rank=identity.task.rank // each,
+            num_ranks=identity.num_ranks // each,
+            device=device,
+            voices=tuple(first + self.loss_rank for first in ranks),
         )
+        return ProcessRanks(data_ranks=data, all_ranks=every)
 
-    def everyone(self, identity: Identity, collective: Collective) -> Collective:
-        """Every rank, where a replica has several."""
-        if self.ranks_a_replica == 1 or identity.store is None:
-            return collective
-        device = torch.device(identity.task.device)
-        return GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)
 
-    def leave(self, placed: Replica) -> None:  # noqa: ARG002 - the default group is the replica's
-        """End the process group."""
-        if dist.is_initialized():
+@dataclass(frozen=True, kw_only=True)
+class ProcessRanks:
+    """The ranks of torch's default process group."""
+
+    data_ranks: Collective
+    all_ranks: Collective
+
+    def close(self, *, failed: bool) -> None:
+        """End the process group, or break its connections, so that the other ranks need not wait for this one."""
+        if not dist.is_initialized():
+            return
+        if not failed:
             dist.destroy_process_group()
-
-    def abort(self, placed: Replica) -> None:  # noqa: ARG002 - the default group is the replica's
-        """Break the connections of the process group, so that the other ranks need not wait for this one."""
-        if dist.is_initialized():
-            # NCCL and gloo wait for the exchanges under way, which may never end
-            thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
-            thread.start()
-            thread.join(_ABORT_S)
+            return
+        # NCCL and gloo wait for the exchanges under way, which may never end
+        thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
 
 
 def _abort_groups() -> None:

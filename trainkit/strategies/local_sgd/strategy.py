@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any, ClassVar, Final
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Annotated, ClassVar, Final
 
 import torch
-from torch import Tensor
+from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.values import MOST_PROCESSES, at_least, at_most
 from trainkit.errors import Problem
 from trainkit.fields import maths
 from trainkit.numerics.batch import BatchPlan
-from trainkit.strategies.base import LeftOut, Numerics, PlanContext, Status, StepContext, StepOutcome, Ticket
-from trainkit.strategies.core.replica import PlacedModel, Replica
+from trainkit.strategies.base import (
+    Batch,
+    LeftOut,
+    PlanContext,
+    SetupRequest,
+    StateDict,
+    Status,
+    StepContext,
+    StepOutcome,
+    Strategy,
+    Ticket,
+    Traits,
+)
+from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.data_parallel.base import DataParallel
+from trainkit.strategies.data_parallel.base import backend_or_lanes, broadcast_initial
 from trainkit.strategies.groups.collective import LocalCollective
 from trainkit.strategies.groups.gather_objects import all_gather_object
+from trainkit.strategies.groups.process_group import ProcessGroupOptions
+from trainkit.strategies.groups.ranks import RankGroup
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
 from trainkit.strategies.reducers import LocalReducer
 
@@ -29,15 +45,6 @@ __all__ = ["LocalSgd"]
 
 _AVERAGE_ALONE: Final = OuterOptimizer()
 """No outer optimizer."""
-
-
-@dataclass(kw_only=True)
-class _LocalReplica(Replica):
-    """A replica that keeps account of the steps it made alone."""
-
-    window: AveragingWindow
-    skipped: list[tuple[int, int]] = field(default_factory=list)
-    """(step, shard) of the shards that this replica has left out since the last average."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +61,7 @@ class _OwnPart(BatchPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalSgd(DataParallel):
+class LocalSgd(ProcessGroupOptions, Strategy):
     """Replicas that step alone and average every few steps: another training than that of one device, and said so.
 
     In a step every replica updates its own copy by its own shards. After every `average_every` steps parameters and
@@ -63,14 +70,14 @@ class LocalSgd(DataParallel):
     `average_every=1` and SGD, unclipped, it is the training of one device to rounding.
 
     Example:
-        >>> [LocalSgd(average_every=4, local_after=10).settles_at(step) for step in (3, 10, 11, 14, 15)]
+        >>> [LocalSgd(average_every=4, local_after=10).next_sync_step(step) for step in (3, 10, 11, 14, 15)]
         [3, 10, 14, 14, 18]
 
     Source: Stich 2018, arXiv:1805.09767; Lin et al. 2018, arXiv:1808.07217; Douillard et al. 2023, arXiv:2311.08105.
     """
 
     changes_maths: ClassVar[bool] = True
-    elastic: ClassVar[bool] = False
+    traits: ClassVar[Traits] = Traits(compiles="model")
 
     replicas: Annotated[int, maths, at_least(1), at_most(MOST_PROCESSES)] = 2
     """Processes. Their number changes the result."""
@@ -81,16 +88,16 @@ class LocalSgd(DataParallel):
     outer: Annotated[OuterOptimizer, maths] = _AVERAGE_ALONE
     """What becomes of the average."""
 
-    def problems(self, facts: PlanContext) -> list[Problem]:
-        """What concerns every data-parallel strategy, and what replicas that differ cannot keep."""
-        problems = self._count_problems(facts.launch) or super().problems(facts)
-        if facts.numerics.reproducible:
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return what concerns every process group, and what replicas that differ cannot keep."""
+        problems = self._count_problems(context.launch) or super().validate(context)
+        if context.numerics.reproducible:
             rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
             problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-        if facts.precision == "fp16_mixed":
+        if context.precision == "fp16_mixed":
             rule = "has one loss scale, and replicas overflow apart. Use precision=bf16_mixed."
             problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
-        if facts.numerics.on_nonfinite == "rollback":
+        if context.numerics.on_nonfinite == "rollback":
             rule = "needs replicas that decide together, and those of local_sgd step alone. Use skip or stop."
             problems.append(Problem(key="numerics.on_nonfinite", value="rollback", rule=rule))
         if self.outer.lr is None and self.outer != _AVERAGE_ALONE:
@@ -113,8 +120,8 @@ class LocalSgd(DataParallel):
         """The share of this host: `replicas` counts those of all hosts, since their number changes the result."""
         return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
 
-    def notes(self) -> tuple[str, ...]:
-        """What is averaged when, and that it is another training."""
+    def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
+        """Return what is averaged when, and that it is another training."""
         first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
         outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
@@ -126,97 +133,115 @@ class LocalSgd(DataParallel):
         said = f"local_sgd: {many} every {steps}{first}{outer}"
         return (f"{said}: another training than that of one device.",)
 
-    def gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:  # noqa: ARG002 - the same on any number
-        """The flat vector of an average: parameters and two moments; what an outer optimizer keeps and works in."""
-        return 3 + (3 if self.outer.lr is not None else 0)
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
+        """Return a whole replica and the flat vector of an average: parameters and two moments; the outer optimizer."""
+        return ModelMemory.whole(model, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
 
-    def settles_at(self, step: int) -> int:
-        """The next average, or the step itself while replicas are still in step."""
+    def next_sync_step(self, step: int) -> int:
+        """Return the step of the next average, or the step itself while replicas are still in step."""
         apart = step - self.local_after
         return step if apart <= 0 else step + -apart % self.average_every
 
-    def make_replica(self, held: PlacedModel, **rest: Any) -> _LocalReplica:
-        """As every data-parallel strategy's, with an account of the steps made alone."""
-        return _LocalReplica(
-            model=held.model, params=held.params, masters=held.masters, window=AveragingWindow(outer=self.outer), **rest
-        )
+    def setup(self, request: SetupRequest) -> LocalSgdExecutor:
+        """Join the other ranks, and begin with the numbers of rank 0."""
+        ranks = self.join(request.identity)
+        parts = build_parts(request, ranks=ranks, make_reducer=backend_or_lanes)
+        replica = Replica(parts)
+        broadcast_initial(replica)
+        # Where this rank steps alone it computes with the same model, optimizer and buffers, and sums with nobody.
+        alone = LocalCollective()
+        apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
+        return LocalSgdExecutor(self, replica, apart, request.training, ranks)
 
-    def step(self, placed: Any, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> StepOutcome:
-        """An update of this replica's own; after the last one of a window the average."""
-        if ticket.step < self.local_after:
-            return super().step(placed, ticket, batches, training)
-        replica: _LocalReplica = placed
-        replica.window.begin(replica)
+
+class LocalSgdExecutor(SynchronousExecutor[Replica]):
+    """A replica that steps alone and is averaged with the others every few steps.
+
+    Args:
+        settings: when replicas step alone, and when they are averaged.
+        replica: computes where gradients are summed over all replicas.
+        apart: the same model, with a reducer that sums over no other rank.
+        training: plan, objective and update rule.
+        ranks: the other ranks.
+    """
+
+    def __init__(
+        self, settings: LocalSgd, replica: Replica, apart: Replica, training: StepContext, ranks: RankGroup
+    ) -> None:
+        super().__init__(replica, training, ranks=ranks)
+        self._settings, self._apart = settings, apart
+        self._window = AveragingWindow(outer=settings.outer)
+        self._skipped: list[tuple[int, int]] = []
+        """(step, shard) of the shards that this replica has left out since the last average."""
+
+    def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
+        """Make an update of this replica's own; after the last one of a window, average."""
+        if ticket.step < self._settings.local_after:
+            return super().step(ticket, batches)
+        training = self._training
+        self._window.begin(self._replica)
         plan = {item.name: getattr(training.plan, item.name) for item in fields(BatchPlan)}
         own = replace(training, plan=_OwnPart(**plan, shards=ticket.shards))
-        outcome = _step_alone(replica, ticket, batches, own)
+        outcome = self._step_alone(ticket, batches, own)
         counts = outcome.loss_sum is not None
-        replica.window.record(outcome.weight, own.plan.batch_size(ticket.step) if counts else 0)
-        if self.settles_at(ticket.step + 1) == ticket.step + 1:
-            if placed.on_phase is not None:
-                placed.on_phase("reduce", ticket.step)
-            replica.window.average(replica)
-            outcome.left_out = _left_out_by_any(replica)
+        self._window.record(outcome.weight, own.plan.batch_size(ticket.step) if counts else 0)
+        if self._settings.next_sync_step(ticket.step + 1) == ticket.step + 1:
+            self._replica.on_phase("reduce", ticket.step)
+            self._window.average(self._replica)
+            return replace(outcome, left_out=self._left_out_by_any())
         return outcome
 
-    def settle(self, placed: Any) -> tuple[LeftOut, ...]:
-        """Average what was trained since the last time: the training ends here."""
-        replica: _LocalReplica = placed
-        if not replica.window.steps:
+    def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
+        """Run forward, backward and update of one replica, by the mean over its own targets."""
+        replica, apart = self._replica, self._apart
+        if replica.packing is None:
+            ShardStep(replica, ticket, batches, own).agree_on_grad_layout()
+        if apart.packing is None:
+            apart.adopt_layout(replica)
+        if not ticket.shards:  # in a short batch
+            return StepOutcome(ticket.step, Status.applied, None, 0.0)
+        work = ShardStep(apart, ticket, batches, own)
+        sums = list(work.run())
+        for place, param in enumerate(apart.trained):
+            if sums[place] is None and apart.used[place]:
+                sums[place] = torch.zeros_like(param, dtype=apart.precision.master_dtype)
+        replica.on_phase("update", ticket.step)
+        status, norm = apply_update(apart, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum)
+        if status is Status.skipped:
+            self._skipped += [(ticket.step, shard) for shard in ticket.shards]
+            return StepOutcome(ticket.step, status, None, 0.0)
+        return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
+
+    def _left_out_by_any(self) -> tuple[LeftOut, ...]:
+        """Return the steps of the window that any replica has left out, with those replicas' shards; collective."""
+        if not self._replica.numerics.leaves_out:
             return ()
-        replica.window.average(replica)
-        return _left_out_by_any(replica)
+        here, self._skipped = self._skipped, []
+        shards: dict[int, list[int]] = {}
+        for step, shard in (pair for pairs in all_gather_object(here, self._replica.all_ranks) for pair in pairs):
+            shards.setdefault(step, []).append(shard)
+        return tuple(LeftOut(step, (Ticket(step, tuple(sorted(shards[step]))),)) for step in sorted(shards))
 
-    def check_replicas(self, placed: Any) -> str | None:
-        """The first parameter whose bits are not the same on all ranks; asked where replicas are alike. Collective."""
-        return drifted_parameter(placed)
+    def sync(self) -> tuple[LeftOut, ...]:
+        """Average what was trained since the last time: the training ends here."""
+        if not self._window.steps:
+            return ()
+        self._window.average(self._replica)
+        return self._left_out_by_any()
 
-    def state(self, placed: Any) -> dict[str, Tensor]:
-        """What every synchronous strategy keeps, and the outer optimizer's momentum; alike on every rank."""
-        return {**super().state(placed), **placed.window.state(placed)}
+    def check_replicas(self) -> str | None:
+        """Return the first parameter that differs between ranks, where replicas are identical; collective."""
+        return drifted_parameter(self._replica)
 
-    def recover(self, placed: Any, step: int) -> bool:  # noqa: ARG002 - the same at any step
-        """Never: between averages each rank has parameters of its own."""
+    def state_dict(self) -> StateDict:
+        """Return what every synchronous strategy keeps, and the outer optimizer's momentum."""
+        return {**super().state_dict(), **self._window.state(self._replica)}
+
+    def recover(self, step: int) -> bool:
+        """Refuse: between averages each rank has parameters of its own."""
+        del step
         return False
 
-    def load_state(self, placed: Any, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the tensors of a checkpoint of any strategy, by name."""
-        super().load_state(placed, placed.window.load_state(placed, tensors))
-
-
-def _step_alone(replica: _LocalReplica, ticket: Ticket, batches: Sequence[Any], own: StepContext) -> StepOutcome:
-    """Forward, backward and update of one replica, by the mean over its own targets."""
-    work = ShardStep(replica, ticket, batches, own)
-    if replica.packing is None:
-        work.agree_on_grad_layout()
-    if not ticket.shards:  # in a short batch
-        return StepOutcome(ticket.step, Status.applied, None, 0.0)
-    together = replica.data_ranks, replica.reducer
-    replica.data_ranks, replica.reducer = LocalCollective(), LocalReducer()
-    try:
-        sums = list(work.run())
-    finally:
-        replica.data_ranks, replica.reducer = together
-    for place, param in enumerate(replica.trained):
-        if sums[place] is None and replica.used[place]:
-            sums[place] = torch.zeros_like(param, dtype=replica.precision.master_dtype)
-    if replica.on_phase is not None:
-        replica.on_phase("update", ticket.step)
-    status, norm = apply_update(
-        replica, sums, work.divisor, own.rule(ticket.step), loss_sum=work.loss_sum, deciders=LocalCollective()
-    )
-    if status is Status.skipped:
-        replica.skipped += [(ticket.step, shard) for shard in ticket.shards]
-        return StepOutcome(ticket.step, status, None, 0.0)
-    return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
-
-
-def _left_out_by_any(replica: _LocalReplica) -> tuple[LeftOut, ...]:
-    """Return the steps of the window that any replica has left out, with the shards of those replicas; collective."""
-    if not replica.numerics.leaves_out:
-        return ()
-    here, replica.skipped = replica.skipped, []
-    shards: dict[int, list[int]] = {}
-    for step, shard in (pair for pairs in all_gather_object(here, replica.all_ranks) for pair in pairs):
-        shards.setdefault(step, []).append(shard)
-    return tuple(LeftOut(step, (Ticket(step, tuple(sorted(shards[step]))),)) for step in sorted(shards))
+    def load_state_dict(self, state: StateDict) -> None:
+        """Restore the tensors of a checkpoint of any strategy, by name."""
+        super().load_state_dict(self._window.load_state(self._replica, state))

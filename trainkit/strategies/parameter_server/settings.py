@@ -129,7 +129,6 @@ def run_worker(setting: PsSettings, bench: TaskContext, replica: Replica) -> Non
     meeting, task = setting.meet(bench.identity), bench.identity.task
     if meeting.is_over:
         return
-    replica.on_phase = bench.on_phase
     bench.on_phase("idle", 0)
     try:
         with closing(setting.servers(meeting, setting.shares(replica), str(task))) as servers:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from torch import Tensor, nn
 
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.replica import ReplicaParts
 from trainkit.strategies.pipeline.groups import holders_of, meet
-from trainkit.strategies.pipeline.replica import PipelineReplica
+from trainkit.strategies.pipeline.replica import PipelineReplica, StageLayout
 from trainkit.strategies.pipeline.schedules import ScheduleName
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.staged_forward import StagedForward
@@ -20,29 +20,23 @@ from trainkit.strategies.pipeline.tracing.stage_module import Blocks
 __all__ = ["assemble"]
 
 
-def assemble(
-    held: PlacedModel, cut: StageAssignment, *, stages: int, schedule: ScheduleName, rest: dict[str, Any]
-) -> PipelineReplica:
+def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName) -> PipelineReplica:
     """Make the replica of one rank, and let a call of its model go through all stages; collective.
 
     Args:
-        held: the model, of which other stages' tensors are on the meta device.
+        parts: what every replica has; other stages' tensors of the model are on the meta device.
         cut: the stage of each block.
         stages: ranks of a replica.
         schedule: how microbatches flow.
-        rest: what every replica has.
     """
-    everyone, model = rest["all_ranks"], held.model
+    everyone, model = parts.all_ranks, parts.held.model
     place = everyone.rank % stages
     holders = holders_of(model, cut, stages)
     blocks = {stage: _blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
-    buffers = StepBuffers(nn.ModuleList(blocks.values()), rest["precision"].master_dtype)
+    buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     here = nn.ModuleList(blocks.values()).named_buffers()
-    replica = PipelineReplica(
-        model=model,
-        params=held.params,
-        masters=held.masters,
+    layout = StageLayout(
         cut=cut,
         num_stage_ranks=stages,
         place=place,
@@ -51,10 +45,8 @@ def assemble(
         holders=holders,
         blocks=blocks,
         buffer_names=[names[id(buffer)] for _, buffer in here],
-        whole_forward=model.forward,
-        **{**rest, "buffers": buffers},
     )
-    replica.join_norms = replica.join_all_norms
+    replica = PipelineReplica(replace(parts, buffers=buffers), layout)
     model.forward = StagedForward(replica)
     return replica
 

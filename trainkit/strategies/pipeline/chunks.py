@@ -41,6 +41,10 @@ class BusyTimer:
     def __init__(self) -> None:
         self.busy_s = 0.0
 
+    def reset(self) -> None:
+        """Begin again at 0 seconds."""
+        self.busy_s = 0.0
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Measure the time of the block."""
@@ -108,8 +112,11 @@ class ChunkStage(PipelineStage):
             group=group,
         )
         self._segment, self._around, self._autocast = segment, around, autocast
-        self.microbatches: Sequence[Chunk] = ()
-        """The microbatches of the next step."""
+        self._microbatches: Sequence[Chunk] = ()
+
+    def take(self, microbatches: Sequence[Chunk]) -> None:
+        """Compute these microbatches in the next step."""
+        self._microbatches = microbatches
 
     def forward_one_chunk(
         self,
@@ -119,10 +126,10 @@ class ChunkStage(PipelineStage):
         save_forward_output: bool = True,  # noqa: ARG002 - torch's signature; no output is merged
     ) -> Any:
         """Run the forward pass of one microbatch."""
-        chunk = self.microbatches[fwd_chunk_id]
+        chunk = self._microbatches[fwd_chunk_id]
         with self._around.clock.running(), _unwrapped():
             self._around.before_forward(chunk)
-            self._segment.inputs = chunk.inputs
+            self._segment.set_inputs(chunk.inputs)
             with self._autocast():
                 outputs = super().forward_one_chunk(fwd_chunk_id, chunk.inputs, kwargs, save_forward_output=False)
             self._around.after_forward(chunk, self.stage_index)

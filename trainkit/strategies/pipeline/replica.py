@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
-from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.replica import Replica, ReplicaParts
 from trainkit.strategies.pipeline.chunks import BusyTimer, Chunk, ChunkStage, MicrobatchHooks
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
@@ -24,9 +24,12 @@ from trainkit.strategies.pipeline.tracing.stage_module import Blocks, StageModul
 from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace
 from trainkit.strategies.pipeline.validation import run_problems
 
-__all__ = ["PipelineReplica", "Traced", "shape_key"]
+__all__ = ["PipelineReplica", "StageLayout", "Traced", "shape_key"]
 
 ShapeKey = tuple[Any, ...]
+
+Score = Callable[[Sequence[Tensor], int], Tensor]
+"""(outputs, number of the microbatch) -> where its backward pass begins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,9 +42,9 @@ class Traced:
     """Stage -> what computes it, for the stages of this rank."""
 
 
-@dataclass(kw_only=True)
-class PipelineReplica(Replica, MicrobatchHooks):
-    """The stages of one rank."""
+@dataclass(frozen=True, kw_only=True)
+class StageLayout:
+    """Which stages are where, and which of them are here."""
 
     cut: StageAssignment
     """All stages."""
@@ -50,30 +53,60 @@ class PipelineReplica(Replica, MicrobatchHooks):
     place: int
     """Of this rank among them."""
     schedule: ScheduleName
+    """The order in which a rank computes microbatches."""
     groups: Groups
-    """Whom gradients are added up with."""
+    """The ranks that gradients are added up with."""
     holders: dict[str, tuple[int, ...]]
     """Parameter or buffer -> the places in the pipeline that hold it."""
     blocks: dict[int, Blocks]
     """Stage -> its modules, for the stages of this rank."""
     buffer_names: list[str]
-    """Canonical names of this rank's buffers, in the order of `buffers.names`."""
-    whole_forward: Any
-    """The forward pass of the model as a whole; calling the model goes through the stages instead."""
-    score: Callable[[Sequence[Tensor], int], Tensor] | None = None
-    """What the last stage scores a microbatch with in this step: (outputs, its number) -> where backward begins."""
-    clock: BusyTimer = field(default_factory=BusyTimer)
-    settled: bool = False
-    """Whether the first step has shown which buffers are updated and which parameters are used."""
-    changed: list[float] = field(default_factory=list)
-    """A flag a buffer of this rank: whether a forward pass of the first step has updated it."""
-    versions: list[tuple[int, int]] = field(default_factory=list)
-    traced: dict[ShapeKey, Traced] = field(default_factory=dict)
-    schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = field(default_factory=dict)
-    own_code: ObjectSnapshot | None = None
-    """What the attributes of the model's own code held when the traces were made."""
-    step_now: int = 0
-    """The step whose microbatches are computed."""
+    """Canonical names of this rank's buffers, in the order of the step's buffers."""
+
+
+class PipelineReplica(Replica, MicrobatchHooks):
+    """The stages of one rank.
+
+    Args:
+        parts: what every replica has, with the buffers of this rank's stages.
+        layout: which stages are where.
+    """
+
+    def __init__(self, parts: ReplicaParts, layout: StageLayout) -> None:
+        super().__init__(replace(parts, join_norms=self.join_all_norms))
+        self.cut, self.num_stage_ranks, self.place = layout.cut, layout.num_stage_ranks, layout.place
+        self.schedule, self.groups, self.holders = layout.schedule, layout.groups, layout.holders
+        self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
+        self.whole_forward = parts.held.model.forward
+        """The forward pass of the model as a whole; calling the model goes through the stages instead."""
+        self.clock = BusyTimer()
+        self.settled = False
+        """Whether the first step has shown which buffers are updated and which parameters are used."""
+        self.changed: list[float] = []
+        """A flag a buffer of this rank: whether a forward pass of the first step has updated it."""
+        self._versions: list[tuple[int, int]] = []
+        self._traced: dict[ShapeKey, Traced] = {}
+        self._schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = {}
+        self._own_code: ObjectSnapshot | None = None
+        """What the attributes of the model's own code held when the traces were made."""
+        self._score: Score | None = None
+        self._step = 0
+
+    def begin_step(self, step: int, score: Score) -> None:
+        """Compute the microbatches of a step from now on.
+
+        Args:
+            step: its number.
+            score: what the last stage scores a microbatch with: (outputs, its number) -> where backward begins.
+        """
+        self._step, self._score = step, score
+
+    def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:
+        """Keep which parameters get gradients and which buffers are updated, as all ranks have seen it."""
+        self.set_used(used)
+        if self.buffers.names:
+            self.buffers.settle(buffers)
+        self.settled = True
 
     @property
     def stages_here(self) -> list[int]:
@@ -93,7 +126,7 @@ class PipelineReplica(Replica, MicrobatchHooks):
         self._forget_outdated()
         grad = torch.is_grad_enabled()
         key = (shape_key(inputs), self.model.training, grad)
-        if key not in self.traced:
+        if key not in self._traced:
             program = self._program(inputs, grad=grad)
             problems = run_problems(self.cut, program)
             if problems:
@@ -102,19 +135,19 @@ class PipelineReplica(Replica, MicrobatchHooks):
             segments = {
                 stage: StageModule(self.blocks[stage], stretches[stage], program.shapes) for stage in self.stages_here
             }
-            self.traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
-        return self.traced[key]
+            self._traced[key] = Traced(program=program, stretches=tuple(stretches), segments=segments)
+        return self._traced[key]
 
     def _forget_outdated(self) -> None:
         """Forget all traces where an attribute between blocks was changed, by a callback for instance.
 
         A trace holds the values that attributes had when it was made. The mode of a module is part of a trace's key.
         """
-        changed = [] if self.own_code is None else [name for name, _ in self.own_code.changed()]
-        if self.own_code is None or any(name.rpartition(".")[2] != "training" for name in changed):
-            self.traced.clear()
-            self.schedules.clear()
-            self.own_code = contents_outside(self.model, self.cut.units)
+        changed = [] if self._own_code is None else [name for name, _ in self._own_code.changed()]
+        if self._own_code is None or any(name.rpartition(".")[2] != "training" for name in changed):
+            self._traced.clear()
+            self._schedules.clear()
+            self._own_code = contents_outside(self.model, self.cut.units)
 
     def _program(self, inputs: Any, *, grad: bool) -> Program:
         with self.as_a_whole():
@@ -142,7 +175,7 @@ class PipelineReplica(Replica, MicrobatchHooks):
     def schedule_of(self, traced: Traced, count: int) -> tuple[Any, list[ChunkStage]]:
         """The schedule of so many microbatches of one shape, and its stages here; made once."""
         key = id(traced), count
-        if key not in self.schedules:
+        if key not in self._schedules:
             stages = [
                 ChunkStage(
                     traced.segments[stage],
@@ -157,25 +190,25 @@ class PipelineReplica(Replica, MicrobatchHooks):
                 )
                 for stage in self.stages_here
             ]
-            self.schedules[key] = make_schedule(self.schedule, stages, count, self._scored), stages
-        return self.schedules[key]
+            self._schedules[key] = make_schedule(self.schedule, stages, count, self._scored), stages
+        return self._schedules[key]
 
     def _scored(self, outputs: Any, number: Tensor) -> Tensor:
-        assert self.score is not None
-        return self.score(outputs, int(number))
+        assert self._score is not None
+        return self._score(outputs, int(number))
 
     def before_forward(self, chunk: Chunk) -> None:
         """Key the shard's random numbers; the model's own code is keyed by calls of its program."""
-        self.keys.enter(step=self.step_now, shard=chunk.shard)
+        self.keys.enter(step=self._step, shard=chunk.shard)
         if self.buffers.names and not self.settled:
-            self.versions = self.buffers.versions()
+            self._versions = self.buffers.versions()
 
     def after_forward(self, chunk: Chunk, stage: int) -> None:
         """Weight the buffers that the shard has left, and put them back."""
         if not self.buffers.names:
             return
         if not self.settled:
-            new = self.buffers.changed_since(self.versions)
+            new = self.buffers.changed_since(self._versions)
             self.changed = [max(pair) for pair in zip(self.changed or new, new, strict=True)]
         if chunk.counts:
             self.buffers.end_forward(chunk.share, within=set(self.blocks[stage].modules()))

@@ -38,7 +38,7 @@ class StagedForward:
         with torch.no_grad(), replica.keys.at(replica.keys.beginning):
             for stage in replica.stages_here:
                 received = self._received(program, traced.stretches[stage].received, stage)
-                traced.segments[stage].inputs = tensors
+                traced.segments[stage].set_inputs(tensors)
                 outputs = traced.segments[stage](*received)
                 if stage < last:
                     self._send(outputs, stage + 1)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Supervised, split_batch
-from trainkit.strategies.base import StepContext
+from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
 from trainkit.strategies.pipeline.replica import PipelineReplica, Traced, shape_key
@@ -35,7 +35,9 @@ class PipelineWork(ShardStep):
 
     replica: PipelineReplica
 
-    def __init__(self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Any], training: StepContext) -> None:
+    def __init__(
+        self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Batch], training: StepContext
+    ) -> None:
         super().__init__(replica, ticket, batches, training)
         self._now: Sequence[Chunk] = ()
         self._inputs: dict[int, Any] = {}
@@ -43,7 +45,7 @@ class PipelineWork(ShardStep):
     def run(self) -> list[Tensor | None]:
         """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
         replica = self.replica
-        replica.step_now = self.ticket.step
+        replica.begin_step(self.ticket.step, self.score)
         if replica.buffers.names:
             replica.buffers.begin_step()
         self._enter("forward")
@@ -77,7 +79,8 @@ class PipelineWork(ShardStep):
     def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
         """Compute the groups, and note the share of the time in which this rank waited for others."""
         replica = self.replica
-        replica.clock.busy_s, start = 0.0, time.perf_counter()
+        replica.clock.reset()
+        start = time.perf_counter()
         ideal_s = total = 0.0
         for chunks in groups:
             count = self._through_the_stages(chunks)
@@ -101,8 +104,7 @@ class PipelineWork(ShardStep):
         self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
         self._program = traced.program
         for stage in stages:
-            stage.microbatches = self._now
-        replica.score = self.score
+            stage.take(self._now)
         schedule.step(target=torch.arange(count), return_outputs=False)
         _forget(stages, traced)
         return count
@@ -141,10 +143,10 @@ def _repeat(chunk: Chunk) -> Chunk:
 def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
     """Let go of the step's batches."""
     for stage in stages:
-        stage.microbatches = ()
+        stage.take(())
         stage.clear_runtime_states()
     for segment in traced.segments.values():
-        segment.inputs = ()
+        segment.set_inputs(())
 
 
 def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:
@@ -165,7 +167,7 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
     for name, changed in zip(buffers, replica.changed, strict=False):
         flags[places[name]] = int(changed)
     found = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
-    replica.used = [bool(found[places[name]]) for name in replica.params]
-    if replica.buffers.names:
-        replica.buffers.settle([float(found[places[name]]) for name in buffers])
-    replica.settled = True
+    replica.settle(
+        used=[bool(found[places[name]]) for name in replica.params],
+        buffers=[float(found[places[name]]) for name in buffers],
+    )

@@ -35,8 +35,11 @@ class AutoReducer:
         self._current: Reducer | None = None
         self.chosen: str | None = None
         """The name of the reducer in use; None until `choose`."""
-        self.recalled: str | None = None
-        """The choice of the run that is continued, which is kept if that reducer exists here."""
+        self._recalled: object = None
+
+    def recall(self, name: object) -> None:
+        """Keep the choice of the run that is continued: `choose` takes it if that reducer exists here."""
+        self._recalled = name
 
     def choose(self, packing: FlatBuffer) -> str:
         """Choose the fastest reducer; collective.
@@ -47,9 +50,9 @@ class AutoReducer:
         Returns:
             A line about the choice and the reason.
         """
-        if self.recalled is not None and self.recalled in self._candidates:
-            self._use(self.recalled)
-            return f"strategy.reduce=auto: {self.recalled}, as this run has chosen before."
+        if isinstance(self._recalled, str) and self._recalled in self._candidates:
+            self._use(self._recalled)
+            return f"strategy.reduce=auto: {self._recalled}, as this run has chosen before."
         times_s = {name: self._time(make(), packing) for name, make in self._candidates.items()}
         fastest = min(times_s, key=lambda name: times_s[name])
         self._use(fastest)

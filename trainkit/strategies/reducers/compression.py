@@ -93,8 +93,8 @@ class Compressor:
         """Steps that PowerSGD has seen."""
         return int(self._state.iter) if self._state is not None else 0
 
-    @steps.setter
-    def steps(self, value: int) -> None:
+    def set_steps(self, value: int) -> None:
+        """Continue as after so many steps."""
         if self._state is not None:
             self._state.iter = value
 

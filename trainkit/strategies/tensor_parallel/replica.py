@@ -11,14 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trainkit.numerics.hashing import hash64
 from trainkit.strategies.core.placement import SingleDevicePlacement
-from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.replica_check import bits_hash
 from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
 from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.groups.mesh import Axes
 
-__all__ = ["CutHeld", "OnMesh", "TensorReplica", "begin_alike", "drifted_part", "within"]
+__all__ = ["OnMesh", "begin_alike", "drifted_part", "within"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,24 +41,6 @@ class OnMesh(SingleDevicePlacement):
         return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
 
 
-@dataclass(frozen=True, kw_only=True)
-class CutHeld(PlacedModel):
-    """A model that is cut."""
-
-    cuts: dict[str, ShardSlice]
-    """Where each parameter's part lies."""
-    spread: OnMesh
-    """The rank that holds it."""
-
-
-@dataclass(kw_only=True)
-class TensorReplica(ShardedReplica):
-    """The parts of one rank."""
-
-    spread: OnMesh
-    """Its place."""
-
-
 def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
     """Where a part of a part lies in the whole.
 
@@ -73,14 +54,14 @@ def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
 
 
 @torch.no_grad()
-def begin_alike(replica: TensorReplica) -> None:
+def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
     """Take over what the first rank holds whole, and the first replica's parts; collective.
 
     A model may draw its own numbers where no seed reaches. Parts that replicas share out are alike already.
     """
-    if replica.spread.mesh is None or replica.spread.axes.shard > 1:
+    if place.mesh is None or place.axes.shard > 1:
         return
-    copies = replica.spread.group("replicate")
+    copies = place.group("replicate")
     rounded = replica.params if replica.masters_apart else {}
     for name, param in (*{**replica.owners, **replica.masters}.items(), *rounded.items()):
         cut = replica.cuts[name]
@@ -92,7 +73,7 @@ def begin_alike(replica: TensorReplica) -> None:
         broadcast_values(buffer, src=0)
 
 
-def drifted_part(replica: TensorReplica) -> str | None:
+def drifted_part(replica: ShardedReplica) -> str | None:
     """The first parameter of which two ranks hold the same part in different bits, and which they are; collective."""
     names = list(replica.parts)
     rows = [

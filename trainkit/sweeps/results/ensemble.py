@@ -25,7 +25,7 @@ from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised, split_batch
 from trainkit.run.folder.model_file import Which, load_run, write_model
-from trainkit.strategies.base import Placed
+from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.collective import LocalCollective
 from trainkit.sweeps.results.leaderboard import JobResult, Leaderboard
 from trainkit.trainer.evaluate import evaluate
@@ -202,14 +202,13 @@ def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torc
 def _metrics_of(candidate: Candidate, dataset: Any, split: str, cfg: RunConfig) -> dict[str, float]:
     device = next(candidate.model.parameters()).device
     precision: Precision = build(cfg.precision, "precision")
-    placed = Placed(
+    local = LocalModel(
         model=candidate.model,
         device=device,
         data_ranks=LocalCollective(),
-        loss_scale=precision.loss_scale(),
         precision=precision,
     )
-    return evaluate(placed, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split)
+    return evaluate(local, build(cfg.objective, "objective"), _batches(dataset, cfg, device), split=split)
 
 
 def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:

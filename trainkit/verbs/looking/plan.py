@@ -34,6 +34,7 @@ def run(call: Call) -> int:
     from trainkit.run.planning.memory import memory_of, meta_model  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.model_notes import model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
+    from trainkit.strategies.capabilities import describe_partition  # noqa: PLC0415 - imports torch
 
     try:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_environment_of(composition.cfg))
@@ -41,7 +42,7 @@ def run(call: Call) -> int:
         notes = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         memory = memory_of(plan, model)
-        parts = plan.components.strategy.parts(model, plan.facts)
+        parts = describe_partition(plan.components.strategy, model, plan.facts)
     except ConfigError as error:
         raise composition.with_origins(error) from error
     rows = {**plan.summary(memory.num_params), **dict(_more(plan)), **dict(_memory(memory))}

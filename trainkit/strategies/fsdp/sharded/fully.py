@@ -75,7 +75,7 @@ def fully_sharded(model: nn.Module, units: Iterable[nn.Module], sharding: Shardi
     return model
 
 
-def reduces_when(model: nn.Module, *, is_last: bool) -> None:
+def reduces_when(model: nn.Module, is_last: bool) -> None:
     """Set whether the next backward pass exchanges gradients, or accumulates them for one that will."""
     for module in _sharded(model):
         module.set_requires_gradient_sync(is_last, recurse=False)

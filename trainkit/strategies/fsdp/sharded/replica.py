@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trainkit.strategies.base import Batch
 from trainkit.strategies.core.optimizer import optimizer_state, restore_optimizer_state
-from trainkit.strategies.core.replica import Replica, refuse_mismatch
+from trainkit.strategies.core.replica import Replica, ReplicaParts, refuse_mismatch
 from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice, local_part
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
@@ -18,25 +17,39 @@ from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 __all__ = ["ShardedReplica", "restore_pieces", "sharded_pieces"]
 
 
-@dataclass(kw_only=True)
 class ShardedReplica(Replica):
     """What of a model is on one rank.
 
     `params` and `masters` are the parts of the trainable parameters that are here, as plain tensors in the memory of
     the model's own parameters: the optimizer, its kernels and the update are those of a whole replica. Where nothing
     is cut (a single rank), it is one.
+
+    Args:
+        parts: what every replica has.
+        cuts: where each parameter's part lies, trainable or not; empty where the replica is whole.
+        expect: called before a shard with whether it is the last of this rank and step.
+        reload: called when parameters were replaced, where the model may hold what it has gathered of them.
     """
 
-    cuts: dict[str, ShardSlice] = field(default_factory=dict)
-    """Where each parameter's part lies, trainable or not; empty where the replica is whole."""
-    owners: dict[str, nn.Parameter] = field(default_factory=dict)
-    """The model's own parameters, which backward gives their gradients, by canonical name."""
-    expect: Callable[[bool], None] | None = None
-    """Is told before a shard whether it is the last of this rank and step, where that decides what is exchanged."""
-    reload: Callable[[], None] | None = None
-    """Is called when parameters were replaced, where the model may hold what it has gathered of them."""
-    stand_in: Any = None
-    """A batch for a rank that has none in a step, and must take part in the exchanges of the others."""
+    def __init__(
+        self,
+        parts: ReplicaParts,
+        *,
+        cuts: Mapping[str, ShardSlice],
+        expect: Callable[[bool], None] | None = None,
+        reload: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(parts)
+        self.cuts = dict(cuts)
+        self.owners = dict(parts.held.model.named_parameters())
+        """The model's own parameters, which backward gives their gradients, by canonical name."""
+        self.expect, self.reload = expect or _ignore_last, reload or _keep
+        self.stand_in: Batch = None
+        """A batch for a rank that has none in a step, and must take part in the exchanges of the others."""
+
+    def set_stand_in(self, batch: Batch) -> None:
+        """Keep a batch for steps in which this rank has none."""
+        self.stand_in = batch
 
     def take_grads(self) -> list[Tensor | None]:
         """Take the parts of the gradients that came since the last call; None for a parameter without."""
@@ -52,6 +65,14 @@ class ShardedReplica(Replica):
         """The parts of all parameters, trainable or not, as they are saved."""
         held = self.masters
         return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
+
+
+def _ignore_last(is_last: bool) -> None:
+    del is_last
+
+
+def _keep() -> None:
+    return
 
 
 def sharded_pieces(replica: ShardedReplica) -> ShardedState:
@@ -88,8 +109,7 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
     replica.refresh_params()
     restore_optimizer_state(replica.stepper.optimizer, replica.masters, _Local(tensors, replica.cuts))
     replica.stepper.invalidate_cache()
-    if replica.reload is not None:
-        replica.reload()
+    replica.reload()
 
 
 def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut: ShardSlice, is_owner: bool) -> None:

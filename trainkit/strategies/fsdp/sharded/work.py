@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.numerics.batch import Ticket
-from trainkit.strategies.base import StepContext
+from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.fsdp.sharded.dummy_batch import dummy_batch
 from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
@@ -39,7 +38,7 @@ class ShardedWork(ShardStep):
         self,
         replica: ShardedReplica,
         ticket: Ticket,
-        batches: Sequence[Any],
+        batches: Sequence[Batch],
         training: StepContext,
         *,
         group: dist.ProcessGroup | None = None,
@@ -75,21 +74,22 @@ class ShardedWork(ShardStep):
             rows = replica.data_ranks.gather(torch.tensor(changed))
             buffers.settle(torch.stack(rows).amax(0).tolist())
         shapes = buffers.shapes() + [torch.Size([1])] * self.divisor.counted
-        replica.packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=0)
-        return replica.packing
+        packing = FlatBuffer(shapes, replica.precision.master_dtype, replica.device, num_grads=0)
+        replica.set_packing(packing)
+        return packing
 
-    def _again(self) -> Any:
+    def _again(self) -> Batch:
         """The batch to compute once more, where other ranks have more shards; None where they have not. Collective."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
             own, everyone = self.batches[0] if self.batches else None, replica.all_ranks
-            replica.stand_in = own if num_shards >= ranks else dummy_batch(own, replica.device, everyone)
+            replica.set_stand_in(own if num_shards >= ranks else dummy_batch(own, replica.device, everyone))
         if len(self.batches) == -(-num_shards // ranks):
             return None
         return self.batches[-1] if self.batches else replica.stand_in
 
-    def _repeat(self, batch: Any) -> None:
+    def _repeat(self, batch: Batch) -> None:
         """Take part in the exchanges of a shard, and add nothing."""
         seen, self._counts = self.loss_sum, False
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
@@ -102,8 +102,7 @@ class ShardedWork(ShardStep):
         return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
 
     def _tell(self, *, is_last: bool) -> None:
-        if self.replica.expect is not None:
-            self.replica.expect(is_last)
+        self.replica.expect(is_last)
 
     def _sum(self, packing: FlatBuffer) -> list[Tensor]:
         """What is whole on every rank, summed over those whose shards differ."""

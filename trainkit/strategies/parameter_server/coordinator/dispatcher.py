@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trainkit.errors import LinkError, TrainingError
-from trainkit.strategies.base import LeftOut, Placed, Status, StepContext, StepOutcome
+from trainkit.strategies.base import LeftOut, Status, StepContext, StepOutcome
+from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import LossDivisor
 from trainkit.strategies.parameter_server.coordinator.registry import OWN, WorkerEvent, WorkerHandle, WorkerRegistry
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
@@ -34,8 +35,8 @@ _POLL_S: Final = 1.0
 class UpdateDispatcher:
     """Makes one update after the other of staged gradients. Everything here runs on the main thread."""
 
-    placed: Placed
-    """Its loss scale is adjusted here."""
+    local: Replica
+    """The chief's model; its loss scale is adjusted here."""
     desk: WorkScheduler
     servers: ParameterServerClient
     """Connections for orders to the servers."""
@@ -104,8 +105,8 @@ class UpdateDispatcher:
     def _report_idle(self) -> None:
         """Report `idle` while the in-process worker has no work, so that the hang detector does not blame the chief."""
         own = self._seats.get(OWN)
-        if self.placed.on_phase is not None and own is not None and own.order is None:
-            self.placed.on_phase("idle", self.desk.version)
+        if own is not None and own.order is None:
+            self.local.on_phase("idle", self.desk.version)
 
     def _hand_out(self) -> None:
         for seat in list(self._seats.values()):
@@ -118,7 +119,7 @@ class UpdateDispatcher:
                 shards=errand.ticket.shards,
                 version=errand.version,
                 loads=self._loads,
-                scale=self.placed.loss_scale.scale,
+                scale=self.local.loss_scale.scale,
             )
             _try(seat.give, order)  # if its connection is broken, its thread reports that
 
@@ -180,8 +181,7 @@ class UpdateDispatcher:
         self.servers.discard_staged([key for number, count in counts for key in gradient_keys(number, count)])
 
     def _apply_update(self, merge: PendingUpdate, training: StepContext) -> StepOutcome:
-        if self.placed.on_phase is not None:
-            self.placed.on_phase("update", merge.version)
+        self.local.on_phase("update", merge.version)
         reports = [self._reports.pop(errand.number) for errand in merge.errands]
         make = self._apply_one if self.mode == "async" else self._apply_sum
         status, norm = make(merge, reports, training)
@@ -203,9 +203,9 @@ class UpdateDispatcher:
         self.mixed += sum(report.mixed for report in reports)
         if self.mode == "async":
             self.staleness[merge.staleness] += 1
-            self.placed.step_metrics["staleness"] = float(merge.staleness)
+            self.local.step_metrics["staleness"] = float(merge.staleness)
         if self.desk.late:
-            self.placed.step_metrics["late_gradients"] = float(self.desk.late.total())
+            self.local.step_metrics["late_gradients"] = float(self.desk.late.total())
 
     def _apply_one(
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
@@ -227,7 +227,7 @@ class UpdateDispatcher:
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
     ) -> tuple[Status, Tensor | None]:
         """Apply the sum of shards' gradients: the same as `apply_update`, but on the servers."""
-        scale, update = self.placed.loss_scale, training.rule(merge.version)
+        scale, update = self.local.loss_scale, training.rule(merge.version)
         staged = _staged(merge, reports)
         weight_factor, buffer_factor = self._factors(merge, [weight for _, weight in staged], training)
         norms = self.servers.sum(
@@ -244,7 +244,7 @@ class UpdateDispatcher:
         if is_lost or not norms.finite:
             retries = not is_lost and (scale.may_retry or not self.leaves_out)
             self.servers.discard_sum()
-            self.placed.loss_scale = scale.after(overflow=True) if retries else scale.after_skip()
+            self.local.set_loss_scale(scale.after(overflow=True) if retries else scale.after_skip())
             return (Status.retry if retries else Status.skipped), None
         norm, factor = None, 1.0
         if update.max_norm is not None:
@@ -253,7 +253,7 @@ class UpdateDispatcher:
         self.servers.apply(
             version=merge.version + 1, lr_factor=update.lr_factor, factor=factor, buffer_factor=buffer_factor
         )
-        self.placed.loss_scale = scale.after(overflow=False)
+        self.local.set_loss_scale(scale.after(overflow=False))
         return Status.applied, norm
 
     def _factors(self, merge: PendingUpdate, weights: list[float], training: StepContext) -> tuple[float | None, float]:
@@ -271,10 +271,10 @@ class UpdateDispatcher:
 
     @property
     def _dtype(self) -> torch.dtype:
-        return self.placed.precision.master_dtype
+        return self.local.precision.master_dtype
 
     def _number(self, value: float) -> Tensor:
-        return torch.tensor(value, dtype=self._dtype, device=self.placed.device)
+        return torch.tensor(value, dtype=self._dtype, device=self.local.device)
 
 
 def _staged(merge: PendingUpdate, reports: Sequence[WorkReport]) -> list[tuple[str, float]]:

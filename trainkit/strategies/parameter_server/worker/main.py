@@ -64,7 +64,8 @@ class Worker:
         self._team, self._servers, self._data, self._training = team, servers, data, training
         self._mode, self._mixes = mode, mixes
         self._replica = team.first
-        self._captured = team.first.stepper = GradientCapture()
+        self._captured = GradientCapture()
+        team.first.use_stepper(self._captured)
         self._version: int | None = None
         self._loads: int | None = None
         self._row_lock = Lock()
@@ -87,8 +88,7 @@ class Worker:
             waits(step)
 
     def _execute(self, order: WorkOrder, channel: WorkChannel) -> WorkReport:
-        if self._replica.on_phase is not None:
-            self._replica.on_phase("data", order.step)
+        self._replica.on_phase("data", order.step)
         batches = self._data.fetch(order.ticket)
         read, mixed = self._read(order), self._servers.mixed
         channel.pulled(order.number)

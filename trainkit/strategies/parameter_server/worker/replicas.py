@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from torch import Tensor
 from trainkit.data.reading.collate import to_device
 from trainkit.numerics.batch import Ticket, shards_of_rank
 from trainkit.numerics.precision import LossScale
-from trainkit.strategies.base import StepContext
+from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.central_storage.step import computed, moved, total_of
 from trainkit.strategies.central_storage.variables import (
     ThreadWork,
@@ -92,7 +91,7 @@ class WorkerReplicas:
         refresh(self.replicas[1:], self.first, frozen=frozen)
 
     def compute(
-        self, ticket: Ticket, batches: Sequence[Any], training: StepContext, *, loss_scale: LossScale, batch_size: int
+        self, ticket: Ticket, batches: Sequence[Batch], training: StepContext, *, loss_scale: LossScale, batch_size: int
     ) -> Computed:
         """Compute forward and backward of the shards of a work order.
 
@@ -104,7 +103,7 @@ class WorkerReplicas:
             batch_size: samples of the update that these shards belong to.
         """
         for replica in self.replicas:
-            replica.loss_scale = loss_scale
+            replica.set_loss_scale(loss_scale)
         parts = self._parts(ticket, batches, training, batch_size)
         if self.first.packing is None:
             parts[0].work.agree_on_grad_layout()
@@ -119,7 +118,7 @@ class WorkerReplicas:
         return Computed(sums=sums, weights=weights, divisor=parts[0].work.divisor, loss_sum=loss_sum)
 
     def _parts(
-        self, ticket: Ticket, batches: Sequence[Any], training: StepContext, batch_size: int
+        self, ticket: Ticket, batches: Sequence[Batch], training: StepContext, batch_size: int
     ) -> list[_ReplicaShards]:
         """Assign the shards to the replicas in turn; each shard is separate work if the order of summation
         uses lanes.

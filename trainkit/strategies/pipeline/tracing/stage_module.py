@@ -53,6 +53,10 @@ class StageModule(nn.Module):
         self.inputs: Sequence[Tensor] = ()
         """The model's own inputs of the next microbatch: its code may use them on any stage."""
 
+    def set_inputs(self, inputs: Sequence[Tensor]) -> None:
+        """Keep the model's own inputs of the microbatch to come."""
+        self.inputs = inputs
+
     def forward(self, *received: Tensor) -> tuple[Tensor, ...]:
         """Compute the values for the next stage from those of the previous stage."""
         values = dict(enumerate(self.inputs))

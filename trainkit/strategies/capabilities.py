@@ -1,0 +1,396 @@
+"""What only some strategies and executors can do: optional protocols, each with the one function that uses it.
+
+A class has a capability by having its methods. The trainer calls the functions, which know what holds without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from trainkit.cluster.tasks import Task
+from trainkit.errors import Problem
+from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext
+from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
+
+__all__ = [
+    "ChecksReplicas",
+    "ConditionalMaths",
+    "DescribesPartition",
+    "EstimatesMemory",
+    "HasNotes",
+    "JsonMap",
+    "KeepsExtraState",
+    "ModelMemory",
+    "PeriodicSync",
+    "PrefersManyShards",
+    "Recovers",
+    "RefreshesModel",
+    "RefusesProof",
+    "ReportsResult",
+    "ResolvesAtStart",
+    "RunsAuxiliaryTasks",
+    "ShardsState",
+    "SizesSlots",
+    "Syncs",
+    "Tunes",
+    "ValidatesModel",
+    "changes_maths_here",
+    "check_replicas",
+    "default_shards_per_replica",
+    "describe_partition",
+    "estimate_memory",
+    "load_state_extra",
+    "next_sync_step",
+    "notes_of",
+    "num_slots",
+    "proof_problems",
+    "recover",
+    "refresh_model",
+    "resolve",
+    "restarts_alone",
+    "result_extra",
+    "run_auxiliary",
+    "runs_loop",
+    "sharded_state_dict",
+    "state_dict_extra",
+    "sync",
+    "tune",
+    "validate_model",
+]
+
+JsonMap = Mapping[str, object]
+"""What JSON can hold, by key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelMemory:
+    """What the fullest device of a strategy holds, in elements."""
+
+    resident: Mapping[str, int]
+    """Elements of each parameter, by canonical name."""
+    transient: int = 0
+    """Elements of parameters and gradients that a device has for a while, besides those it holds."""
+    gradient_copies: int = 0
+    """Copies of all gradients at the peak of a step, besides the gradients themselves."""
+
+    @classmethod
+    def whole(cls, model: nn.Module, *, gradient_copies: int = 0) -> ModelMemory:
+        """Return that of a device with a whole replica."""
+        resident = {name: param.numel() for name, param in model.named_parameters()}
+        return cls(resident=resident, gradient_copies=gradient_copies)
+
+
+@runtime_checkable
+class ValidatesModel(Protocol):
+    """A strategy that does not take every model."""
+
+    def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
+        """Return what is wrong with it for this model, which may be on the meta device; pure."""
+
+
+def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
+    """Return what is wrong with a strategy for a model; for one in which `validate` found nothing."""
+    return strategy.validate_model(model, context) if isinstance(strategy, ValidatesModel) else []
+
+
+@runtime_checkable
+class EstimatesMemory(Protocol):
+    """A strategy whose devices hold something else than one replica and its gradients."""
+
+    def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
+        """Return what the fullest device holds; pure."""
+
+
+def estimate_memory(strategy: Strategy, model: nn.Module, context: PlanContext) -> ModelMemory:
+    """Return what the fullest device holds, for the plan."""
+    if isinstance(strategy, EstimatesMemory):
+        return strategy.estimate_memory(model, context)
+    return ModelMemory.whole(model)
+
+
+@runtime_checkable
+class ResolvesAtStart(Protocol):
+    """A strategy with fields that the model or the launch decides."""
+
+    def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Strategy:
+        """Return the strategy with these fields set; `build` makes the model without its numbers; pure."""
+
+
+def resolve(strategy: Strategy, build: Callable[[], nn.Module], context: PlanContext) -> Strategy:
+    """Return the strategy with every field decided; called in each process before `setup`."""
+    return strategy.resolve(build, context) if isinstance(strategy, ResolvesAtStart) else strategy
+
+
+@runtime_checkable
+class DescribesPartition(Protocol):
+    """A strategy that may spread a replica over several devices."""
+
+    def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+        """Return the parts of a replica; pure."""
+
+
+def describe_partition(strategy: Strategy, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
+    """Return the parts of a replica, for the plan; empty where it is whole."""
+    return strategy.describe_partition(model, context) if isinstance(strategy, DescribesPartition) else ()
+
+
+@runtime_checkable
+class HasNotes(Protocol):
+    """A strategy with something that the user should know."""
+
+    def notes(self, model: nn.Module) -> tuple[str, ...]:
+        """Return lines for the plan and the summary; the model may be on the meta device; pure."""
+
+
+def notes_of(strategy: Strategy, model: nn.Module) -> tuple[str, ...]:
+    """Return the lines that the plan and the summary show of a strategy."""
+    return strategy.notes(model) if isinstance(strategy, HasNotes) else ()
+
+
+@runtime_checkable
+class RefusesProof(Protocol):
+    """A strategy that, as it is set, may run the code of one device."""
+
+    def proof_problems(self, context: PlanContext) -> list[Problem]:
+        """Return why a comparison with one device shows nothing; pure."""
+
+
+def proof_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
+    """Return why comparing a strategy with one device shows nothing."""
+    return strategy.proof_problems(context) if isinstance(strategy, RefusesProof) else []
+
+
+@runtime_checkable
+class ConditionalMaths(Protocol):
+    """A strategy whose fields decide whether it is another training than that of one device."""
+
+    @property
+    def changes_maths_here(self) -> bool:
+        """Whether it is, as it is set."""
+
+
+def changes_maths_here(strategy: Strategy) -> bool:
+    """Return whether a strategy, as it is set, is another training than that of one device."""
+    return strategy.changes_maths_here if isinstance(strategy, ConditionalMaths) else strategy.changes_maths
+
+
+@runtime_checkable
+class PrefersManyShards(Protocol):
+    """A strategy whose replicas need several shards of a step to be busy."""
+
+    @property
+    def default_shards_per_replica(self) -> int:
+        """Shards of a step, where the config leaves the cut of a step open."""
+
+
+def default_shards_per_replica(strategy: Strategy) -> int:
+    """Return the shards of a step that keep a replica busy."""
+    return strategy.default_shards_per_replica if isinstance(strategy, PrefersManyShards) else 1
+
+
+@runtime_checkable
+class SizesSlots(Protocol):
+    """A strategy whose tasks use another number of devices than there are tasks."""
+
+    def num_slots(self, num_gpus: int) -> int:
+        """Return the GPUs that a job of a sweep needs on a host of so many, or the cores where it uses none."""
+
+
+def num_slots(strategy: Strategy, num_gpus: int) -> int:
+    """Return the GPUs that a job of a sweep needs on a host of so many; where it uses none, a core a process."""
+    if isinstance(strategy, SizesSlots):
+        return strategy.num_slots(num_gpus)
+    tasks = strategy.tasks(PlanContext(num_gpus=num_gpus))
+    return len({task.device for task in tasks if task.device.startswith("cuda")}) or len(tasks)
+
+
+@runtime_checkable
+class RunsAuxiliaryTasks(Protocol):
+    """A strategy with tasks that do not run the training loop."""
+
+    def runs_loop(self, task: Task) -> bool:
+        """Return whether a task runs the training loop; rank 0 does; pure."""
+
+    def restarts_alone(self, task: Task) -> bool:
+        """Return whether a task that dies is started again while the others continue, and joins them itself; pure."""
+
+    def run_auxiliary(self, context: TaskContext) -> None:
+        """Do the part of a task without a loop, until rank 0 has ended it.
+
+        Raises:
+            ConnectionError: rank 0 is gone.
+        """
+
+
+def runs_loop(strategy: Strategy, task: Task) -> bool:
+    """Return whether a task runs the training loop."""
+    return strategy.runs_loop(task) if isinstance(strategy, RunsAuxiliaryTasks) else True
+
+
+def restarts_alone(strategy: Strategy, task: Task) -> bool:
+    """Return whether a task that dies is started again while the others continue."""
+    return isinstance(strategy, RunsAuxiliaryTasks) and strategy.restarts_alone(task)
+
+
+def run_auxiliary(strategy: Strategy, context: TaskContext) -> None:
+    """Do the part of a task that does not run the loop."""
+    if not isinstance(strategy, RunsAuxiliaryTasks):
+        raise NotImplementedError(f"{type(strategy).__name__} has no auxiliary tasks")
+    strategy.run_auxiliary(context)
+
+
+@runtime_checkable
+class PeriodicSync(Protocol):
+    """A strategy whose replicas differ between some steps."""
+
+    def next_sync_step(self, step: int) -> int:
+        """Return the first step >= `step` at which replicas hold identical parameters; pure."""
+
+
+def next_sync_step(strategy: Strategy, step: int) -> int:
+    """Return the first step >= `step` at which a run may be evaluated, saved and stopped."""
+    return strategy.next_sync_step(step) if isinstance(strategy, PeriodicSync) else step
+
+
+# What executors can do.
+
+
+@runtime_checkable
+class Syncs(Protocol):
+    """An executor whose replica may differ from the others when the training ends."""
+
+    def sync(self) -> tuple[LeftOut, ...]:
+        """Make the replicas identical; collective.
+
+        Returns:
+            The steps that were left out and that no outcome has named.
+        """
+
+
+def sync(executor: Executor) -> tuple[LeftOut, ...]:
+    """Make the replicas identical at the end of a training; collective."""
+    return executor.sync() if isinstance(executor, Syncs) else ()
+
+
+@runtime_checkable
+class ShardsState(Protocol):
+    """An executor that holds what other ranks lack."""
+
+    def sharded_state_dict(self) -> ShardedState:
+        """Return what this rank writes of the state into a checkpoint; each part of a tensor is written by one rank."""
+
+
+def sharded_state_dict(executor: Executor) -> ShardedState:
+    """Return what this rank writes into a checkpoint: all of the state on rank 0, unless it is sharded."""
+    if isinstance(executor, ShardsState):
+        return executor.sharded_state_dict()
+    if not executor.local.is_rank0:
+        return {}
+    return {name: (TensorShard.whole(tensor),) for name, tensor in executor.state_dict().items()}
+
+
+@runtime_checkable
+class KeepsExtraState(Protocol):
+    """An executor with state besides tensors, so that a resumed run makes the same choices."""
+
+    def state_dict_extra(self) -> JsonMap:
+        """Return what a checkpoint keeps of it; JSON."""
+
+    def load_state_extra(self, extra: JsonMap) -> None:
+        """Restore what `state_dict_extra` returned; before `tune`.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+
+
+def state_dict_extra(executor: Executor) -> JsonMap:
+    """Return what a checkpoint keeps of an executor besides tensors; JSON."""
+    return executor.state_dict_extra() if isinstance(executor, KeepsExtraState) else {}
+
+
+def load_state_extra(executor: Executor, extra: JsonMap) -> None:
+    """Restore what `state_dict_extra` returned."""
+    if isinstance(executor, KeepsExtraState):
+        executor.load_state_extra(extra)
+
+
+@runtime_checkable
+class Tunes(Protocol):
+    """An executor that chooses something by measuring."""
+
+    def tune(self) -> tuple[str, ...]:
+        """Choose, before the first step and after a checkpoint was restored; collective.
+
+        Returns:
+            Lines for the summary: what was chosen, and why.
+        """
+
+
+def tune(executor: Executor) -> tuple[str, ...]:
+    """Let an executor choose what it measures; returns lines for the summary; collective."""
+    return executor.tune() if isinstance(executor, Tunes) else ()
+
+
+@runtime_checkable
+class Recovers(Protocol):
+    """An executor that may undo a step that an error has interrupted."""
+
+    def recover(self, step: int) -> bool:
+        """Restore the state after so many updates, without another rank.
+
+        Args:
+            step: updates completed, as the training counts them.
+
+        Returns:
+            Whether that was possible. False where it is not certain: an update had begun, or others hold a part.
+        """
+
+
+def recover(executor: Executor, step: int) -> bool:
+    """Restore the state at the end of the last complete step after an error; returns whether that was possible."""
+    return isinstance(executor, Recovers) and executor.recover(step)
+
+
+@runtime_checkable
+class RefreshesModel(Protocol):
+    """An executor whose local model lags behind the one that is trained."""
+
+    def refresh_model(self) -> None:
+        """Bring the local model up to date."""
+
+
+def refresh_model(executor: Executor) -> None:
+    """Bring the local model up to date, before it is evaluated or sampled from."""
+    if isinstance(executor, RefreshesModel):
+        executor.refresh_model()
+
+
+@runtime_checkable
+class ReportsResult(Protocol):
+    """An executor with keys of its own in result.json."""
+
+    def result_extra(self) -> JsonMap:
+        """Return these keys; JSON."""
+
+
+def result_extra(executor: Executor) -> JsonMap:
+    """Return the keys that an executor adds to result.json."""
+    return executor.result_extra() if isinstance(executor, ReportsResult) else {}
+
+
+@runtime_checkable
+class ChecksReplicas(Protocol):
+    """An executor of which other ranks hold copies."""
+
+    def check_replicas(self) -> str | None:
+        """Return the parameter in which replicas differ, with the ranks; None: they are equal. Collective."""
+
+
+def check_replicas(executor: Executor) -> str | None:
+    """Return the parameter in which replicas differ, with the ranks that do; collective."""
+    return executor.check_replicas() if isinstance(executor, ChecksReplicas) else None
