@@ -63,7 +63,7 @@ def test_numbers_that_nobody_reads_end_the_connection(ends: list[Connection]) ->
 
 def test_a_peer_that_stops_in_the_middle_is_given_up(ends: list[Connection]) -> None:
     ends[0]._connection.sendall(HEAD.pack(b"tkl1", b"pull", 100, 0) + b"{")
-    with pytest.raises(LinkError, match=r"a says nothing: 0\.3 s"):
+    with pytest.raises(LinkError, match=r"a sent nothing for 0\.3 s"):
         ends[1].receive()
 
 

@@ -62,7 +62,7 @@ class WorkerRegistry:
         """Receive from a worker in another process, on the thread of its connection, until that ends."""
 
         def send(order: WorkOrder | None) -> None:
-            connection.send("bye") if order is None else connection.send("errand", asdict(order))
+            connection.send("bye") if order is None else connection.send("work", asdict(order))
 
         seat = WorkerHandle(name=connection.peer, send=send, cut=connection.close)
         try:

@@ -159,7 +159,9 @@ class _Server:
             raise LinkError("the run is over")
         if not found:
             held = "nothing" if self._held.version is None else f"version {self._held.version}"
-            raise RequestRejectedError(f"version {version} did not come in {self._timeout_s:g} s, {held} is here")
+            raise RequestRejectedError(
+                f"version {version} was not reached within {self._timeout_s:g} s: the server holds {held}"
+            )
 
     def _rows(self, link: Connection, frame: Frame) -> None:
         piece = self._pieces[as_count(frame, "piece", len(self._held.params) - 1)]

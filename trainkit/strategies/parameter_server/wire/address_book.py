@@ -61,7 +61,7 @@ class AddressBook:
         try:
             text = self._store.get(name).decode(errors="replace")
         except RuntimeError as error:
-            raise LinkError(f"{name} has not come within {self.timeout_s:g} s") from error
+            raise LinkError(f"{name} has not published its address within {self.timeout_s:g} s") from error
         host, _, port = text.rpartition(":")
         if not port.isdecimal() or int(port[:6]) > _MAX_PORT:
             raise LinkError(f"the store holds no address of {name}")

@@ -166,7 +166,7 @@ class Connection:
                 self.sent_bytes += sent
                 _advance(left, sent)
         except TimeoutError:
-            raise LinkError(f"{self.peer} takes nothing: {self.timeout_s:g} s") from None
+            raise LinkError(f"{self.peer} accepted no data for {self.timeout_s:g} s") from None
         except OSError as error:
             raise LinkError(f"{self.peer} is gone: {_describe(error)}") from error
 
@@ -184,7 +184,7 @@ class Connection:
         except LinkError:
             raise
         except TimeoutError:
-            raise LinkError(f"{self.peer} says nothing: {wait_s:g} s") from None
+            raise LinkError(f"{self.peer} sent nothing for {wait_s:g} s") from None
         except OSError as error:
             raise LinkError(f"{self.peer} is gone: {_describe(error)}") from error
 

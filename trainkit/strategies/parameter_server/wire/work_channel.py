@@ -107,11 +107,11 @@ class RemoteWorkChannel:
         if frame.kind == "bye":
             return None
         try:
-            if frame.kind == "errand":
+            if frame.kind == "work":
                 return WorkOrder.of(frame)
         except (TypeError, KeyError) as error:
-            raise LinkError(f"{self._link.peer} hands out an errand that is none: {error}") from error
-        raise LinkError(f"{self._link.peer} says {frame.kind!r}, which is no errand")
+            raise LinkError(f"{self._link.peer} sent a malformed work order: {error}") from error
+        raise LinkError(f"{self._link.peer} sent {frame.kind!r} instead of a work order")
 
     def pulled(self, number: int) -> None:
         """Send the message to the chief."""
