@@ -94,6 +94,7 @@ def prove(
             cfg = with_precision(replace(one.plan.cfg, batch=sizes), precision)
             found = weights_by_step(cfg, Path(folder) / str(number))
             allowed = 1e-8 * sum(one.plan.rate(step) for step in range(one.plan.last_step))
+            exact = cfg.numerics.reproducible
             case = Case(
                 label=one.label,
                 reference=reference,
@@ -101,15 +102,7 @@ def prove(
                 candidate=cfg,
                 expected=expected,
                 found=found,
-                comparisons=tuple(
-                    compare(
-                        expected,
-                        found,
-                        no_gradient=without,
-                        allowed=allowed,
-                        exact=cfg.numerics.reproducible,
-                    )
-                ),
+                comparisons=tuple(compare(expected, found, no_gradient=without, allowed=allowed, exact=exact)),
             )
             proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)

@@ -17,11 +17,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted
@@ -81,18 +83,13 @@ def train_external(
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
     with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
         check_same_config(barrier, cfg)
-        if "OMP_NUM_THREADS" not in os.environ:
-            places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
-            torch.set_num_threads(threads_of(places[ranks.index(launch.rank)], places))
+        _share_cores(barrier, ranks.index(launch.rank))
         start = _agree_on_start(barrier, cfg, run_dir)
         plan = barrier.run_everywhere(lambda: make_plan(start.cfg, launch=launch))
         if not plan.auxiliary_ranks:
             check_same_plan(barrier, plan)
-        model = meta_model(plan)
-        found = model_notes(plan, model)
-        if launch.rank == 0:  # rank 0 writes the notes, and the others wait for it
-            found += cut_notes(plan, lambda: coupling_of(plan, model))
-        folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=[*notes, *found])
+        found = [*notes, *_notes_about(plan, is_rank0=launch.rank == 0)]
+        folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
         resolved = resumed_from(plan.cfg, start.checkpoints)
         token = job_token(barrier) if plan.auxiliary_ranks else ""
         if late and launch.rank == 0:
@@ -106,31 +103,60 @@ def train_external(
                     barrier, plan, ranks_per_process, fencing_token, redacted(resolved.to_dict())[1]
                 ).run(folder)
             identity = identity_for(launch, plan, store=barrier.address, prefix=barrier.prefix, token=token)
-            failpoints.reload({**os.environ, **identity.to_environ()})
-            with StopFlag() as stop:
-                return run_task(
-                    resolved, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=report
-                )
+            return _run_rank(resolved, identity, folder, plan=plan, fencing_token=fencing_token, report=report)
 
+        finish = partial(
+            finish_together,
+            barrier,
+            folder,
+            run,
+            confirm=fencing_token.check,
+            runs_local_workers=ranks_per_process > 1,
+        )
         if launch.rank > 0:
             with redirect_output(folder.log_of(launch.rank)):
-                result = finish_together(
-                    barrier, folder, run, confirm=fencing_token.check, runs_local_workers=ranks_per_process > 1
-                )
-            return {**result, "folder": str(folder.path)}
-
-        def run_to_end() -> Result:
-            return finish_together(
-                barrier, folder, run, confirm=fencing_token.check, runs_local_workers=ranks_per_process > 1
-            )
-
+                return {**finish(), "folder": str(folder.path)}
         with recorded_run(folder, confirm=fencing_token.check) as record:
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
-            done = (run_to_end() if job is None else job(folder.path, run_to_end)) or {}
+            done = (finish() if job is None else job(folder.path, finish)) or {}
         if done.get("status") in ENDED:
             clear_run_folder(plan.cfg, folder, barrier)
         return {**done, "folder": str(folder.path)}
+
+
+def _notes_about(plan: RunPlan, *, is_rank0: bool) -> list[str]:
+    """Return the notes about the model; rank 0 writes them, and looks for more, while the others wait for it."""
+    model = meta_model(plan)
+    found = [*model_notes(plan, model)]
+    return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
+
+
+def _run_rank(
+    resolved: RunConfig,
+    identity: Identity,
+    folder: RunFolder,
+    *,
+    plan: RunPlan,
+    fencing_token: FencingToken,
+    report: Reporter,
+) -> Result:
+    """Run the rank of this process."""
+    failpoints.reload({**os.environ, **identity.to_environ()})
+    with StopFlag() as stop:
+        return run_task(resolved, identity, folder, stop=stop, plan=plan, confirm=fencing_token.check, report=report)
+
+
+def _share_cores(barrier: ProcessBarrier, place: int) -> None:
+    """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them.
+
+    Args:
+        barrier: of the processes that share.
+        place: the index of this process among them.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
+        torch.set_num_threads(threads_of(places[place], places))
 
 
 def _agree_on_start(barrier: ProcessBarrier, cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
