@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -107,12 +108,15 @@ def _torch_settings() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "get_default_dtype"):
         return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch 2.9 warns, once, that the precision has other settings, too
+        precision = torch.get_float32_matmul_precision()
     return {
         "default dtype": str(torch.get_default_dtype()),
         "threads": torch.get_num_threads(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "gradients": torch.is_grad_enabled(),
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "float32 matmul precision": precision,
     }
 
 
