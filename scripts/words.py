@@ -121,8 +121,12 @@ run.supervisor.save_grace: let_owner_save
 run.supervisor.supervisor: _say _until_done.say
 run.supervisor.task_restarts: Replacing TaskRestarter._say TaskRestarter.concerns TaskRestarter.dismiss
     TaskRestarter.life TaskRestarter.mourn _Record _RestartHistory.fruitless _RestartHistory.stillborn
-strategies.base: Bench Facts Outcome Part Placed.collective Placed.everyone Placed.figures Placed.is_owner
-    Placed.open_data Position Rule Training Update Weighing
+strategies.base: Bench Facts Outcome Part Placed Placed.collective Placed.everyone Placed.figures Placed.is_owner
+    Placed.open_data Position Rule Strategy.align Strategy.assist Strategy.catch_up Strategy.computes_together
+    Strategy.decided Strategy.defers Strategy.findings Strategy.gathered Strategy.held Strategy.hold
+    Strategy.holds_pieces Strategy.is_another_training Strategy.leave Strategy.parts Strategy.problems
+    Strategy.problems_with Strategy.recall Strategy.remember Strategy.replaces Strategy.settle Strategy.settles_at
+    Strategy.shards_a_replica Strategy.spread Strategy.trains Strategy.voice Training Update Weighing
 strategies.central_storage.asynchronous: Flight _Errand hand_out_or_apply handed_out tickets_to_hand_out
 strategies.central_storage.variables: Central settle_like
 strategies.core.grad_exchange: in_all_places settle_exchange
@@ -230,16 +234,6 @@ verbs.support.cv: with_folds
 verbs.support.points: _applying_nowhere
 """
 """Module of today: the old names of its classes, functions and constants, and of members as `ClassOfToday.member`."""
-
-OPEN: Final = """
-strategies.base: Placed
-    Strategy.problems Strategy.problems_with Strategy.decided Strategy.parts Strategy.held Strategy.gathered
-    Strategy.trains Strategy.replaces Strategy.assist Strategy.is_another_training Strategy.shards_a_replica
-    Strategy.settles_at Strategy.settle Strategy.remember Strategy.recall Strategy.catch_up Strategy.findings
-    Strategy.leave Strategy.align Strategy.hold Strategy.spread Strategy.voice Strategy.defers Strategy.holds_pieces
-    Strategy.computes_together
-"""
-"""Likewise: names that are still there; the strategy of two halves takes them away. This list only shrinks."""
 
 MODULES: Final = """
 cluster.emit cluster.emit.job cluster.emit.kubernetes cluster.emit.skypilot cluster.emit.slurm cluster.emit.torchrun
@@ -391,8 +385,7 @@ def _files() -> Iterator[Path]:
 def main() -> int:
     """Print what is left, and return 1 where there is any."""
     found = [*found_names(NAMES), *found_modules()]
-    left = found_names(OPEN)
-    print("\n".join([*found, f"{len(found)} old names found, {len(left)} of the open ones left"]))
+    print("\n".join([*found, f"{len(found)} old names found"]))
     return 1 if found else 0
 
 
