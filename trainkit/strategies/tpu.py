@@ -110,7 +110,7 @@ def _spread_work(replica: Replica, ticket: Ticket, batches: Sequence[Batch], tra
 
 
 def _missing() -> list[Problem]:
-    """What is to be installed before XLA can be used."""
+    """Return the problem of each package that XLA needs and that is not installed."""
     install = f"pip install 'torch=={_VERSION}' 'torch_xla[tpu]=={_VERSION}'"
     if find_spec("torch_xla") is None:
         rule = f"strategy=tpu needs it, and it is not installed. In an environment of its own: {install}."
@@ -138,7 +138,7 @@ def _minor(version: str) -> str:
 
 
 def _xla(part: str = "") -> Any:
-    """A module of torch_xla, imported when it is needed: it takes the devices of the host."""
+    """Return a module of torch_xla, imported on first use because it claims the devices of the host."""
     return importlib.import_module(f"torch_xla.{part}" if part else "torch_xla")
 
 
@@ -149,7 +149,7 @@ def _unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _spread_out(batch: Batch) -> Batch:
-    """A batch whose samples are shared out evenly over the devices, where they come out even."""
+    """Return a batch whose samples are distributed evenly over the devices, where their number allows it."""
     count = _xla("runtime").global_runtime_device_count()
     sharding = _xla("distributed.spmd")
     mesh = sharding.Mesh(list(range(count)), (count,), ("samples",))

@@ -95,19 +95,19 @@ def _partials(central: CentralVariables, works: Sequence[ThreadWork], num_shards
 
 
 def computed(work: ThreadWork) -> list[tuple[int, _Sums]]:
-    """What a thread computes: its lanes, or its one sum; nothing where it has no shard."""
+    """Return the sums that a thread computes: one per lane, or one in total; an empty list if it has no shard."""
     if work.replica.buffers.names:
         work.replica.buffers.begin_step()
     return list(work.partials())
 
 
 def moved(sums: _Sums, device: torch.device) -> _Sums:
-    """The sums on a device."""
+    """Return the sums on a device."""
     return [None if one is None else one.to(device) for one in sums]
 
 
 def total_of(parts: Sequence[_Sums]) -> _Sums:
-    """The sums over threads, the first thread's first; None where no thread has any."""
+    """Return the sums over threads, the first thread's first; None where no thread has any."""
     return [_added([one for one in column if one is not None]) for column in zip(*parts, strict=True)]
 
 

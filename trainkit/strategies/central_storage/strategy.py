@@ -80,7 +80,7 @@ class CentralStorage(Strategy):
         return problems
 
     def num_replicas(self, context: PlanContext) -> int:
-        """A copy a compute device shares a step; in `async` each takes whole ones."""
+        """Return the number of compute devices, which share each step; in `async` each computes whole steps."""
         return 1 if self.mode == "async" else len(self._computing(context.num_gpus))
 
     @property
@@ -97,7 +97,7 @@ class CentralStorage(Strategy):
         return (f"{said}: another training than that of one device, and another every time.",)
 
     def num_slots(self, num_gpus: int) -> int:
-        """A device, or a core, a thread that computes."""
+        """Return the number of devices, or of CPU cores, that compute in a thread of their own."""
         return max(1, len(self._computing(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
@@ -146,13 +146,13 @@ class CentralStorage(Strategy):
         return AsyncCentralExecutor(central, request.training, [variables.stepper, *more])
 
     def _computing(self, num_gpus: int) -> list[str]:
-        """The devices of the copies."""
+        """Return the devices of the model copies."""
         if self.compute_devices is None:
             return [f"cuda:{index}" for index in range(num_gpus)] or ["cpu"] * _CPU_THREADS
         return [parse_device(name) or "cpu" for name in self.compute_devices]
 
     def _home(self, num_gpus: int) -> str:
-        """The parameter device."""
+        """Return the parameter device."""
         if self.parameter_device != "auto":
             return parse_device(self.parameter_device) or "cpu"
         computing = self._computing(num_gpus)
@@ -160,7 +160,7 @@ class CentralStorage(Strategy):
 
 
 def _async_problems(context: PlanContext) -> list[Problem]:
-    """What updates that come when they come cannot keep."""
+    """Return the problems of settings that asynchronous updates do not support."""
     problems = no_rollback("strategy.mode=async applies gradients as they come", context)
     if context.numerics.reproducible:
         rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."

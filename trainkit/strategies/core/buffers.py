@@ -49,7 +49,7 @@ class StepBuffers:
         self.reset()
 
     def versions(self) -> list[tuple[int, int]]:
-        """What `changed_since` compares with."""
+        """Return the versions of the buffers, for `changed_since` to compare with."""
         return [(id(tensor), tensor._version) for tensor in self.tensors()]  # noqa: SLF001 - has no public name
 
     def changed_since(self, before: Sequence[tuple[int, int]]) -> list[float]:
@@ -74,12 +74,12 @@ class StepBuffers:
         self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
 
     def in_all_places(self, sums: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What there is for each buffer that a forward pass updates, in the order of `names`; None for the others."""
+        """Return the sum for each buffer that a forward pass updates, in the order of `names`; None for the others."""
         found = dict(zip(map(id, self._chosen), sums, strict=True))
         return [found.get(id(place)) for place in self._all]
 
     def shapes(self) -> list[torch.Size]:
-        """The shapes of what `take` gives."""
+        """Return the shapes of the tensors that `take` returns."""
         return [tensor.shape for tensor in self.tensors()]
 
     def begin_step(self) -> None:
@@ -120,7 +120,7 @@ class StepBuffers:
             self._sums, self._in_step = None, False
 
     def take(self) -> list[Tensor]:
-        """The sums over the shards since the last call; zeros where there was none."""
+        """Return the sums over the shards since the last call; zeros where there was none."""
         sums, self._sums = self._sums, None
         if sums is None:
             return [torch.zeros_like(start, dtype=self._dtype) for start in self._start]
@@ -148,7 +148,7 @@ class StepBuffers:
         self._in_step = False
 
     def tensors(self) -> list[Tensor]:
-        """The buffers that a forward pass updates, as they are now."""
+        """Return the current values of the buffers that a forward pass updates."""
         # Looked up each time: a module may put a new tensor in a buffer's place.
         return [tensor for owner, name in self._chosen if (tensor := owner._buffers[name]) is not None]  # noqa: SLF001
 

@@ -59,7 +59,7 @@ def is_immutable(value: Any) -> bool:
 
 
 def _parts(value: Any) -> Iterable[Any] | None:
-    """What a value consists of that cannot be changed itself; None for any other value."""
+    """Return the parts of a value that cannot be changed itself; None for any other value."""
     if isinstance(value, tuple | frozenset):
         return value
     if isinstance(value, slice):
@@ -103,7 +103,7 @@ def same_constant(one: Any, other: Any) -> bool:
 
 
 def _kept_by(function: FunctionType) -> Iterator[Any]:
-    """What a function keeps from one call to the next: the variables that it closes over, and its defaults."""
+    """Yield the values that a function keeps between calls: the variables that it closes over, and its defaults."""
     for cell in function.__closure__ or ():
         yield cell.cell_contents
     yield from function.__defaults__ or ()

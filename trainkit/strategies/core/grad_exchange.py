@@ -46,7 +46,7 @@ def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims:
 def scatter_to_all_params(
     replica: Replica, sums: Sequence[Tensor | None], sparse: Mapping[int, Tensor | None]
 ) -> list[Tensor | None]:
-    """A gradient a parameter, then buffers and weight: those that the reducer summed, sparse ones, None for the unused.
+    """Return a gradient per parameter, then buffers and weight: reduced ones, sparse ones, None for unused ones.
 
     Collective where there are sparse ones.
 

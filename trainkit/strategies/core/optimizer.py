@@ -182,7 +182,7 @@ def _sgd_kernel(
 
 
 def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], None]] | None:
-    """What makes the direct kernel of a group of this very class; a subclass may do something else."""
+    """Return the factory of the direct kernel for exactly this class; a subclass may behave differently."""
     if kind is torch.optim.AdamW:
         return partial(_adam_kernel, decoupled=True)
     if kind is torch.optim.Adam:
@@ -191,7 +191,7 @@ def _kernel_maker(kind: type) -> Callable[..., Callable[[list[Tensor], float], N
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """The optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies."""
+    """Return the optimizer's state as `optimizer/<slot>/<name>` -> tensor, numbers as () tensors; no copies."""
     found = {}
     for name, param in params.items():
         for slot, value in optimizer.state.get(param, {}).items():

@@ -26,7 +26,7 @@ class Placement(Protocol):
         ...
 
     def device_of(self, name: str) -> torch.device:
-        """The device of a parameter, by canonical name."""
+        """Return the device of a parameter, by canonical name."""
         ...
 
     def move(self, model: nn.Module) -> nn.Module:
@@ -51,7 +51,7 @@ class SingleDevicePlacement:
         return (self.device,)
 
     def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
-        """The one."""
+        """Return the only device."""
         return self.device
 
     def move(self, model: nn.Module) -> nn.Module:

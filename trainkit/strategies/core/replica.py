@@ -213,7 +213,7 @@ class Replica(LocalModel):
         return list(self.params.values())
 
     def take_grads(self) -> list[Tensor | None]:
-        """The gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
+        """Return the gradients accumulated since the last call, in the masters' dtype; None for a parameter without."""
         if self.masters_apart:
             sums, self._sums = self._sums, None
             return sums or [None] * len(self.params)
@@ -240,7 +240,7 @@ class Replica(LocalModel):
 
 
 def make_master_params(model: nn.Module, precision: Precision, spread: Placement) -> dict[str, nn.Parameter]:
-    """Copies for the optimizer to update, where the parameters' own dtype would lose small updates; else none."""
+    """Return copies for the optimizer to update, where the parameters' own dtype loses small updates; else empty."""
     if precision.model_dtype is precision.master_dtype:
         return {}
     named = ((name, param) for name, param in model.named_parameters() if param.requires_grad)

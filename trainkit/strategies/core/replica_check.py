@@ -18,7 +18,7 @@ _CHUNK: Final = 1 << 22
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bits, each element times an odd number of its place, modulo 2^64; () int64 on its device.
+    """Return the sum of a tensor's bits, each element times an odd number of its place, modulo 2^64, as int64.
 
     One changed bit always changes it, for an odd factor loses none.
 
@@ -39,7 +39,7 @@ def bits_hash(tensor: Tensor) -> Tensor:
 
 
 def drifted_parameter(replica: Replica) -> str | None:
-    """The first parameter that is not the same in every bit on all ranks, and where it differs; collective.
+    """Return the first parameter that differs in any bit between ranks, and where it differs; collective.
 
     Where most ranks agree, the others are named; where none do, all but rank 0.
     """

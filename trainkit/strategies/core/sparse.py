@@ -17,7 +17,7 @@ _INT32: Final = 2**31
 
 
 def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
-    """The places of the sparse ones -> how many of their dims are sparse (1 for an embedding).
+    """Return the indices of the sparse gradients -> their number of sparse dims (1 for an embedding).
 
     Example:
         >>> find_sparse([torch.ones(2), None, torch.ones(2, 3).to_sparse(1)])
@@ -31,7 +31,7 @@ def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
 
 
 def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collective: Collective) -> tuple[Tensor, int]:
-    """The sum of a sparse gradient over the ranks; collective.
+    """Return the sum of a sparse gradient over the ranks; collective.
 
     Every rank receives the rows of all and adds equal ones in the order of the ranks, so all end with the same bits.
 
@@ -75,7 +75,7 @@ def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
 
 
 def sparse_figures(totals: Mapping[int, Tensor], sent_bytes: int, num_ranks: int) -> dict[str, float]:
-    """What exchanging sparse gradients as such has spared in a step.
+    """Return the metrics of what a step saved by exchanging sparse gradients as sparse tensors.
 
     Args:
         totals: their sums over the ranks.

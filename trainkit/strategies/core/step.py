@@ -30,7 +30,7 @@ __all__ = ["LossDivisor", "ShardStep", "cloned_batch"]
 
 
 def cloned_batch(batch: Batch) -> Batch:
-    """A batch in memory of its own.
+    """Copy a batch into memory of its own.
 
     One that is a view begins at another alignment on another rank, and then vector code sums it in another order.
     """
@@ -53,7 +53,7 @@ class LossDivisor:
 
     @classmethod
     def of(cls, weighing: LossWeighting, batch_size: int) -> LossDivisor:
-        """The divisor of a step of `batch_size` samples.
+        """Return the divisor of a step of `batch_size` samples.
 
         Example:
             >>> LossDivisor.of(LossWeighting(per_sample=None, planned=60.0), 16)
@@ -94,7 +94,7 @@ class ShardStep:
         self._sparse: dict[int, Tensor | None] = {}
 
     def run(self) -> Sequence[Tensor | None]:
-        """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
+        """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
         packing = self.replica.packing or self.agree_on_grad_layout()
         if self.replica.buffers.names:
             self.replica.buffers.begin_step()
@@ -150,7 +150,7 @@ class ShardStep:
         self.replica.on_phase(phase, self.ticket.step)
 
     def _shard_fraction(self, shard: int) -> float:
-        """A shard's samples over the step's."""
+        """Return a shard's fraction of the step's samples."""
         return self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
 
     def _seed(self, total: Tensor) -> Tensor:

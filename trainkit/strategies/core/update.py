@@ -119,7 +119,7 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 
 def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
-    """The norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
+    """Return the norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
     filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty part has no largest element
     norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:

@@ -29,7 +29,7 @@ class Mirrored(DataParallel):
     alone_as_one_device: ClassVar[bool] = True
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """What concerns every data-parallel strategy, and a launch that reaches beyond this host."""
+        """Return the problems of any data-parallel strategy, and that of a launch on more than one host."""
         if context.launch is not None and context.launch.num_hosts > 1:
             rule = f"is of one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
             return [Problem(key="strategy", value="mirrored", rule=rule)]

@@ -103,12 +103,12 @@ class DeviceMap(Strategy):
         return ModelMemory(resident=fullest, gradient_copies=copies)
 
     def _judged(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
-        """The layout of a model of which all is known but its numbers."""
+        """Return the layout of a model whose shapes are known but not its values, or the problems."""
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
         return self._fitting(precision, context.num_gpus, context).layout(model)
 
     def num_slots(self, num_gpus: int) -> int:
-        """The GPUs of the map; on the CPU its parts take turns."""
+        """Return the number of GPUs in the map; on the CPU the parts run one after another."""
         return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
@@ -130,7 +130,7 @@ class DeviceMap(Strategy):
         return SynchronousExecutor(Replica(parts), request.training)
 
     def _layout(self, request: SetupRequest) -> DeviceLayout:
-        """The layout of this model on the devices of this host."""
+        """Return the layout of this model on the devices of this host."""
         layout = self._fitting(request.precision, torch.cuda.device_count()).layout(request.model)
         if not isinstance(layout, DeviceLayout):
             raise ConfigError(self._with_limits(layout))
@@ -157,7 +157,7 @@ class DeviceMap(Strategy):
         return [replace(one, value=shown) if one.key == key else one for one in problems]
 
     def _used(self, num_gpus: int) -> tuple[str, ...]:
-        """The devices of the map, in its order."""
+        """Return the devices of the map, in its order."""
         if isinstance(self.map, Mapping):
             named: Sequence[int | str] = tuple(self.map.values())
         else:
@@ -192,12 +192,12 @@ class DeviceMap(Strategy):
 
 
 def _as_given(device: str) -> int | str:
-    """A device that stands as a key, where every name is text."""
+    """Return a device that was given as a mapping key, where every name is text."""
     return int(device) if str(device).isdigit() else device
 
 
 def _make_reducer(collective: Collective, numerics: Numerics) -> Reducer:
-    """The lanes of a reproducible run, whose sums go back to where their parts were; else nothing."""
+    """Return the lanes of a reproducible run, whose sums return to the devices of their parts; else no reducer."""
     reducer = lanes_or_nothing(collective, numerics)
     return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
 
@@ -210,7 +210,7 @@ class _Returning:
         self.lanes = lanes.lanes
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:
-        """The sums over all lanes."""
+        """Return the sums over all lanes."""
         homes: list[torch.device] = []
 
         def watched() -> Partials:

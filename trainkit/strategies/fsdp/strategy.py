@@ -124,7 +124,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return ModelMemory(resident=resident, transient=self._transient_elements(model, context))
 
     def _transient_elements(self, model: nn.Module, context: PlanContext) -> int:
-        """What the model itself owns, a module and the next one, the gradients of one, and these as they are sent.
+        """Count the model's own tensors, two gathered modules, the gradients of one, and their send buffers.
 
         Without `reshard_after_forward` all parameters, with `sync=last` all gradients.
         """
@@ -165,7 +165,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return fully_sharded(model, self._units(model), sharding)
 
     def _units(self, model: nn.Module) -> list[nn.Module]:
-        """The modules that are gathered by themselves, inner ones first."""
+        """Return the modules that are gathered separately, inner ones first."""
         if self.wrap == "blocks":
             found = blocks_of_model(model)
         elif self.wrap == "size":

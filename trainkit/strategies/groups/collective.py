@@ -38,11 +38,11 @@ class LocalCollective:
     num_ranks: int = 1
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor itself, alone."""
+        """Return a list of the tensor alone."""
         return [tensor]
 
 
@@ -62,7 +62,7 @@ class GroupCollective:
     """The rank of the group that speaks for each data rank, by data rank; empty: every rank for itself."""
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The elementwise sum over ranks, added in rank order; collective.
+        """Return the elementwise sum over ranks, added in rank order; collective.
 
         Small tensors only: every rank receives every other's, which makes the order, and so the bits, the same on
         all of them and in every run.

@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))
 
 
 def parse_device(name: str | int) -> str | None:
-    """A device in torch's spelling; None where the name is none.
+    """Return a device in torch's spelling; None if the name is not a device.
 
     Example:
         >>> parse_device("/gpu:1"), parse_device(0), parse_device("cpu"), parse_device("gpu:x")
@@ -30,7 +30,7 @@ def parse_device(name: str | int) -> str | None:
 
 
 def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: int, *, because: str) -> list[Problem]:
-    """What is wrong with a list of devices: names of none, a GPU that stands twice, nothing in it.
+    """Return the problems of a list of devices: invalid names, repeated GPUs, an empty list.
 
     Args:
         key: the config's key that holds the list.
@@ -51,7 +51,7 @@ def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: 
 
 
 def device_problems(key: str, name: str | int, num_gpus: int) -> list[Problem]:
-    """What is wrong with a device's name on a host of `num_gpus` GPUs."""
+    """Return the problems of a device's name on a host of `num_gpus` GPUs."""
     device = parse_device(name)
     if device is None:
         return [Problem(key=key, value=name, rule="no device's name. Use cpu, cuda:0 or /gpu:0.")]

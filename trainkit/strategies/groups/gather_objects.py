@@ -14,7 +14,7 @@ __all__ = ["all_gather_object"]
 
 
 def all_gather_object(content: Any, everyone: Collective) -> list[Any]:
-    """What every rank has to say, by rank; collective.
+    """Gather an object from every rank, in rank order; collective.
 
     Example:
         >>> from trainkit.strategies.groups.collective import LocalCollective

@@ -50,7 +50,7 @@ class Axes:
         return dict(reversed(found.items()))
 
     def ranks(self, axis: str, rank: int) -> list[int]:
-        """The ranks that differ from a rank in its place on one axis alone, itself among them."""
+        """Return the ranks that differ from a rank only in their place on one axis, itself included."""
         here = self.coordinates(rank)
         return [self._rank_at({**here, axis: place}) for place in range(getattr(self, axis))]
 
@@ -68,7 +68,7 @@ class Axes:
         return [Problem(key="strategy", rule=rule)]
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """The mesh of the axes with more than one rank, by their names; collective, once a process group.
+        """Return the mesh of the axes with more than one rank, by their names; collective, once a process group.
 
         A single axis of one rank stays where no axis has more.
         """

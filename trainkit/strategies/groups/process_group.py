@@ -86,7 +86,7 @@ class ProcessGroupOptions:
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
     def replicas_here(self, launch: LaunchEnvironment | None) -> int | Literal["auto"]:  # noqa: ARG002 - `replicas` is a host's
-        """The replicas that the config asks for on this host."""
+        """Return the number of replicas that the config requests on this host."""
         return self.replicas
 
     def _host_problems(self, context: PlanContext) -> list[Problem]:
@@ -153,7 +153,7 @@ class ProcessGroupOptions:
         return problems
 
     def num_replicas(self, context: PlanContext) -> int:
-        """The replicas asked for, or a replica a device; in a launch, over all its processes."""
+        """Return the requested number of replicas, or one per device; in a launch, over all its processes."""
         if context.launch is not None:
             return context.launch.num_ranks * self._ranks_a_process(context, context.launch) // self.ranks_a_replica
         if self.replicas != "auto":
@@ -163,7 +163,7 @@ class ProcessGroupOptions:
         return max((context.num_gpus or 2) // self.ranks_a_replica, 1)
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """A worker a rank; in a launch, the ranks of each of its processes one after the other."""
+        """Return a worker task per rank; in a launch, the ranks of each process in sequence."""
         launch = context.launch
         if launch is None:
             names = self._devices(context, range(self.num_replicas(context) * self.ranks_a_replica))
@@ -189,7 +189,7 @@ class ProcessGroupOptions:
         return max(context.num_gpus, 1) if launch.num_local == 1 else 1
 
     def _devices(self, context: PlanContext, places: range) -> list[str]:
-        """The devices of some of this host's ranks."""
+        """Return the devices of some of this host's ranks."""
         if self.devices is not None:
             return [parse_device(self.devices[place]) or "cpu" for place in places]
         return [f"cuda:{place}" if context.num_gpus else "cpu" for place in places]

@@ -122,7 +122,7 @@ class AveragingWindow:
         torch._foreach_copy_(masters, packing.views(self.start.sub_(moved, alpha=lr)))
 
     def state(self, replica: Replica) -> dict[str, Tensor]:
-        """The outer optimizer's momentum as `optimizer/outer_momentum/<name>`; no copies."""
+        """Return the outer optimizer's momentum as `optimizer/outer_momentum/<name>`; no copies."""
         if self.momentum is None:
             return {}
         views = _parameters(replica).views(self.momentum)

@@ -117,7 +117,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
     def replicas_here(self, launch: LaunchEnvironment | None) -> int:
-        """The share of this host: `replicas` counts those of all hosts, since their number changes the result."""
+        """Return this host's share: `replicas` counts those of all hosts, since their number changes the result."""
         return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any

@@ -117,11 +117,11 @@ class ParameterServer(Strategy):
         return (f"parameter_server: {said}: another training than that of one device.",)
 
     def num_workers(self, context: PlanContext) -> int:
-        """Processes that compute."""
+        """Return the number of processes that compute gradients."""
         return self._count(context, self.workers, ("chief", "worker"), 2)
 
     def num_servers(self, context: PlanContext) -> int:
-        """Processes that hold variables."""
+        """Return the number of processes that hold variables."""
         return self._count(context, self.servers, ("ps",), 1)
 
     @staticmethod
@@ -131,12 +131,12 @@ class ParameterServer(Strategy):
         return default if said == "auto" else said
 
     def num_replicas(self, context: PlanContext) -> int:
-        """The devices of the workers that a step needs; in `async` each worker takes whole ones."""
+        """Return the number of worker devices that a step needs; in `async` each worker computes whole steps."""
         workers = 1 if self.mode == "async" else max(self.num_workers(context) - self.spare_replicas, 1)
         return workers * self.devices_per_worker
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """The chief, the other workers, the servers, the evaluator; workers share the GPUs of a host."""
+        """Return the chief, the other workers, the servers and the evaluator; workers share the GPUs of a host."""
         if context.launch is not None:
             place = context.launch.local_rank
             return tuple(self._on_device(task, context.num_gpus, place) for task in context.launch.tasks)
@@ -151,7 +151,7 @@ class ParameterServer(Strategy):
         return tuple(self._on_device(task, context.num_gpus, task.rank) for task in tasks)
 
     def num_slots(self, num_gpus: int) -> int:
-        """The GPUs of all workers; without any, a core a process and a thread that computes."""
+        """Return the number of GPUs of all workers; without GPUs, a core per process and per computing thread."""
         computing = self.num_workers(PlanContext()) * self.devices_per_worker
         if num_gpus:
             return min(computing, num_gpus)
@@ -204,7 +204,7 @@ class ParameterServer(Strategy):
 
 
 def _replica(request: SetupRequest) -> Replica:
-    """What a task computes is one sum: the servers add these up."""
+    """Return a task's replica, which computes one sum; the servers add these up."""
     return Replica(build_parts(request, make_reducer=no_reducer))
 
 

@@ -118,7 +118,7 @@ class PipelineReplica(Replica, MicrobatchHooks):
         return self.holders[name][0] == self.place
 
     def trace(self, inputs: Any) -> Traced:
-        """What the model does with inputs of this shape; the same on every rank.
+        """Trace the model with inputs of this shape; the result is the same on every rank.
 
         Raises:
             TrainingError: it cannot be cut into these stages.
@@ -173,7 +173,7 @@ class PipelineReplica(Replica, MicrobatchHooks):
             self.model.forward = staged
 
     def schedule_of(self, traced: Traced, count: int) -> tuple[Any, list[ChunkStage]]:
-        """The schedule of so many microbatches of one shape, and its stages here; made once."""
+        """Return the schedule for `count` microbatches of one shape, and the stages on this rank; cached."""
         key = id(traced), count
         if key not in self._schedules:
             stages = [
@@ -220,7 +220,7 @@ class PipelineReplica(Replica, MicrobatchHooks):
             self.accumulate_in_masters()
 
     def join_all_norms(self, norms: Tensor, held: Sequence[int], order: float) -> Tensor:
-        """The norms of all gradients of the model, each once; collective."""
+        """Return the norms of all gradients of the model, each once; collective."""
         del order
         names = list(self.params)
         own = [at for at, place in enumerate(held) if self.is_home(names[place])]
@@ -229,6 +229,6 @@ class PipelineReplica(Replica, MicrobatchHooks):
 
 
 def shape_key(inputs: Any) -> ShapeKey:
-    """What of some inputs decides what a model does with them."""
+    """Return the properties of inputs that determine what a model computes from them."""
     leaves, spec = tree_flatten(inputs)
     return str(spec), *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)

@@ -130,7 +130,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return self._exceeded(model, cut, context) or sparse or self._misfits(model, cut, context)
 
     def _misfits(self, model: nn.Module, cut: StageAssignment, context: PlanContext) -> list[Problem]:
-        """What the model does that does not fit its stages, with the map of `auto` where that fits."""
+        """Return the problems of running the model in these stages, with the map of `auto` if that one works."""
         programs = programs_of(model, context.sample)
         if isinstance(programs, list):
             return programs
@@ -216,7 +216,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return PipelineExecutor(replica, request.training, ranks)
 
     def _stage_params(self, request: SetupRequest) -> StageParams:
-        """What this rank keeps of the model.
+        """Return the parameters and buffers that this rank keeps.
 
         Raises:
             ConfigError: the map does not fit the model.

@@ -43,7 +43,7 @@ class PipelineWork(ShardStep):
         self._inputs: dict[int, Any] = {}
 
     def run(self) -> list[Tensor | None]:
-        """The step's gradients, updated buffers and counted weight, summed over all shards and ranks; collective."""
+        """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
         replica = self.replica
         replica.begin_step(self.ticket.step, self.score)
         if replica.buffers.names:
@@ -110,7 +110,7 @@ class PipelineWork(ShardStep):
         return count
 
     def score(self, outputs: Sequence[Tensor], number: int) -> Tensor:
-        """What backward begins with, for one microbatch on the last stage: its loss in proportion to the step's."""
+        """Return the start value of backward for one microbatch on the last stage: its loss scaled for the step."""
         chunk, replica, objective = self._now[number], self.replica, self.training.objective
         assert isinstance(objective, Supervised)
         leaves = dict(zip(self._program.finals(), outputs, strict=True))
@@ -127,7 +127,7 @@ class PipelineWork(ShardStep):
             return total * (replica.loss_scale.scale / self.divisor.value)
 
     def _counted(self) -> list[Tensor]:
-        """The counted weight, which the last stage knows; collective where it is counted."""
+        """Return the counted weight, which the last stage knows; collective where it is counted."""
         if not self.divisor.counted:
             return []
         replica = self.replica

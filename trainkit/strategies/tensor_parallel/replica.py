@@ -37,7 +37,7 @@ class OnMesh(SingleDevicePlacement):
         return self.axes.coordinates(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The ranks that differ in their place on one axis alone; None where this is the only one."""
+        """Return the group of ranks that differ only on one axis; None where this is the only one."""
         return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
 
 
@@ -74,7 +74,7 @@ def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
 
 
 def drifted_part(replica: ShardedReplica) -> str | None:
-    """The first parameter of which two ranks hold the same part in different bits, and which they are; collective."""
+    """Return the first parameter whose same part differs in bits between two ranks, and name them; collective."""
     names = list(replica.parts)
     rows = [
         [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits

@@ -120,7 +120,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         )
 
     def _resident_elements(self, model: nn.Module, context: PlanContext) -> dict[str, int]:
-        """A part of each parameter that is cut; with `shard`, of the rows of all of them as well."""
+        """Count the elements of a rank's part of each cut parameter; with `shard`, of its rows of all parameters."""
         fit, sharers = self._fitted(model), self.num_replicas(context) if self.shard else 1
         found = {}
         for name, param in model.named_parameters():

@@ -76,7 +76,7 @@ def _keep() -> None:
 
 
 def sharded_pieces(replica: ShardedReplica) -> ShardedState:
-    """What this rank writes into a checkpoint: its parts, and, if it is the owner, what is whole everywhere."""
+    """Return what this rank writes to a checkpoint: its shards, and, if it is the owner, the unsharded tensors."""
     found: dict[str, tuple[TensorShard, ...]] = {}
     for name, part in replica.parts.items():
         _add(found, f"param/{name}", part, replica.cuts[name], replica.is_rank0)

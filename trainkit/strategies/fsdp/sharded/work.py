@@ -48,7 +48,7 @@ class ShardedWork(ShardStep):
         self._counts = True
 
     def run(self) -> Sequence[Tensor | None]:
-        """The gradients' parts that are here, updated buffers and counted weight, over all shards; collective."""
+        """Return this rank's gradient shards, updated buffers and counted weight, over all shards; collective."""
         replica = self.replica
         again = self._again()
         packing = replica.packing or self.agree_on_grad_layout()
@@ -79,7 +79,7 @@ class ShardedWork(ShardStep):
         return packing
 
     def _again(self) -> Batch:
-        """The batch to compute once more, where other ranks have more shards; None where they have not. Collective."""
+        """Return the batch to compute again where other ranks have more shards, or None. Collective."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
@@ -105,7 +105,7 @@ class ShardedWork(ShardStep):
         self.replica.expect(is_last)
 
     def _sum(self, packing: FlatBuffer) -> list[Tensor]:
-        """What is whole on every rank, summed over those whose shards differ."""
+        """Sum the tensors that are unsharded on every rank over the ranks whose data differ."""
         replica = self.replica
         held: list[Tensor | None] = list(replica.buffers.take()) if replica.buffers.names else []
         if self.divisor.counted:
