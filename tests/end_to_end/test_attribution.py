@@ -141,7 +141,15 @@ def _in_cgroup(folder: Path, cgroup: Path, ranks: int) -> Outcome:
         path = folder / "conf" / name
         path.parent.mkdir(parents=True)
         path.write_text(text)
-    command = [sys.executable, "-m", "trainkit", "--config-dir", str(folder / "conf"), *OVERRIDES, *mirrored(ranks, hang_timeout_s=60)]
+    command = [
+        sys.executable,
+        "-m",
+        "trainkit",
+        "--config-dir",
+        str(folder / "conf"),
+        *OVERRIDES,
+        *mirrored(ranks, hang_timeout_s=60),
+    ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), FAULT: f"out of memory:1:{STEP}"}
     ended = subprocess.run(
         ["/bin/sh", "-c", f'echo $$ > {cgroup}/cgroup.procs && exec "$@"', "sh", *command],
