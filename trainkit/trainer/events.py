@@ -76,6 +76,11 @@ class Run:
     stop_reason: str | None = None
     """Why the run is about to end early."""
 
+    def keep_example(self, batch: object) -> None:
+        """Keep the first batch that this rank computed."""
+        if self.example is None:
+            self.example = batch
+
     def request_stop(self, reason: str) -> None:
         """End the run after this step; must be called alike on every rank. The first reason counts."""
         self.stop_reason = self.stop_reason or reason

@@ -23,6 +23,10 @@ class Trigger:
     due: int = 0
     """The step after which it is due."""
 
+    def reschedule(self, step: int) -> None:
+        """Set the step after which it is due next, from the current step."""
+        self.due = self.next_after(step)
+
 
 class TriggerSchedule:
     """The triggers of a run, checked only when one is due."""
@@ -30,7 +34,7 @@ class TriggerSchedule:
     def __init__(self, triggers: Sequence[Trigger], step: int) -> None:
         self._triggers = list(triggers)
         for trigger in self._triggers:
-            trigger.due = trigger.next_after(step)
+            trigger.reschedule(step)
         self.next_step = min((one.due for one in self._triggers), default=1 << 62)
 
     def is_due(self, act: Callable[[], None], step: int) -> bool:
@@ -42,7 +46,7 @@ class TriggerSchedule:
         for trigger in self._triggers:
             if step >= trigger.due:
                 trigger.act()
-                trigger.due = trigger.next_after(step)
+                trigger.reschedule(step)
         self.next_step = min((one.due for one in self._triggers), default=1 << 62)
 
 
@@ -86,8 +90,8 @@ def train(
         journal.note(outcome)
         for hook in step_end:
             hook(run, outcome)
-        if run.example is None and batches:
-            run.example = batches[0]
+        if batches:
+            run.keep_example(batches[0])
         if state.step >= timeline.next_step:
             timeline.act(state.step)
         reason = interrupted()
