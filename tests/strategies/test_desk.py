@@ -138,7 +138,7 @@ def test_a_step_is_complete_when_each_of_its_shards_is_there() -> None:
     assert applied(desk, taken(desk, "w1"), 0) is None
     merge = applied(desk, taken(desk, "w1"), 0)
     assert merge is not None
-    assert [errand.ticket for errand in merge.errands] == [Ticket(0, (shard,)) for shard in range(4)]
+    assert [errand.ticket for errand in merge.items] == [Ticket(0, (shard,)) for shard in range(4)]
     assert desk.version == 1
 
 
@@ -150,7 +150,7 @@ def test_an_idle_worker_computes_an_outstanding_shard_again_and_the_first_result
     for errand in (*errands[1:], spare):
         merge = applied(desk, errand, 0)
     assert merge is not None
-    assert merge.errands[0].worker == "w4"
+    assert merge.items[0].worker == "w4"
     desk.report(errands[0].number, 0)
     assert [one.number for one in desk.pop_discarded()] == [errands[0].number]
     assert desk.late == {"w0": 1}
@@ -174,7 +174,7 @@ def test_where_shards_are_replaced_the_first_results_make_the_step_and_the_late_
     for errand in errands[1:]:
         merge = applied(desk, errand, 0)
     assert merge is not None
-    assert [one.ticket for one in merge.errands] == [Ticket(0, (1,)), Ticket(0, (2,)), Ticket(0, (3,)), Ticket(1, (0,))]
+    assert [one.ticket for one in merge.items] == [Ticket(0, (1,)), Ticket(0, (2,)), Ticket(0, (3,)), Ticket(1, (0,))]
     assert taken(desk, "w1").ticket == Ticket(0, (0,))
     desk.report(errands[0].number, 0)
     assert [one.worker for one in desk.pop_discarded()] == ["w0"]
@@ -187,7 +187,7 @@ def test_a_worker_of_several_devices_takes_several_shards_of_a_step() -> None:
     assert applied(desk, second, 0) is None
     merge = applied(desk, first, 0)
     assert merge is not None
-    assert merge.errands == (first, second)
+    assert merge.items == (first, second)
 
 
 def test_an_overflowed_step_is_handed_out_again() -> None:
@@ -197,7 +197,7 @@ def test_an_overflowed_step_is_handed_out_again() -> None:
     merge = desk.next_ready_update()
     assert merge is not None
     desk.requeue_after_overflow(merge)
-    assert [taken(desk, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.errands]
+    assert [taken(desk, f"w{index}").ticket for index in range(4)] == [one.ticket for one in merge.items]
     assert desk.version == 0
 
 
@@ -246,7 +246,7 @@ class Trial:
 
 
 def used(made: list[PendingUpdate]) -> Counter[tuple[int, int]]:
-    return Counter((one.ticket.step, shard) for merge in made for one in merge.errands for shard in one.ticket.shards)
+    return Counter((one.ticket.step, shard) for merge in made for one in merge.items for shard in one.ticket.shards)
 
 
 DESKS: dict[str, Callable[[], WorkScheduler]] = {
@@ -336,7 +336,7 @@ def test_a_replay_makes_the_same_updates_of_gradients_that_read_the_same(kind: s
     replayed.run(20)
 
     def told(made: list[PendingUpdate]) -> list[tuple[tuple[Ticket, ...], tuple[int, ...]]]:
-        return [(tuple(one.ticket for one in merge.errands), merge.reads) for merge in made]
+        return [(tuple(one.ticket for one in merge.items), merge.reads) for merge in made]
 
     assert told(replayed.made) == told(recorded.made)
 

@@ -85,7 +85,7 @@ class PsSettings:
         """Return the worker that executes work orders."""
         return Worker(team, servers, data, training, mode=self.mode, mixes=self.replaces)
 
-    def desk(self, plan: BatchPlan, until: int | None) -> WorkScheduler:
+    def scheduler(self, plan: BatchPlan, until: int | None) -> WorkScheduler:
         """Return the scheduler that assigns work and forms updates."""
         if self.replay is not None:
             script = list(read_record(Path(self.replay).expanduser() / FILE))

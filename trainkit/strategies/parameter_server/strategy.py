@@ -77,7 +77,7 @@ class ParameterServer(Strategy):
     replay: Annotated[str | None, maths(neutral=None)] = None
     """A run folder, whose updates are made again in its order, of the same gradients."""
     timeout_s: Annotated[float, above(0), placement] = 600.0
-    """Seconds that tasks wait for each other, and that a worker has for an errand."""
+    """Seconds that tasks wait for each other, and that a worker has for a work item."""
 
     @property
     def changes_maths_here(self) -> bool:

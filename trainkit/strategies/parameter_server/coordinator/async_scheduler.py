@@ -43,7 +43,7 @@ class AsyncScheduler(WorkScheduler):
             if decision.takes:
                 return PendingUpdate(
                     version=self.version,
-                    errands=(item,),
+                    items=(item,),
                     reads=(read,),
                     factor=decision.factor,
                     lr_divisor=decision.lr_divisor,
@@ -54,7 +54,7 @@ class AsyncScheduler(WorkScheduler):
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
         """Assign the step of an overflowed update again."""
-        for item in merge.errands:
+        for item in merge.items:
             self._requeue(item)
 
     def remember(self) -> dict[str, Any]:

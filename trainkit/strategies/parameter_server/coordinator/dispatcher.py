@@ -37,10 +37,10 @@ class UpdateDispatcher:
 
     local: Replica
     """The chief's model; its loss scale is adjusted here."""
-    desk: WorkScheduler
+    scheduler: WorkScheduler
     servers: ParameterServerClient
     """Connections for orders to the servers."""
-    staff: WorkerRegistry
+    registry: WorkerRegistry
     record: UpdateLog | None
     mode: Mode
     lanes: int | None
@@ -55,32 +55,32 @@ class UpdateDispatcher:
     """Number of updates by staleness."""
     mixed: int = 0
     """Number of gradients that were computed from variables of several versions."""
-    _seats: dict[str, WorkerHandle] = field(default_factory=dict)
+    _workers: dict[str, WorkerHandle] = field(default_factory=dict)
     _reports: dict[int, WorkReport] = field(default_factory=dict)
     _loads: int = 1
 
-    def start_again(self, desk: WorkScheduler, record: UpdateLog | None) -> None:
+    def start_again(self, scheduler: WorkScheduler, record: UpdateLog | None) -> None:
         """Continue from an earlier version, which the servers have restored: the training was rolled back.
 
         Gradients that workers still compute for the old scheduler are discarded when they arrive.
 
         Args:
-            desk: the scheduler at that version.
+            scheduler: the scheduler at that version.
             record: the log of the updates before it.
         """
-        self._drop(tuple(self.desk.running.values()))
+        self._drop(tuple(self.scheduler.running.values()))
         self._discard_stale()
-        desk.number_after(self.desk)
-        for name in self._seats:
-            desk.join(name)
-        self.desk, self.record = desk, record
+        scheduler.number_after(self.scheduler)
+        for name in self._workers:
+            scheduler.join(name)
+        self.scheduler, self.record = scheduler, record
         self._reports.clear()
         self._loads += 1
 
     def next_update(self, training: StepContext) -> StepOutcome:
         """Handle worker events until an update is ready, and make it; idle workers get work."""
         while True:
-            merge = self.desk.next_ready_update()
+            merge = self.scheduler.next_ready_update()
             self._discard_stale()
             if merge is not None:
                 outcome = self._apply_update(merge, training)
@@ -88,112 +88,114 @@ class UpdateDispatcher:
                 return outcome
             self._hand_out()
             self._report_idle()
-            event = self.staff.next_event(_POLL_S)
+            event = self.registry.next_event(_POLL_S)
             if event is not None:
                 self._take(event)
             self._expire_silent_workers()
 
     def close(self) -> None:
         """Stop all workers."""
-        self.staff.stop_local_worker()
-        for seat in self._seats.values():
-            if seat.name != OWN:
-                _try(seat.give, None)
+        self.registry.stop_local_worker()
+        for worker in self._workers.values():
+            if worker.name != OWN:
+                _try(worker.give, None)
         if self.record is not None:
             self.record.close()
 
     def _report_idle(self) -> None:
         """Report `idle` while the in-process worker has no work, so that the hang detector does not blame the chief."""
-        own = self._seats.get(OWN)
+        own = self._workers.get(OWN)
         if own is not None and own.order is None:
-            self.local.on_phase("idle", self.desk.version)
+            self.local.on_phase("idle", self.scheduler.version)
 
     def _hand_out(self) -> None:
-        for seat in list(self._seats.values()):
-            errand = self.desk.next(seat.name) if seat.order is None else None
-            if errand is None:
+        for worker in list(self._workers.values()):
+            item = self.scheduler.next(worker.name) if worker.order is None else None
+            if item is None:
                 continue
             order = WorkOrder(
-                number=errand.number,
-                step=errand.ticket.step,
-                shards=errand.ticket.shards,
-                version=errand.version,
+                number=item.number,
+                step=item.ticket.step,
+                shards=item.ticket.shards,
+                version=item.version,
                 loads=self._loads,
                 scale=self.local.loss_scale.scale,
             )
-            _try(seat.give, order)  # if its connection is broken, its thread reports that
+            _try(worker.give, order)  # if its connection is broken, its thread reports that
 
     def _take(self, event: WorkerEvent) -> None:
         """Handle one worker event. Events of workers already declared lost are ignored."""
-        seat = event.seat
+        worker = event.worker
         if event.kind == "ready":
-            self._on_worker_lost(seat.name)  # the worker reconnected before its old connection was seen to break
-            self._seats[seat.name] = seat
-            self.desk.join(seat.name)
-        elif self._seats.get(seat.name) is not seat:
+            self._on_worker_lost(worker.name)  # the worker reconnected before its old connection was seen to break
+            self._workers[worker.name] = worker
+            self.scheduler.join(worker.name)
+        elif self._workers.get(worker.name) is not worker:
             return
         elif event.kind == "pulled":
-            self.desk.pulled(int(event.meta["number"]))
+            self.scheduler.pulled(int(event.meta["number"]))
         elif event.kind == "report":
-            self._on_report(seat, WorkReport.of(event.meta))
-        elif event.error is not None and seat.name == OWN:
+            self._on_report(worker, WorkReport.of(event.meta))
+        elif event.error is not None and worker.name == OWN:
             raise event.error
         else:
-            self._on_worker_lost(seat.name)
+            self._on_worker_lost(worker.name)
 
-    def _on_report(self, seat: WorkerHandle, report: WorkReport) -> None:
-        seat.order = None
-        if report.number not in self.desk.running:  # it was computed before a rollback
+    def _on_report(self, worker: WorkerHandle, report: WorkReport) -> None:
+        worker.order = None
+        if report.number not in self.scheduler.running:  # it was computed before a rollback
             self.servers.discard_staged(gradient_keys(report.number, len(report.weights)))
             return
         self._reports[report.number] = report
-        self.desk.report(report.number, report.read)
+        self.scheduler.report(report.number, report.read)
 
     def _on_worker_lost(self, name: str) -> None:
         """Remove a lost worker; its work is assigned again."""
-        seat = self._seats.pop(name, None)
-        if seat is not None:
-            seat.cut()
-            lost = self.desk.leave(name)
+        worker = self._workers.pop(name, None)
+        if worker is not None:
+            worker.cut()
+            lost = self.scheduler.leave(name)
             self._drop(lost)
 
     def _expire_silent_workers(self) -> None:
         late = time.monotonic() - self.timeout_s
-        for seat in list(self._seats.values()):
-            if seat.order is None or seat.since > late:
+        for worker in list(self._workers.values()):
+            if worker.order is None or worker.since > late:
                 continue
-            if seat.name == OWN:
-                raise TrainingError(f"step {seat.order.step}: no gradient within strategy.timeout_s={self.timeout_s:g}")
-            self._on_worker_lost(seat.name)
+            if worker.name == OWN:
+                raise TrainingError(
+                    f"step {worker.order.step}: no gradient within strategy.timeout_s={self.timeout_s:g}"
+                )
+            self._on_worker_lost(worker.name)
 
     def _discard_stale(self) -> None:
         """Discard the gradients that are no longer needed."""
-        thrown = self.desk.pop_discarded()
+        thrown = self.scheduler.pop_discarded()
         if thrown:
             self._drop(thrown)
-            for errand in thrown:
-                self._reports.pop(errand.number, None)
+            for item in thrown:
+                self._reports.pop(item.number, None)
 
-    def _drop(self, errands: Iterable[WorkItem]) -> None:
+    def _drop(self, items: Iterable[WorkItem]) -> None:
         """Make the servers discard the staged gradients of work items."""
         each = self.lanes is not None
-        counts = [(errand.number, len(errand.ticket.shards) if each else 1) for errand in errands]
+        counts = [(item.number, len(item.ticket.shards) if each else 1) for item in items]
         self.servers.discard_staged([key for number, count in counts for key in gradient_keys(number, count)])
 
     def _apply_update(self, merge: PendingUpdate, training: StepContext) -> StepOutcome:
         self.local.on_phase("update", merge.version)
-        reports = [self._reports.pop(errand.number) for errand in merge.errands]
+        reports = [self._reports.pop(item.number) for item in merge.items]
         make = self._apply_one if self.mode == "async" else self._apply_sum
         status, norm = make(merge, reports, training)
         losses = sum(report.loss_sum for report in reports)
         weight = sum(weight for report in reports for weight in report.weights)
-        tickets = tuple(errand.ticket for errand in merge.errands)
+        tickets = tuple(item.ticket for item in merge.items)
         left_out = (LeftOut(merge.version, tickets),) if status is Status.skipped else ()
         outcome = StepOutcome(merge.version, status, self._number(losses), weight, norm, left_out, tickets)
         if status is Status.retry:
-            self.desk.requeue_after_overflow(merge)
+            self.scheduler.requeue_after_overflow(merge)
             return outcome
-        self.desk.merged(merge)
+        self.scheduler.merged(merge)
         if self.record is not None:
             self.record.note(merge)
         self._figure(merge, reports)
@@ -204,8 +206,8 @@ class UpdateDispatcher:
         if self.mode == "async":
             self.staleness[merge.staleness] += 1
             self.local.step_metrics["staleness"] = float(merge.staleness)
-        if self.desk.late:
-            self.local.step_metrics["late_gradients"] = float(self.desk.late.total())
+        if self.scheduler.late:
+            self.local.step_metrics["late_gradients"] = float(self.scheduler.late.total())
 
     def _apply_one(
         self, merge: PendingUpdate, reports: list[WorkReport], training: StepContext
@@ -259,7 +261,7 @@ class UpdateDispatcher:
     def _factors(self, merge: PendingUpdate, weights: list[float], training: StepContext) -> tuple[float | None, float]:
         """Return the factors of gradients and buffers beyond those that workers applied; None: no factor."""
         plan, weighing = training.plan, training.weighing
-        tickets = [errand.ticket for errand in merge.errands]
+        tickets = [item.ticket for item in merge.items]
         samples = sum(plan.shard_size(ticket.step, shard) for ticket in tickets for shard in ticket.shards)
         size = plan.global_size if self.mixes else samples
         divisor = LossDivisor.of(weighing, size)
@@ -280,8 +282,8 @@ class UpdateDispatcher:
 def _staged(merge: PendingUpdate, reports: Sequence[WorkReport]) -> list[tuple[str, float]]:
     """Return the gradients of an update with their weights, in the order of their steps and shards."""
     found = []
-    for errand, report in zip(merge.errands, reports, strict=True):
-        ticket, keys = errand.ticket, gradient_keys(report.number, len(report.weights))
+    for item, report in zip(merge.items, reports, strict=True):
+        ticket, keys = item.ticket, gradient_keys(report.number, len(report.weights))
         gradients = zip(ticket.shards, keys, report.weights, strict=False)  # one per shard, or one for all
         found += [((ticket.step, shard), key, weight) for shard, key, weight in gradients]
     return [(key, weight) for _, key, weight in sorted(found)]

@@ -44,7 +44,7 @@ class WorkerHandle:
 class WorkerEvent:
     """A message of a worker, or the loss of one."""
 
-    seat: WorkerHandle
+    worker: WorkerHandle
     kind: str
     """`ready`, `pulled`, `report`, or `gone`."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -64,29 +64,29 @@ class WorkerRegistry:
         def send(order: WorkOrder | None) -> None:
             connection.send("bye") if order is None else connection.send("work", asdict(order))
 
-        seat = WorkerHandle(name=connection.peer, send=send, cut=connection.close)
+        worker = WorkerHandle(name=connection.peer, send=send, cut=connection.close)
         try:
             while True:
                 frame = connection.receive()
                 connection.read([])
-                self._events.put(WorkerEvent(seat, frame.kind, frame.meta))
+                self._events.put(WorkerEvent(worker, frame.kind, frame.meta))
         except LinkError as error:
-            self._events.put(WorkerEvent(seat, "gone", error=error))
+            self._events.put(WorkerEvent(worker, "gone", error=error))
 
     def start_local_worker(self, work: Callable[[WorkChannel], None]) -> None:
         """Start a worker thread in this process."""
-        channel = LocalWorkChannel(lambda kind, meta: self._events.put(WorkerEvent(seat, kind, meta)))
-        seat = WorkerHandle(name=OWN, send=channel.orders.put)
+        channel = LocalWorkChannel(lambda kind, meta: self._events.put(WorkerEvent(worker, kind, meta)))
+        worker = WorkerHandle(name=OWN, send=channel.orders.put)
 
         def run() -> None:
             try:
                 work(channel)
             except BaseException as error:  # noqa: BLE001 - raised again in the main thread
-                self._events.put(WorkerEvent(seat, "gone", error=error))
+                self._events.put(WorkerEvent(worker, "gone", error=error))
 
         thread = Thread(target=run, name="chief's worker", daemon=True)
         self._own = channel, thread
-        self._events.put(WorkerEvent(seat, "ready"))
+        self._events.put(WorkerEvent(worker, "ready"))
         thread.start()
 
     def next_event(self, timeout_s: float) -> WorkerEvent | None:

@@ -49,7 +49,7 @@ class ReplayScheduler(WorkScheduler):
         decision = self.staleness.decide(self.version - min(reads))
         return PendingUpdate(
             version=self.version,
-            errands=tuple(self._results[gradient.ticket] for gradient in gradients),
+            items=tuple(self._results[gradient.ticket] for gradient in gradients),
             reads=reads,
             factor=decision.factor,
             lr_divisor=decision.lr_divisor,
@@ -58,12 +58,12 @@ class ReplayScheduler(WorkScheduler):
     def merged(self, merge: PendingUpdate) -> None:
         """Advance to the next record."""
         super().merged(merge)
-        for item in merge.errands:
+        for item in merge.items:
             del self._results[item.ticket]
 
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
         """Compute the gradients again: in the record, too, all were of one version."""
-        for item in merge.errands:
+        for item in merge.items:
             del self._results[item.ticket]
             self._to_read[self.version].append(item.ticket)
 

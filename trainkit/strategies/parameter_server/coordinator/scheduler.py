@@ -37,7 +37,7 @@ class PendingUpdate:
 
     version: int
     """Updates before it."""
-    errands: tuple[WorkItem, ...]
+    items: tuple[WorkItem, ...]
     """The work items whose gradients are summed, in the order of their steps and shards."""
     reads: tuple[int, ...]
     """For each, the updates that the variables had seen when it was computed."""
@@ -125,7 +125,7 @@ class WorkScheduler(ABC):
 
     def merged(self, merge: PendingUpdate) -> None:
         """Record that the update was made, or skipped by policy: the version advances."""
-        for item in merge.errands:
+        for item in merge.items:
             if item.worker in self._clocks:
                 self._clocks[item.worker] += 1
         self.version += 1

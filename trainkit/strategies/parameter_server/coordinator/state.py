@@ -58,7 +58,7 @@ class CoordinatorExecutor(Executor):
         """What a checkpoint knows of what was handed out."""
         self._chief: UpdateDispatcher | None = None
         """None until the first step."""
-        self._desk: WorkScheduler | None = None
+        self._scheduler: WorkScheduler | None = None
         self._version = 0
         self._seen = 0
         """The version that the evaluated model shows."""
@@ -85,7 +85,7 @@ class CoordinatorExecutor(Executor):
         if self._chief is None:
             self._chief = self._start_dispatcher()
         outcome = self._chief.next_update(self._request.training)
-        self._version = self._chief.desk.version
+        self._version = self._chief.scheduler.version
         return outcome
 
     def refresh_model(self) -> None:
@@ -108,7 +108,7 @@ class CoordinatorExecutor(Executor):
 
     def state_dict_extra(self) -> JsonMap:
         """Return what is handed out and not applied."""
-        return self._recalled if self._desk is None else self._desk.remember()
+        return self._recalled if self._scheduler is None else self._scheduler.remember()
 
     def load_state_extra(self, extra: JsonMap) -> None:
         """Hand it out again, before anything else."""
@@ -121,8 +121,8 @@ class CoordinatorExecutor(Executor):
         found: dict[str, object] = {}
         if self._chief.staleness:
             found["staleness"] = staleness_summary(self._chief.staleness)
-        if self._chief.desk.late:
-            found["late_gradients"] = dict(sorted(self._chief.desk.late.items()))
+        if self._chief.scheduler.late:
+            found["late_gradients"] = dict(sorted(self._chief.scheduler.late.items()))
         if self._chief.mixed:
             found["mixed_reads"] = self._chief.mixed
         return found
@@ -138,10 +138,10 @@ class CoordinatorExecutor(Executor):
         self._listener.close()
 
     def _start(self, version: int, until: int | None) -> None:
-        """Prepare the desk for what is to come, give the servers what they shall hold; again after a rollback."""
-        self._desk = self._setting.desk(self._request.training.plan, until)
+        """Prepare the scheduler, and send the servers the variables; again after a rollback."""
+        self._scheduler = self._setting.scheduler(self._request.training.plan, until)
         try:
-            self._desk.recall(self._recalled, version)
+            self._scheduler.recall(self._recalled, version)
         except (ValueError, TypeError) as error:
             raise CheckpointError(f"meta.json does not tell which steps were handed out: {error}.") from None
         self._version = self._seen = version
@@ -150,18 +150,18 @@ class CoordinatorExecutor(Executor):
         if self._chief is not None:
             if self._chief.record is not None:
                 self._chief.record.close()
-            self._chief.start_again(self._desk, self._record())
+            self._chief.start_again(self._scheduler, self._record())
 
     def _start_dispatcher(self) -> UpdateDispatcher:
-        assert self._desk is not None
-        staff = WorkerRegistry()
+        assert self._scheduler is not None
+        registry = WorkerRegistry()
         record = self._record()
         numerics = self._eval_model.numerics
         chief = UpdateDispatcher(
             local=self._eval_model,
-            desk=self._desk,
+            scheduler=self._scheduler,
             servers=self._servers,
-            staff=staff,
+            registry=registry,
             record=record,
             mode=self._setting.mode,
             lanes=self._lanes,
@@ -171,18 +171,18 @@ class CoordinatorExecutor(Executor):
         )
         if self._setting.mode == "async" and record is not None:
             chief.staleness.update(line.staleness for line in record.kept)
-        self._listener.serve(staff.serve_connection)
+        self._listener.serve(registry.serve_connection)
         self._meeting.tell("chief", self._listener.address)
-        staff.start_local_worker(self._work)
+        registry.start_local_worker(self._work)
         return chief
 
     def _record(self) -> UpdateLog | None:
         """Return the record of updates, cut at the version that the training begins with."""
         return None if self._request.folder is None else UpdateLog(self._request.folder / FILE, self._version)
 
-    def _work(self, errands: WorkChannel) -> None:
+    def _work(self, channel: WorkChannel) -> None:
         """On a thread: what a worker does in a process of its own."""
         data = self._request.open_data(self._eval_model.device)
         servers = self._setting.servers(self._meeting, self._shares, "worker:chief")
         with closing(servers), closing(self._setting.team(self._computing)) as team:
-            self._setting.worker(team, servers, data, self._request.training).run(errands)
+            self._setting.worker(team, servers, data, self._request.training).run(channel)

@@ -52,8 +52,8 @@ class SyncScheduler(WorkScheduler):
         if len(_places(*self._results)) < self.plan.num_shards(self.version) or self._is_over:
             return None
         found = [self._results[ticket] for ticket in sorted(self._results, key=lambda ticket: _places(ticket)[0])]
-        errands, reads = zip(*found, strict=True)
-        return PendingUpdate(version=self.version, errands=errands, reads=reads)
+        items, reads = zip(*found, strict=True)
+        return PendingUpdate(version=self.version, items=items, reads=reads)
 
     def merged(self, merge: PendingUpdate) -> None:
         """Advance to the next step; outstanding results will be too late."""
@@ -66,7 +66,7 @@ class SyncScheduler(WorkScheduler):
     def requeue_after_overflow(self, merge: PendingUpdate) -> None:
         """Assign again all shards that were assigned at the old loss scale."""
         self._results.clear()
-        self._return(*_places(*(item.ticket for item in merge.errands)))
+        self._return(*_places(*(item.ticket for item in merge.items)))
         self._abandon_outstanding()
 
     def remember(self) -> dict[str, Any]:

@@ -62,8 +62,8 @@ class UpdateRecord:
     @classmethod
     def of(cls, merge: PendingUpdate) -> Self:
         """Create the record of an update."""
-        pairs = zip(merge.errands, merge.reads, strict=True)
-        return cls(merge.version, tuple(GradientRef(errand.ticket, read, errand.worker) for errand, read in pairs))
+        pairs = zip(merge.items, merge.reads, strict=True)
+        return cls(merge.version, tuple(GradientRef(item.ticket, read, item.worker) for item, read in pairs))
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
