@@ -185,7 +185,7 @@ ALLOWED = {
     "run/supervisor/task_restarts.py": "an error report in the live folder of the run",
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",
     "run/folder/lock.py": "a lock file whose content trainkit wrote, and that no process holds",
-    "run/supervisor/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
+    "run/session/await_evaluator.py": "an error report of an earlier life, in the live folder of the run",
     "run/folder/status.py": "a temporary file of this process",
     "storage.py": "a probe of this process, of a name of its own",
     "run/folder/run_folder.py": "result.json and .owner of a folder with a token; temporary files of this process",
