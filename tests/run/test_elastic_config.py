@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from trainkit.cluster.launch import LaunchEnvironment
@@ -69,7 +71,7 @@ def test_in_a_launch_the_launcher_has_the_say() -> None:
 
 
 def test_a_strategy_whose_ranks_hold_what_others_lack_is_not_elastic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mirrored, "elastic", False)
+    monkeypatch.setattr(Mirrored, "traits", replace(Mirrored.traits, elastic=False))
     assert refused(*MIRRORED, "elastic.min_replicas=1") == [
         "elastic.min_replicas=1: has no effect: this strategy goes on with all its processes or not at all."
     ]
