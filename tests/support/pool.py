@@ -139,9 +139,10 @@ class Pool:
         return [results[rank] for rank in range(len(workers))]
 
     def _replace(self, workers: Sequence[_Worker]) -> None:
-        for worker in workers:
+        # In their places: a process keeps its rank, because torch caches what DTensors hold by mesh, not by rank.
+        for rank, worker in enumerate(workers):
             worker.kill()
-            self._workers.remove(worker)
+            self._workers[rank] = _Worker()
 
 
 class _Worker:

@@ -44,3 +44,11 @@ def test_a_failing_rank_is_named_and_the_next_task_works() -> None:
         with pytest.raises(TaskError, match="died of SIGKILL"):
             pool.run("tests.support.test_pool.die", num_ranks=1)
         assert len(pool.run("tests.support.test_pool.pid", num_ranks=1)) == 1
+
+
+def test_a_process_keeps_its_rank_when_others_are_replaced() -> None:
+    with Pool() as pool:
+        before = pool.run("tests.support.test_pool.pid", num_ranks=3)
+        with pytest.raises(TaskError):
+            pool.run("tests.support.test_pool.fail_on_rank_one", num_ranks=2)
+        assert pool.run("tests.support.test_pool.pid", num_ranks=3)[2] == before[2]
