@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ __all__ = ["explain_oom"]
 _STRATEGIES: Final = "trainkit.strategies"
 _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""
+_RESERVE: Final = 64 * 2**20
+"""Bytes of address space, never touched, that are freed for the report of an error: a limit may count them."""
 _ON_CHIP: Final = (
     "a kernel needs more on-chip memory than {device} has. The device's own memory is not full, and a smaller batch "
     "does not help: use smaller blocks in a kernel of your own, or compile.mode=off. {error}"
@@ -44,9 +47,11 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
         TrainingError: a kernel needs more on-chip memory than the device has.
     """
+    reserve = mmap.mmap(-1, _RESERVE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         yield
     except Exception as error:
+        reserve.close()
         kind = memory_kind(error)
         if kind is None or isinstance(error, TrainkitError):
             raise
@@ -62,6 +67,8 @@ def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> It
         raise OutOfMemoryError(
             _with_remedies(plan, f"{head} {task.device} is out of memory.", placing=at is None)
         ) from error
+    finally:
+        reserve.close()
 
 
 def _first_line(error: BaseException) -> str:
