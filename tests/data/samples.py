@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.loader import Loader
 from trainkit.numerics.batch import BatchPlan, Ticket, shards_of_rank
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches, num_eval_batches
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.support.present import present
-from trainkit.config.schema import CvConfig
+from trainkit.config.sections import CvConfig
 from trainkit.data.folds import fold_of_each, folded, labels_of, part_of
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.sets.digits import Digits

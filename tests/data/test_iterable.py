@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.data.samples import CPU, make_loader
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.loader import Loader

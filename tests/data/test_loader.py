@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.data.samples import CPU, InMemorySquares, Noisy, Squares, all_batches, make_loader
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.loader import Loader
 from trainkit.errors import ConfigError, DataError
 from trainkit.numerics.batch import BatchPlan, Ticket

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.data.samples import CPU, Noisy, make_loader
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.reading.iterable import Stream
 from trainkit.errors import DataError

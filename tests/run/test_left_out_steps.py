@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from trainkit.config.schema import NumericsConfig
+from trainkit.config.sections import NumericsConfig
 from trainkit.errors import CheckpointError, NonFiniteError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.precision import LossScale, Scaling

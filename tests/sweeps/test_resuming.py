@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
-from trainkit.config.schema import EvalConfig, RunConfig
+from trainkit.config.schema import RunConfig
+from trainkit.config.sections import EvalConfig
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.resuming import identity

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.sweeps.support import job, run, sweep_in
-from trainkit.config.schema import SweepConfig as Settings
+from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 

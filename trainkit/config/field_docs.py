@@ -15,7 +15,7 @@ def doc_lines(kind: Any) -> dict[str, str]:
     """Return field -> first line of the docstring under it, with inherited fields; empty for a class without source.
 
     Example:
-        >>> from trainkit.config.schema import ClipConfig
+        >>> from trainkit.config.sections import ClipConfig
         >>> doc_lines(ClipConfig)
         {'max_norm': "Largest global norm of a step's gradient; null does not clip."}
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from trainkit.config.schema import EvalConfig
+from trainkit.config.sections import EvalConfig
 
 __all__ = ["MonitoredMetric"]
 

@@ -13,7 +13,8 @@ from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of, replacing
 from trainkit.config.mutually_exclusive import resolve
 from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
-from trainkit.config.schema import GROUPS, NO_RUN, CvConfig, RunConfig, SweepConfig, load_resolved
+from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
+from trainkit.config.sections import CvConfig, SweepConfig
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
 

@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal
 from trainkit.config.sections import (
     FOLDER_NAME,
     MOST_EPOCHS,
-    MOST_JOBS,
     BatchConfig,
     CheckpointConfig,
     ClipConfig,
@@ -36,28 +35,7 @@ from trainkit.fields import cosmetic, maths, placement, speed
 from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
-__all__ = [
-    "GROUPS",
-    "LIST_GROUPS",
-    "MOST_JOBS",
-    "NO_RUN",
-    "BatchConfig",
-    "CheckpointConfig",
-    "ClipConfig",
-    "CompileConfig",
-    "CvConfig",
-    "ElasticConfig",
-    "EvalConfig",
-    "LoaderConfig",
-    "LrScalingConfig",
-    "NumericsConfig",
-    "RunConfig",
-    "SupervisorConfig",
-    "SweepConfig",
-    "WarmupConfig",
-    "hints_of",
-    "load_resolved",
-]
+__all__ = ["GROUPS", "LIST_GROUPS", "NO_RUN", "RunConfig", "hints_of", "load_resolved"]
 
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",

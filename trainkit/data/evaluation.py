@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import collate, narrow, to_device
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.reading.reader import Reader

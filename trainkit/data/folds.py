@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainkit.config.schema import CvConfig
+from trainkit.config.sections import CvConfig
 from trainkit.data.reading.iterable import Stream
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem

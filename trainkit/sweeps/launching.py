@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import RunConfig
-from trainkit.config.schema import SweepConfig as Settings
 from trainkit.config.secrets.secrets import missing_secrets
+from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from trainkit.config.schema import NumericsConfig
+from trainkit.config.sections import NumericsConfig
 from trainkit.errors import NonFiniteError
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import LeftOut

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainkit.config.schema import NumericsConfig
+from trainkit.config.sections import NumericsConfig
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps

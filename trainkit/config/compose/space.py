@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.schema import MOST_JOBS
+from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 

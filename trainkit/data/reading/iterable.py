@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.config.values import at_least
 from trainkit.data.reading.collate import collate, to_device
 from trainkit.errors import ConfigError, DataError, Problem

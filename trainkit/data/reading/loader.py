@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.in_process import InProcessReader
 from trainkit.data.reading.iterable import Stream, StreamReader
 from trainkit.data.reading.positions import Positions

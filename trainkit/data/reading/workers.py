@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainkit.config.schema import LoaderConfig as LoaderSettings
+from trainkit.config.sections import LoaderConfig as LoaderSettings
 from trainkit.data.reading.collate import to_device
 from trainkit.data.reading.positions import Positions
 from trainkit.data.reading.reader import Reader

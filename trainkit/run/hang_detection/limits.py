@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal
 
-from trainkit.config.schema import SupervisorConfig
+from trainkit.config.sections import SupervisorConfig
 from trainkit.run.process.heartbeat import HeartbeatReading
 from trainkit.trainer.failpoints import Phase
 

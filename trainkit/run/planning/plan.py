@@ -12,7 +12,8 @@ from torch import nn
 
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.schema import NumericsConfig, RunConfig
+from trainkit.config.schema import RunConfig
+from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem

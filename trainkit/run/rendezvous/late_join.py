@@ -21,7 +21,8 @@ from typing import Any, Final
 
 from trainkit.bounded_json import Kind, expect_map, whole_numbers
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.config.schema import BatchConfig, RunConfig
+from trainkit.config.schema import RunConfig
+from trainkit.config.sections import BatchConfig
 from trainkit.config.targets.build import build
 from trainkit.errors import ConfigError, HangError, HangupError, StoppedError, TerminatedError
 from trainkit.run.folder.fencing_token import FencingToken

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from trainkit.config.schema import SweepConfig as Settings
+from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 
 __all__ = ["SlotLease", "Slots", "numbering_problems"]

@@ -14,9 +14,9 @@ from typing import Final
 
 from trainkit.config.config_folders import config_dir_arguments
 from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import EvalConfig
 from trainkit.config.secrets.references import reference
 from trainkit.config.secrets.secrets import keys_to_add
+from trainkit.config.sections import EvalConfig
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request

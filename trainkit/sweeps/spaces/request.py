@@ -11,7 +11,7 @@ from trainkit.config.compose import Composer
 from trainkit.config.compose.space import Choices, Space
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.schema import MOST_JOBS
+from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.halving import num_rungs
