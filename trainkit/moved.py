@@ -73,6 +73,7 @@ _ORIGINAL_TARGETS: Final[Mapping[str, str]] = {
     ),
 }
 """New names whose old name does not follow from the table above."""
+_ORIGINAL_MODULES: Final[Mapping[str, str]] = {new: old for old, new in MODULES.items()}
 
 
 def current_name(path: str) -> str:
@@ -86,8 +87,7 @@ def current_name(path: str) -> str:
         ('trainkit.data.sets.digits.Digits', 'torch.optim.SGD')
     """
     moved = _replaced(path, MODULES)
-    module, _, name = moved.rpartition(".")
-    return f"{module}.{NAMES[moved]}" if moved in NAMES else moved if name else path
+    return f"{moved.rpartition('.')[0]}.{NAMES[moved]}" if moved in NAMES else moved
 
 
 def original_name(path: str) -> str:
@@ -98,7 +98,7 @@ def original_name(path: str) -> str:
         ('trainkit.data.digits.Digits', 'torch.optim.SGD')
     """
     found = _replaced(path, _ORIGINAL_TARGETS)
-    return found if found != path else _replaced(path, {new: old for old, new in MODULES.items()})
+    return found if found != path else _replaced(path, _ORIGINAL_MODULES)
 
 
 def with_current_targets(values: Any) -> Any:
@@ -123,13 +123,9 @@ def _renamed(values: Any, rename: Callable[[str], str]) -> Any:
 
 
 def _replaced(path: str, table: Mapping[str, str]) -> str:
-    """Replace the longest prefix of a dotted name that is in the table."""
-    parts = path.split(".")
-    for length in range(len(parts), 0, -1):
-        new = table.get(".".join(parts[:length]))
-        if new is not None:
-            return ".".join([new, *parts[length:]])
-    return path
+    """Replace the longest prefix of a dotted name that is in the table; names of any length may stand in a file."""
+    old = max((old for old in table if f"{path}.".startswith(f"{old}.")), key=len, default="")
+    return table[old] + path[len(old) :] if old else path
 
 
 def moved_attribute(module: str, name: str) -> Any:
