@@ -61,12 +61,15 @@ class _Quick:
             script.chmod(0o755)
         self.script = self.folder / module
         environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        reader, self._writer = os.pipe()  # closed with this process, also when it is killed
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.quick", module, address],
+            [sys.executable, "-m", "tests.support.quick", module, address, str(reader)],
             cwd=ROOT,
             env=environ,
+            pass_fds=[reader],
             start_new_session=True,
         )
+        os.close(reader)
         while not Path(address).exists():
             assert self._process.poll() is None
             time.sleep(0.02)
@@ -77,6 +80,7 @@ class _Quick:
         """Leave nothing."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        os.close(self._writer)
         shutil.rmtree(self.folder)
 
 
@@ -136,8 +140,9 @@ def end() -> None:
         _started.popitem()[1].end()
 
 
-def serve(module: str, address: str) -> int:
-    """In the process: forks for ever. In a fork: run the command; returns its exit code."""
+def serve(module: str, address: str, reader: str) -> int:
+    """In the process: forks until the session ends. In a fork: run the command; returns its exit code."""
+    _end_with(int(reader))
     for name in _IMPORTED[module]:
         importlib.import_module(name)
     importlib.import_module("torch").set_num_threads(1)
@@ -153,6 +158,7 @@ def serve(module: str, address: str) -> int:
         link, _ = listening.accept()
         if os.fork() == 0:
             listening.close()
+            os.close(int(reader))
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             return _answer(link)
@@ -198,7 +204,7 @@ def _answer(link: socket.socket) -> int:
 
 
 def _end_with(reader: int) -> None:
-    """Let the kernel end this process and its children when the script is gone, which holds the other end."""
+    """Let the kernel end this process and its children when the process that holds the other end is gone."""
     fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(reader, 10, signal.SIGKILL)  # F_SETSIG
     fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
