@@ -80,6 +80,16 @@ def test_any_other_error_stays_what_it_is() -> None:
         raise RuntimeError("shapes differ")
 
 
+def test_a_run_that_fits_starts_under_a_limit_that_refuses_the_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    plan = make_plan(compose(GPT).cfg, num_gpus=0)
+    monkeypatch.setattr("mmap.mmap", refused)
+    with explain_oom(plan, plan.tasks[0], lambda: 0):
+        pass
+
+
 def told_on_cuda(error: Exception, *arguments: str, raises: type[Exception] = OutOfMemoryError) -> str:
     plan = make_plan(compose([*GPT, *arguments]).cfg, num_gpus=0)
     with (
