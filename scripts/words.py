@@ -30,12 +30,11 @@ config.check.alternatives: Neighbours
 config.check.unused_keys: _idle_for_launcher _idle_numerics _idle_rates without_effect without_effect_here
     without_effect_in
 config.compose.builder: Composing
-config.compose.layers: Layers.lay
+config.compose.layers: Layers.lay settle
 config.compose.loader: Loader
 config.composition: ChoiceFile Composition.located Composition.noting
 config.identity: _idle _mildest
-config.monitored_metric: Watched
-config.mutually_exclusive: settle
+config.schema: Watched
 config.provenance: Layered
 config.sections: Batch Checkpoint Clip Compile Cv Elastic Eval Loader LrScaling Numerics Supervisor Sweep Warmup
 config.targets.checks: _built_problems _judges_itself

@@ -221,7 +221,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         return answer(flags["shell-completion"], call)
     if "cfg" in flags:
         return _show(call, flags["cfg"])
-    from trainkit.config.config_folders import with_config_dirs  # noqa: PLC0415 - the same
+    from trainkit.config.paths import with_config_dirs  # noqa: PLC0415 - the same
     from trainkit.config.targets.allowed import allow_packages  # noqa: PLC0415 - help and completion need none
 
     with allow_packages(call.packages), with_config_dirs(call.config_dirs):

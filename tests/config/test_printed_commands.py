@@ -6,7 +6,7 @@ import pytest
 
 from trainkit.cli import parse
 from trainkit.config.compose import compose
-from trainkit.config.config_folders import config_dir_arguments, with_config_dirs
+from trainkit.config.paths import config_dir_arguments, with_config_dirs
 from trainkit.config.resume import compose_resumed
 from trainkit.verbs.running.prove import _command
 from trainkit.verbs.support.cv import expand_folds

@@ -14,7 +14,7 @@ from torch import nn
 
 import trainkit
 from tests.support.second_device import META, SecondDevice
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import CheckpointError, ConfigError
 from trainkit.models.ensemble import Ensemble
 from trainkit.sweeps.results.job_results import read_entry

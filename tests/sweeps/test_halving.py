@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.present import present
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.spaces.halving import Halving
 

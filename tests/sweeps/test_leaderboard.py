@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainkit.config.config_folders import with_config_dirs
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.paths import with_config_dirs
+from trainkit.config.schema import MonitoredMetric
 from trainkit.sweeps.results.leaderboard import Leaderboard, collect, read_entry, varied_overrides, write
 
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")

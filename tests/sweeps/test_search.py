@@ -12,7 +12,7 @@ import pytest
 from tests.support import quick
 from tests.sweeps.support import sweep_in
 from trainkit.config.compose import Composer
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import read_entries

@@ -14,7 +14,7 @@ optuna = pytest.importorskip("optuna")
 from optuna.trial import TrialState  # noqa: E402
 
 from trainkit.config.compose import Composer  # noqa: E402
-from trainkit.config.monitored_metric import MonitoredMetric  # noqa: E402
+from trainkit.config.schema import MonitoredMetric  # noqa: E402
 from trainkit.config.sections import SweepConfig as Settings  # noqa: E402
 from trainkit.errors import ConfigError  # noqa: E402
 from trainkit.sweeps.job_sources import SweepJob  # noqa: E402

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
 from trainkit.report.drawing import Drawing, lr_request, metrics_request

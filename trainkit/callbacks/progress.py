@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar
 
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
 from trainkit.report.live import LiveLine, Pace, Reading, live_line

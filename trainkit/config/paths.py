@@ -1,10 +1,19 @@
-"""Paths of trainkit's own YAMLs: inside the package once installed, beside it in a checkout."""
+"""Folders of YAMLs: trainkit's own, inside the package once installed and beside it in a checkout, and the user's."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
-__all__ = ["shipped_conf", "shipped_recipes"]
+__all__ = [
+    "config_dir_arguments",
+    "shipped_conf",
+    "shipped_recipes",
+    "with_config_dirs",
+]
 
 
 def shipped_conf() -> Path:
@@ -20,3 +29,39 @@ def shipped_recipes() -> Path:
 def _shipped(name: str) -> Path:
     package = Path(__file__).resolve().parent.parent
     return next((folder for folder in (package / name, package.parent / name) if folder.is_dir()), package / name)
+
+
+_GIVEN: Final[list[tuple[Path, ...]]] = [()]
+"""The folders of the calls that run, innermost last."""
+
+
+@contextmanager
+def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
+    """Let commands that are printed while the block runs name these folders.
+
+    Args:
+        folders: absolute paths, as given to `--config-dir`.
+    """
+    _GIVEN.append(tuple(folders))
+    try:
+        yield
+    finally:
+        _GIVEN.pop()
+
+
+def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
+    """Return the arguments that name config folders in a command printed by trainkit.
+
+    Args:
+        folders: absolute paths; None for those of the running call. Folders below the current one become relative.
+
+    Example:
+        >>> config_dir_arguments([Path("/srv/conf")]), config_dir_arguments([])
+        (['--config-dir', '/srv/conf'], [])
+    """
+    here = Path.cwd()
+    arguments = []
+    for folder in _GIVEN[-1] if folders is None else folders:
+        shown = os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)
+        arguments += ["--config-dir", shown]
+    return arguments

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from trainkit.config.compose import Composer
+from trainkit.config.compose.layers import resolve_exclusive
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import key_of, replacing
-from trainkit.config.mutually_exclusive import resolve
 from trainkit.config.provenance import Level, Origin, TrackedTree, lookup
 from trainkit.config.schema import GROUPS, NO_RUN, RunConfig, load_resolved
 from trainkit.config.sections import CvConfig, SweepConfig
@@ -47,7 +47,7 @@ def compose_resumed(
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     # The key that ended the run early does not end the resumed run.
     tree = _beneath(changes, replace(load_resolved(file), stop_at_step=None), file, overrides)
-    notes, problems = resolve(tree)
+    notes, problems = resolve_exclusive(tree)
     tree.put(("resume",), "auto", Origin(level=Level.command_line, where="command line"))
     return replace(_with(changes, tree, overrides, notes, problems), run_dir=run, run_dir_given=True)
 
@@ -76,7 +76,7 @@ def compose_anew(
     whole = replace(earlier, stop_at_step=None, resume=None, cv=CvConfig(), sweep=SweepConfig())
     changes = Composer(config_dirs, packages).compose(replacing(overrides, _NO_RECIPE))
     tree = _beneath(changes, whole, found[0], overrides)
-    notes, problems = resolve(tree)
+    notes, problems = resolve_exclusive(tree)
     if earlier.cv.folds is not None:
         notes = [*notes, f"cv.folds={earlier.cv.folds} of {run} is left out: no fold is held out of this training"]
     return _with(changes, tree, overrides, notes, problems)

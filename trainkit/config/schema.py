@@ -35,7 +35,7 @@ from trainkit.fields import cosmetic, maths, placement, speed
 from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
-__all__ = ["GROUPS", "LIST_GROUPS", "NO_RUN", "RunConfig", "hints_of", "load_resolved"]
+__all__ = ["GROUPS", "LIST_GROUPS", "NO_RUN", "MonitoredMetric", "RunConfig", "hints_of", "load_resolved"]
 
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",
@@ -206,3 +206,39 @@ def _plain_values(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _plain_values(item) for key, item in value.items()}
     return [_plain_values(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+_LESS_IS_BETTER = frozenset({"loss", "perplexity", "error", "mse", "mae"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MonitoredMetric:
+    """The metric that selects the best checkpoint and drives early stopping and leaderboards."""
+
+    metric: str
+    """Its name, such as `val/accuracy`."""
+    mode: Literal["min", "max"]
+    """Whether lower or higher values are better."""
+
+    @classmethod
+    def of(cls, settings: EvalConfig) -> MonitoredMetric:
+        """Return the metric of the settings; the default is the validation loss.
+
+        Example:
+            >>> MonitoredMetric.of(EvalConfig()), MonitoredMetric.of(EvalConfig(metric="val/accuracy"))
+            (MonitoredMetric(metric='val/loss', mode='min'), MonitoredMetric(metric='val/accuracy', mode='max'))
+        """
+        metric = settings.metric or "val/loss"
+        return cls(metric=metric, mode=settings.mode or _better_end(metric))
+
+    def __str__(self) -> str:
+        return f"{self.metric} ({self.mode})"
+
+    @property
+    def sign(self) -> float:
+        """The factor that makes lower values better."""
+        return -1.0 if self.mode == "max" else 1.0
+
+
+def _better_end(metric: str) -> Literal["min", "max"]:
+    return "min" if metric.rpartition("/")[2] in _LESS_IS_BETTER else "max"

@@ -10,20 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from typing import Any, Final
 
-from trainkit.config.check.ranges import beyond_64_bits, paths_too_long
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile
-from trainkit.config.provenance import KeyPath, dotted, leaves, lookup
+from trainkit.config.provenance import KeyPath, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.secrets import missing_secrets
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, name_problem, targets_in
-from trainkit.config.targets.alternatives import OtherChoices
 from trainkit.config.targets.build import GROUP_KEYS, INJECTED, TARGET, build
-from trainkit.config.targets.checks import target_problems, unchecked_keys
+from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
+from trainkit.config.texts import path_rule
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["check", "check_names", "check_values"]
+__all__ = ["beyond_64_bits", "check", "check_names", "check_values", "paths_too_long"]
 
 _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
@@ -320,3 +319,33 @@ def _parameter_groups(composition: Composition, node: Mapping[str, Any]) -> Iter
 def _deduplicated(problems: Sequence[Problem]) -> list[Problem]:
     """Return the problems without repetitions, in order."""
     return list({str(problem): problem for problem in problems}.values())
+
+
+def beyond_64_bits(composition: Composition) -> Iterator[Problem]:
+    """Yield a problem for each integer that does not fit into 64 bits, as tensors and counters need."""
+    for path, value in leaves(composition.values):
+        large = [one for one in _numbers_in(value) if not -(2**63) <= one < 2**63]
+        if large:
+            yield composition.problem(path, "must fit into 64 bits: less than 2**63.", value=value)
+
+
+def paths_too_long(composition: Composition) -> Iterator[Problem]:
+    """Yield a problem for each path that no file system accepts, including the folder of the run."""
+    for path, value in leaves(composition.values):
+        rule = path_rule(value) if isinstance(value, str) and is_path_key(path[-1]) else None
+        if rule is not None:
+            yield composition.problem(path, rule, value=value)
+    rule = None if composition.run_dir is None else path_rule(str(composition.run_dir))
+    if rule is not None and composition.run_dir_given:
+        yield Problem(key="hydra.run.dir", value=str(composition.run_dir), rule=rule)
+
+
+def _numbers_in(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _numbers_in(item)
+    elif isinstance(value, int):
+        yield value

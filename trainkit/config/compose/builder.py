@@ -15,7 +15,6 @@ from omegaconf.errors import OmegaConfBaseException
 from trainkit.config.compose.files import CONFIG, Repository, group_in, is_about_hydra
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, DefaultsList, create_defaults_list
 from trainkit.config.compose.layers import Layers, first_line, shown
-from trainkit.config.compose.repeating import repeated
 from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.paths import shipped_conf, shipped_recipes
@@ -27,7 +26,7 @@ from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
-__all__ = ["CompositionBuilder"]
+__all__ = ["CompositionBuilder", "repeated"]
 
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
@@ -278,3 +277,48 @@ def _chosen_in(documents: Sequence[Document], group: str) -> Iterator[Any]:
     for item in itertools.chain.from_iterable(document.defaults for document in documents):
         if isinstance(item, Mapping):
             yield from (value for key, value in item.items() if group_in(str(key)) == group)
+
+
+def repeated(arguments: Sequence[Override]) -> list[Problem]:
+    """Return a problem for each key or group that several arguments give: their order would decide which one counts.
+
+    `optimizer=adamw optimizer.lr=1` names a group and one of its keys, each once. A mapping names every key in it.
+
+    Args:
+        arguments: of Hydra's grammar, in their order.
+    """
+    givers: dict[str, list[str]] = {}
+    for argument in arguments:
+        for key in dict.fromkeys(_keys(argument)):
+            givers.setdefault(key, []).append(redacted_argument(argument.input_line or ""))
+    return [
+        Problem(key=key, rule=f"is given {_times(len(lines))}: {_listed(lines)}. Give it once.", origin=COMMAND_LINE)
+        for key, lines in givers.items()
+        if len(lines) > 1
+    ]
+
+
+def _keys(argument: Override) -> Iterator[str]:
+    name = argument.key_or_group if argument.package is None else f"{argument.key_or_group}@{argument.package}"
+    value = None if argument.is_sweep_override() or argument.is_delete() else argument.value()
+    if isinstance(value, Mapping) and value:
+        yield from _inner(name, value)
+    else:
+        yield name
+
+
+def _inner(name: str, value: Mapping[Any, Any]) -> Iterator[str]:
+    for key, item in value.items():
+        if isinstance(item, Mapping) and item:
+            yield from _inner(f"{name}.{key}", item)
+        else:
+            yield f"{name}.{key}"
+
+
+def _times(count: int) -> str:
+    return "twice" if count == 2 else f"{count} times"
+
+
+def _listed(lines: Sequence[str]) -> str:
+    shown = [line if len(line) <= 60 else f"{line[:57]}..." for line in lines[:4]]
+    return ", ".join(shown[:-1]) + f" and {shown[-1]}" if len(lines) <= 4 else ", ".join(shown) + " and others"

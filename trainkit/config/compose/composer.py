@@ -11,10 +11,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from trainkit.config.compose.bounds import argument_problem
-from trainkit.config.compose.builder import CompositionBuilder
+from trainkit.config.compose.builder import CompositionBuilder, repeated
 from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
-from trainkit.config.compose.repeating import repeated
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE, unreadable

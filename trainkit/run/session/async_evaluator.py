@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from trainkit.bounded_json import expect_map, parse_json
 from trainkit.cluster.identity import Identity
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import open_regular, read_bytes, read_lines

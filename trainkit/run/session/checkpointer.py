@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import MonitoredMetric, RunConfig
 from trainkit.errors import NonFiniteError
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import Executor

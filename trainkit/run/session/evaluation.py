@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.base import LocalModel

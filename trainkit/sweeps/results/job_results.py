@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded_json import Kind, expect_maps
-from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import load_resolved
+from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
 from trainkit.reading import read_map
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from trainkit.config.config_folders import config_dir_arguments
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.paths import config_dir_arguments
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.secrets.references import reference
 from trainkit.config.secrets.secrets import keys_to_add
 from trainkit.config.sections import EvalConfig

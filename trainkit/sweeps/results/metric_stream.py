@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded_json import expect_map, parse_json
-from trainkit.config.monitored_metric import MonitoredMetric
-from trainkit.config.schema import RunConfig, load_resolved
+from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.reading import read_lines, read_tail, size_of
 

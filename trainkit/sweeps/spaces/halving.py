@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trainkit.config.grammar import replacing
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import redacted_argument

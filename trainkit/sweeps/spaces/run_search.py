@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from trainkit.config.compose import Composer
 from trainkit.config.grammar import COMMAND_LINE
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.errors import ConfigError, Problem
 from trainkit.sweeps.job_sources import JobSource, SweepJob
 from trainkit.sweeps.spaces.request import SweepRequest, read_request

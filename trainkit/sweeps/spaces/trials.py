@@ -24,7 +24,7 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.trial import TrialState
 
 from trainkit.config.compose.space import Choices, Interval, Space
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, HangupError, Problem, StoppedError, TerminatedError
 from trainkit.sweeps.job_sources import SweepJob

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, cast
 
 from trainkit.config.grammar import refusal
-from trainkit.config.monitored_metric import MonitoredMetric
+from trainkit.config.schema import MonitoredMetric
 from trainkit.config.sections import EvalConfig
 from trainkit.config.texts import whole_number
 from trainkit.errors import ConfigError

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from trainkit.config.config_folders import config_dir_arguments
+from trainkit.config.paths import config_dir_arguments
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.texts import whole_number
 from trainkit.errors import ConfigError, Problem

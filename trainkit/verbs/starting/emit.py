@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
 from trainkit.cluster.manifests.job import seconds_of
-from trainkit.config.config_folders import config_dir_arguments
+from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets.references import reference
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.config.texts import whole_number
