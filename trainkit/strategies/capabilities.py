@@ -33,6 +33,7 @@ __all__ = [
     "ReportsResult",
     "ResolvesAtStart",
     "RunsAuxiliaryTasks",
+    "ShardsModel",
     "ShardsState",
     "SizesSlots",
     "Syncs",
@@ -110,6 +111,15 @@ def estimate_memory(strategy: Strategy, model: nn.Module, context: PlanContext) 
     if isinstance(strategy, EstimatesMemory):
         return strategy.estimate_memory(model, context)
     return ModelMemory.whole(model)
+
+
+@runtime_checkable
+class ShardsModel(Protocol):
+    """A strategy under which each device holds a part of the model; one that ran out of memory is pointed to it."""
+
+    @classmethod
+    def sharded_over(cls, count: int) -> Mapping[str, int]:
+        """Return the keys of `strategy` that shard the model over so many devices; pure."""
 
 
 @runtime_checkable

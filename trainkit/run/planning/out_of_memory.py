@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from trainkit.cluster.tasks import Task
+from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import RunConfig
+from trainkit.config.targets.build import TARGET, build, resolve_target
+from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.report.numbers import num_bytes
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.memory_errors import MemoryKind, memory_kind
 from trainkit.run.planning.plan import RunPlan, make_plan
-from trainkit.strategies.capabilities import validate_model
+from trainkit.strategies.capabilities import ShardsModel, validate_model
 from trainkit.strategies.model_transforms import shaping_problems
 
 __all__ = ["explain_oom"]
 
-_STRATEGIES: Final = "trainkit.strategies"
 _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""
 _RESERVE: Final = 64 * 2**20
@@ -136,7 +138,7 @@ class _Remedy:
 
 
 def _remedies(plan: RunPlan, *, placing: bool) -> list[_Remedy]:
-    """Return remedies that are not applied yet; while the model is placed, those that make it smaller come first."""
+    """Return remedies that are not applied yet; while the model is placed, remedies that make it smaller come first."""
     lasting = [*_spread(plan), *_reduced_precision(plan)]
     passing = [*_recomputed(plan), *_smaller_shards(plan)]
     # sharding the model comes first in any case
@@ -150,20 +152,28 @@ def _spread(plan: RunPlan) -> Iterator[_Remedy]:
     if count < 2 or plan.components.strategy.traits.is_sharded:
         return
     effect = f"about 1/{count} of the model a device, on {count} of them"
-    fsdp = {"_target_": f"{_STRATEGIES}.fsdp.Fsdp", "replicas": count}
-    pipeline = {"_target_": f"{_STRATEGIES}.pipeline.Pipeline", "stages": count}
-    micro = max(plan.batch.global_size // count, 1)  # a shard for each replica
-    if plan.batch.micro_size <= micro or plan.micro_size_depends_on_replicas:
-        fits, more = (
-            replace(plan.cfg.batch, micro_size=None if plan.micro_size_depends_on_replicas else plan.batch.micro_size),
-            "",
-        )
-    else:
-        fits, more = replace(plan.cfg.batch, micro_size=micro), f" batch.micro_size={micro}"
-    if _can_go(plan, replace(plan.cfg, strategy=fsdp, batch=fits)):
-        yield _Remedy(overrides=f"strategy=fsdp strategy.replicas={count}{more}", effect=effect)
-    if _can_go(plan, replace(plan.cfg, strategy=pipeline)):
-        yield _Remedy(overrides=f"strategy=pipeline strategy.stages={count}", effect=effect)
+    for file in sorted((shipped_conf() / "strategy").glob("*.yaml")):
+        target = read_document(file).values[TARGET]
+        if not issubclass(kind := resolve_target(target), ShardsModel):
+            continue
+        keys = kind.sharded_over(count)
+        cfg, more = _with_shards_for_all(plan, {TARGET: target, **keys})
+        if _can_go(plan, cfg):
+            given = " ".join(f"strategy.{key}={value}" for key, value in keys.items())
+            yield _Remedy(overrides=f"strategy={file.stem} {given}{more}", effect=effect)
+
+
+def _with_shards_for_all(plan: RunPlan, node: Mapping[str, Any]) -> tuple[RunConfig, str]:
+    """Return the config with another strategy and a shard for each replica, and the override that this needs."""
+    cfg = replace(plan.cfg, strategy=dict(node))
+    replicas = build(node, "strategy").num_replicas(plan.facts)
+    if replicas == 1:
+        return cfg, ""
+    if plan.micro_size_depends_on_replicas:
+        return replace(cfg, batch=replace(cfg.batch, micro_size=None)), ""
+    micro = min(plan.batch.micro_size, max(plan.batch.global_size // replicas, 1))
+    more = f" batch.micro_size={micro}" if micro < plan.batch.micro_size else ""
+    return replace(cfg, batch=replace(cfg.batch, micro_size=micro)), more
 
 
 def _reduced_precision(plan: RunPlan) -> Iterator[_Remedy]:

@@ -114,6 +114,11 @@ class Fsdp(ProcessGroupOptions, Strategy):
                 found.append(Problem(key="strategy.wrap", value=name, rule=rule))
         return found
 
+    @classmethod
+    def sharded_over(cls, count: int) -> dict[str, int]:
+        """Return the number of replicas that each hold a part of the model."""
+        return {"replicas": count}
+
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return a part of each parameter (the first rank's rows are most), and what is gathered for a while."""
         ranks = self.num_replicas(context) // self.replicate

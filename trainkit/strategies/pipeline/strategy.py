@@ -155,6 +155,11 @@ class Pipeline(ProcessGroupOptions, Strategy):
         devices = [task.device for task in self.tasks(replace(context, launch=None))]
         return tuple(_part(cut, stage, bytes_of, devices[stage % self.stages]) for stage in range(cut.num_stages))
 
+    @classmethod
+    def sharded_over(cls, count: int) -> dict[str, int]:
+        """Return the number of stages, each on a device."""
+        return {"stages": count}
+
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return what the fullest rank holds, and a flat vector for the exchange between replicas."""
         copies = 0 if self.num_replicas(context) == 1 else 1

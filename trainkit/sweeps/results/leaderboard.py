@@ -22,6 +22,7 @@ from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
 from trainkit.run.folder.run_folder import write_atomically
+from trainkit.strategies import ALL_DEVICES
 from trainkit.sweeps.results.folds import by_point
 from trainkit.sweeps.results.job_results import (
     NOT_RUN,
@@ -45,7 +46,7 @@ _ORDER: Final = {"finished": 0, "stopped": 0, PRUNED: 1, "preempted": 1, "hangup
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaderboard:
-    """Jobs, best first; then those that a search pruned, those that failed, and those without the metric.
+    """Jobs, best first; then jobs that a search pruned, failed jobs, and jobs without the metric.
 
     Equal values are ordered by the validation loss, then by the number of the job.
 
@@ -144,7 +145,7 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """Return the commands to continue with, and what each does; empty if no job has the metric.
 
-        The commands allow the packages that this process allows; those that compose a config again name the user's
+        The commands allow the packages that this process allows; commands that compose a config again name the user's
         config folders. A secret, which no file stores, is given as a reference to an environment variable.
 
         Args:
@@ -154,7 +155,7 @@ class Leaderboard:
         if best is None or not best.arguments:
             return []
         again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
-        then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", "strategy=mirrored"]
+        then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", ALL_DEVICES]
         anew = shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()])
         return [
             ("the best once more", " ".join([anew, *again])),
