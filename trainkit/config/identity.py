@@ -186,7 +186,7 @@ def _canonical(value: Any) -> Any:
 
 
 def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
-    """Return the keys in which two runs differ, those that can change the result first.
+    """Return the keys in which two runs differ, first the keys that can change the result.
 
     Example:
         >>> [(item.key, item.matters) for item in difference(RunConfig(seed=1), RunConfig(name="b"))]

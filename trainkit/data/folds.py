@@ -147,7 +147,7 @@ class _Subset:
         return self._dataset[int(self._indices[index])]
 
     def __getattr__(self, name: str) -> Any:
-        """Return other attributes of the dataset, such as `decode`, except those that read all of it."""
+        """Return other attributes of the dataset, such as `decode`, except attributes that read all of it."""
         if name.startswith("_") or name in ("tensors", "gather", "labels", "targets"):
             raise AttributeError(name)
         return getattr(self._dataset, name)

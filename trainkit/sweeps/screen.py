@@ -161,7 +161,7 @@ def table_of(view: View, *, height: int) -> RenderableType:
 
 
 def _chosen(lines: Sequence[JobLine], room: int) -> tuple[list[JobLine], int]:
-    """Return the running jobs, the failed ones and those that ended last, as many as fit, in order."""
+    """Return the running jobs, the failed jobs and the jobs that ended last, as many as fit, in order."""
     weight = {"running": 0, "failed": 1, "stopped": 2, "pruned": 3, "done": 3}
     places = sorted(range(len(lines)), key=lambda place: (weight[lines[place].state], -place))[:room]
     return [lines[place] for place in sorted(places)], len(lines) - len(places)

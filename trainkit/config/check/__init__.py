@@ -173,7 +173,7 @@ def _no_target(composition: Composition, path: KeyPath, node: Any, alternatives:
 
 
 def _disallowed_targets(composition: Composition, path: KeyPath, node: Mapping[str, Any]) -> Iterator[Problem]:
-    """Check targets by their text alone and yield those that no config may name, such as classes of other packages."""
+    """Check targets by their text alone and yield each that no config may name, such as classes of other packages."""
     allowed = (*ALLOWED_PACKAGES, *composition.packages)
     for inner, value in targets_in(node, path):
         rule = name_problem(value, allowed)

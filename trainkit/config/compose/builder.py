@@ -39,7 +39,7 @@ class SearchPath(Protocol):
     loader: ConfigLoaderImpl
 
     def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-        """Parse arguments; return problems for those that cannot be read."""
+        """Parse arguments; return a problem for each one that cannot be read."""
 
     def is_group(self, override: Override) -> bool:
         """Return whether an argument selects a choice of a group."""

@@ -62,7 +62,7 @@ class Composer:
         return [name for name in found if name != "hydra"]
 
     def parse(self, overrides: Sequence[str]) -> tuple[list[Override], list[Problem]]:
-        """Parse arguments with Hydra's grammar; return problems for those that it cannot read."""
+        """Parse arguments with Hydra's grammar; return a problem for each argument that it cannot read."""
         if self._parser is None:
             self._parser = OverridesParser.create(config_loader=self.loader)
         parsed, problems = [], []

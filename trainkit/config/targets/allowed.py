@@ -83,7 +83,7 @@ def package_arguments(packages: Sequence[str] | None = None) -> list[str]:
     """Return the arguments that allow packages in a command printed by trainkit.
 
     Args:
-        packages: the packages; None for those that this process allows in addition to the six.
+        packages: the packages; None for the packages that this process allows in addition to the six.
 
     Example:
         >>> package_arguments(["mine", "ours"]), package_arguments([])

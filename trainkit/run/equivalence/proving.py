@@ -137,7 +137,7 @@ def _judged(
     same_cut: bool,
     located: Callable[[int, ConfigError], ConfigError],
 ) -> list[_Candidate]:
-    """Plan every candidate, refuse those that prove nothing, and give the first answer; nothing is trained yet."""
+    """Plan every candidate, refuse candidates that prove nothing, and give the first answer; nothing is trained yet."""
     plans, problems = [], list[Problem]()
     for number, (_, cfg) in enumerate(candidates):
         try:

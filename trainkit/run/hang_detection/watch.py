@@ -65,7 +65,7 @@ class Watch:
         folder: holds the heartbeats.
         sees_all: whether all ranks that train together are watched. If some are on other hosts, a rank may wait for one
             of them in most phases, and then has the longest of all limits.
-        auxiliary_ranks: ranks that serve those that train, and wait for them only in `idle`.
+        auxiliary_ranks: ranks that serve the training ranks, and wait for them only in `idle`.
         read: returns the last heartbeat of a rank; by default from the folder.
         pid_of: returns the process of a rank of this host; None if unknown.
         clock: returns monotonic seconds.
@@ -121,7 +121,7 @@ class Watch:
         self._silences.clear()
 
     def _judged(self, heartbeats: Mapping[int, HeartbeatReading | None]) -> list[int]:
-        """Return the auxiliary ranks, and those with the least progress among the ranks that train."""
+        """Return the auxiliary ranks, and the training ranks with the least progress."""
         busy = [rank for rank, heartbeat in heartbeats.items() if heartbeat is None or heartbeat.phase != "idle"]
         progress = {rank: _progress(heartbeats[rank]) for rank in busy}
         least = min((progress[rank] for rank in busy if rank not in self._auxiliary_ranks), default=None)

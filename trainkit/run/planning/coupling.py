@@ -167,7 +167,7 @@ def _is_sum(base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
 
 
 def _buffers_depend_on_cut(shard: Shard, base: Pass, runs: Mapping[frozenset[int], Pass]) -> bool:
-    """Return whether buffers depend on the samples, and differ from the mean of those that two halves would give."""
+    """Return whether buffers depend on the samples, and differ from the mean over two halves."""
     whole = runs[frozenset(range(shard.size))].buffers
     moved = [name for name, buffer in base.buffers.items() if not torch.equal(buffer, whole[name])]
     if not moved or shard.size % 2:

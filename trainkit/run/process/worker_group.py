@@ -113,7 +113,7 @@ class WorkerGroup:
 
     @property
     def marks(self) -> dict[int, ProcessId]:
-        """Pid and start time of the workers by rank, including those that have ended."""
+        """Pid and start time of the workers by rank, including workers that have ended."""
         return {rank: mark for rank, worker in self._workers.items() if (mark := worker.mark) is not None}
 
     def signal(self, number: signal.Signals) -> None:

@@ -81,7 +81,7 @@ class ReplicaMembership:
         return self._min_replicas is not None and len(self._present) <= self._min_replicas
 
     def next_members(self) -> tuple[str, ...]:
-        """Select the replicas of the next attempt: all that are not lost, and those that are due again.
+        """Select the replicas of the next attempt: all that are not lost, and all that are due again.
 
         Returns:
             A line about the replicas that return.

@@ -1,11 +1,11 @@
 """Run the jobs of a sweep side by side, as many as there are slots; no process is left behind, even after errors.
 
-    while there are jobs    start those that fit into the free slots
+    while there are jobs    start the jobs that fit into the free slots
                             wait for an exit, a signal, or half a second
         a job exited        done, retried from its checkpoint, or failed: its slots are free
         Ctrl-C, SIGTERM,    start no more jobs; running jobs save and stop; a second Ctrl-C or SIGTERM kills them
         SIGHUP
-        half a second       read the progress of the jobs, and stop those that the search gives up
+        half a second       read the progress of the jobs, and stop the jobs that the search gives up
 
 Tested on Linux only.
 """
@@ -118,7 +118,7 @@ class SweepLoop:
     # --- starting
 
     def _fill(self) -> None:
-        """Start jobs in order while they fit; the first that does not fit waits, and those behind it."""
+        """Start jobs in order while they fit; the first that does not fit waits, and so do the jobs behind it."""
         while True:
             job = self._waiting or self._source.next()
             self._waiting = None

@@ -76,7 +76,7 @@ class Trials:
         return not self._interrupted and len(self._study.get_trials(deepcopy=False)) >= self._trials
 
     def next(self) -> SweepJob | None:
-        """Return the next point that Optuna proposes, after those that an earlier sweep left unfinished."""
+        """Return the next point that Optuna proposes, after the points that an earlier sweep left unfinished."""
         if self.exhausted:
             return None
         trial = self._interrupted.popleft() if self._interrupted else self._ask_trial()

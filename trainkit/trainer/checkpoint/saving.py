@@ -102,7 +102,7 @@ def save(
 
 
 def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
-    """Make the temporary folder of a checkpoint, and delete those that killed attempts of this run have left.
+    """Make the temporary folder of a checkpoint, and delete folders that killed attempts of this run have left.
 
     Raises:
         StorageError: it cannot be made; a removed run folder is not created again.

@@ -118,7 +118,7 @@ class TensorFile:
         The header is untrusted until the hash is verified: sizes are bounded by the size of the file.
 
         Raises:
-            CheckpointError: the bytes are not those that were written.
+            CheckpointError: the bytes differ from the written ones.
         """
         try:
             file = open_regular(path, buffering=0)

@@ -1,4 +1,4 @@
-"""`trainkit diff A B`: the differences of two runs, those that can change the result first."""
+"""`trainkit diff A B`: the differences of two runs, first the differences that can change the result."""
 
 from __future__ import annotations
 
