@@ -11,6 +11,7 @@ from trainkit.cluster.base import Cluster
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.local import Local
 from trainkit.config.composition import Composition
+from trainkit.config.paths import with_config_dirs
 from trainkit.config.schema import RunConfig
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.errors import ConfigError, Problem
@@ -74,7 +75,7 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
     composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
-    with allow_packages(composition.packages):
+    with allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
         return _train_checked(composition.with_notes(check(composition)), run_dir)
 
 

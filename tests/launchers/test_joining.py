@@ -40,9 +40,10 @@ def folders(tmp_path: Path) -> list[str]:
 def test_a_launch_makes_one_run_folder_and_the_bits_of_mirrored(
     start: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
-    (result, _, said), (other, _, quiet) = start()
+    (result, _, said), (other, _, own) = start()
     assert said == "launch by RANK and WORLD_SIZE: rank 0 of 2 on one host, meeting at 127.0.0.1:" + said[-42:]
-    assert (quiet, other["status"], other["folder"]) == ("", "finished", str(tmp_path / "run"))
+    assert own.endswith("\nworker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n")
+    assert (other["status"], other["folder"]) == ("finished", str(tmp_path / "run"))
     assert folders(tmp_path) == ["run"]
     assert len(list(tmp_path.rglob(".hydra"))) == 1
     alone = start("strategy=one_device", "hydra.run.dir=alone", num_ranks=1)[0][0]
@@ -109,7 +110,7 @@ def test_a_rank_that_fails_ends_the_others_and_is_named(start: Callable[..., lis
     assert (kind, code, plain(text).splitlines()[0]) == ("TrainingError", 1, headline)
     assert (*told[1][1][:2], plain(told[1][1][2])) == ("PeerError", 1, f"rank 1 ends: {headline}")
     assert plain(present(RunFolder(tmp_path / "run").read_result())["reason"]).startswith(headline)
-    assert told[1][2].startswith("Traceback (most recent call last):")  # into its log
+    assert "\nTraceback (most recent call last):" in told[1][2]  # into its log
 
 
 @pytest.mark.parametrize("again", [2, 3])

@@ -133,7 +133,8 @@ def test_tf_config(one_run: Callable[[], None]) -> None:
     workers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     told = ended(*(start(*PYTHON, TF_CONFIG=tf_config(workers, index)) for index in range(2)))
     assert detected(told[0]) == "launch by TF_CONFIG: rank 0 of 2 on one host"
-    assert "launch by" not in told[1]
+    assert "rank 1 of 2 on one host" in told[1]
+    assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log" in told[1]
     one_run()
 
 

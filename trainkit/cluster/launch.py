@@ -49,6 +49,8 @@ class LaunchEnvironment:
     """The name of the launch, the same on every rank and at every restart; empty if the launcher gives none."""
     addresses: tuple[str, ...] = ()
     """The address of each task for messages, by rank; empty if the launcher gives none."""
+    by_hand: bool = False
+    """Whether each task may have been started by hand, in a terminal of its own."""
     ignore: str = ""
     """The setting that makes a process ignore this launch; empty if the config asked for it."""
 

@@ -131,6 +131,7 @@ def launch_of(members: Members, task: tuple[str, int], *, kind: str) -> LaunchEn
         takes_devices=True,
         hosts_store=rank == 0,
         addresses=tuple(map(str, addresses)),
+        by_hand=True,
     )
 
 

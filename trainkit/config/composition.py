@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.config.grammar import key_of
 from trainkit.config.provenance import NOWHERE, KeyPath, Level, Origin, dotted
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.keys import secret_keys
 from trainkit.config.secrets.secrets import redacted
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import MISSING, ConfigError, Problem
-from trainkit.redaction import REDACTED
+from trainkit.redaction import REDACTED, redacted_argument
 
-__all__ = ["Composition", "ConfigFile", "path_of"]
+__all__ = ["Composition", "ConfigFile", "path_of", "problems_of_points"]
 
 _SWEEPER: Final = "hydra/sweeper="
 _LAUNCHER: Final = "hydra/launcher="
@@ -154,6 +155,33 @@ class Composition:
             if show_value
             else Problem(key=name, rule=rule, origin=where)
         )
+
+
+def problems_of_points(points: Sequence[Composition], found: Sequence[Iterable[Problem]]) -> list[Problem]:
+    """Return each problem of the points of a sweep once; one that only some points have names them.
+
+    Args:
+        points: all points.
+        found: the problems of each point.
+    """
+    problems: dict[str, Problem] = {}
+    having: dict[str, list[set[str]]] = {}
+    arguments = [set(point.overrides) for point in points]
+    for own, ones in zip(arguments, found, strict=True):
+        for text, problem in {str(problem): problem for problem in ones}.items():
+            problems.setdefault(text, problem)
+            having.setdefault(text, []).append(own)
+    shared = set.intersection(*arguments) if arguments else set()
+    named = []
+    for text, first in problems.items():
+        problem = first
+        typical = set.intersection(*having[text]) - shared or having[text][0] - shared
+        if len(having[text]) < len(points) and {key_of(line) for line in typical} - {problem.key}:
+            where = "point" if len(having[text]) == 1 else f"{len(having[text])} points with"
+            label = " ".join(map(redacted_argument, sorted(typical)))
+            problem = replace(problem, rule=f"{problem.rule} In the {where} {label[:300]}.")
+        named.append(problem)
+    return named
 
 
 def path_of(key: str | KeyPath) -> KeyPath:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 __all__ = [
     "config_dir_arguments",
+    "config_dir_environ",
+    "config_dirs_from",
     "shipped_conf",
     "shipped_recipes",
     "with_config_dirs",
@@ -33,6 +35,8 @@ def _shipped(name: str) -> Path:
 
 _GIVEN: Final[list[tuple[Path, ...]]] = [()]
 """The folders of the calls that run, innermost last."""
+_VARIABLE: Final = "TRAINKIT_CONFIG_DIRS"
+"""The environment variable that passes the folders to a worker, separated as in PATH; only printed commands use it."""
 
 
 @contextmanager
@@ -65,3 +69,18 @@ def config_dir_arguments(folders: Sequence[Path] | None = None) -> list[str]:
         shown = os.path.relpath(folder, here) if folder.is_relative_to(here) else str(folder)
         arguments += ["--config-dir", shown]
     return arguments
+
+
+def config_dir_environ() -> dict[str, str]:
+    """Return the variable that passes the folders of this process to a worker."""
+    return {_VARIABLE: os.pathsep.join(map(str, _GIVEN[-1]))} if _GIVEN[-1] else {}
+
+
+def config_dirs_from(environ: Mapping[str, str]) -> tuple[Path, ...]:
+    """Return the folders that the parent process was started with.
+
+    Example:
+        >>> [str(folder) for folder in config_dirs_from({"TRAINKIT_CONFIG_DIRS": "/srv/conf"})], config_dirs_from({})
+        (['/srv/conf'], ())
+    """
+    return tuple(Path(name) for name in environ.get(_VARIABLE, "").split(os.pathsep) if name)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.paths import config_dirs_from, with_config_dirs
 from trainkit.config.secrets.secrets import in_environment, restored
 from trainkit.config.targets.allowed import allow_packages, packages_from
 from trainkit.reading import open_regular
@@ -105,7 +106,7 @@ def _run(
     fencing_token = FencingToken.from_environ(folder, os.environ)
     confirm = None if fencing_token is None else fencing_token.check
     cfg, launch = RunConfig.from_dict(values), launch_environment_from(os.environ)
-    with allow_packages(packages_from(os.environ)):
+    with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
         plan = None if launch is None else make_plan(cfg, launch=launch)
         return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,13 @@ class Launching:
     def _composed(
         self, overrides: list[str], number: int, going_on: SweepJob | None = None
     ) -> tuple[DictConfig, SweepJob]:
-        config = self._loader.load_sweep_config(self._config, overrides)
+        try:
+            config = self._loader.load_sweep_config(self._config, overrides)
+        except ConfigError as error:  # a point that a search has chosen
+            label = self._label(overrides)
+            raise ConfigError(
+                replace(one, rule=f"{one.rule} In the point {label}.") for one in error.problems
+            ) from error
         with open_dict(config):
             config.hydra.job.id = str(number)
             config.hydra.job.num = number

@@ -71,6 +71,7 @@ def by_hand(environ: Mapping[str, str]) -> LaunchEnvironment | None:
         num_hosts=max(size // num_local, 1) if knows_local_ranks else size,
         store=store,
         hosts_store=rank == 0,
+        by_hand=True,
     )
 
 

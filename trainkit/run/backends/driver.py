@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from trainkit.config.paths import config_dir_environ
 from trainkit.config.targets.allowed import package_environ
 from trainkit.errors import CrashLoopError, StoppedError, TrainingError, TrainkitError, UnreadableError
 from trainkit.reading import open_regular
@@ -60,7 +61,7 @@ def run_on(backend: ProcessBackend, plan: RunPlan, folder: RunFolder) -> dict[st
             folder,
             kind=backend.name,
             store=store.address,
-            environ={**environ, **package_environ()},
+            environ={**environ, **package_environ(), **config_dir_environ()},
             elastic=plan.cfg.elastic.min_replicas is not None,
             cuda=cuda,
             limits=TimeLimits.of(plan.cfg.supervisor),

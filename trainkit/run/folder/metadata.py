@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
+from trainkit.config.paths import config_dir_environ
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted
 from trainkit.config.targets.allowed import package_environ
@@ -148,7 +149,7 @@ def worker_environ(environ: Mapping[str, str], identity: Identity) -> dict[str, 
         defaults["PYTHONUNBUFFERED"] = "1"  # a rank that is killed keeps its log
     if sys.platform == "win32":
         del defaults["GLOO_SOCKET_IFNAME"]
-    return {**defaults, **environ, **package_environ(), **identity.to_environ()}
+    return {**defaults, **environ, **package_environ(), **config_dir_environ(), **identity.to_environ()}
 
 
 def num_cores() -> int:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainkit.bounded_json import Kind
+from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets.secrets import keys_to_add
 from trainkit.config.targets.allowed import package_arguments
 from trainkit.errors import UnreadableError
@@ -270,10 +271,10 @@ class RunFolder:
     def resume_command(self) -> str:
         """The command that continues this run.
 
-        It allows the packages that this process allows. Secrets that the folder does not hold appear in it as
-        references to environment variables.
+        It names the config folders and packages that this process was given. Secrets that the folder does not hold
+        appear in it as references to environment variables.
         """
-        command = ["trainkit", "resume", *package_arguments(), str(self.path)]
+        command = ["trainkit", "resume", *config_dir_arguments(), *package_arguments(), str(self.path)]
         return " ".join([shlex.join(command), *keys_to_add(self.resolved)])
 
     def write_result(self, result: Mapping[str, Any]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, problems_of_points
 from trainkit.data.folds import folded
 from trainkit.data.splits import build_splits
 from trainkit.errors import ConfigError, Problem
@@ -17,7 +17,7 @@ from trainkit.run.planning.plan import make_plan
 __all__ = ["plan_all_points"]
 
 
-def plan_all_points(compositions: Iterable[Composition], *, num_gpus: int | None = None) -> list[int]:
+def plan_all_points(compositions: Sequence[Composition], *, num_gpus: int | None = None) -> list[int]:
     """Plan all compositions, and start none.
 
     A point that continues another run is skipped: its auto values come from that run. A dataset is read once for all
@@ -31,16 +31,17 @@ def plan_all_points(compositions: Iterable[Composition], *, num_gpus: int | None
         The number of steps of each training; 0 if it continues another run.
 
     Raises:
-        ConfigError: every problem of every plan.
+        ConfigError: every problem of every plan, with the points that have it.
         DataError: a dataset is absent, damaged or empty.
     """
-    problems: dict[str, Problem] = {}
+    problems: list[list[Problem]] = []
     known: str | None = None
     splits: Mapping[str, Any] = {}
     lengths = []
     for composition in compositions:
         cfg = composition.cfg
         lengths.append(0)
+        problems.append([])
         if cfg.resume is not None:
             continue
         try:
@@ -50,7 +51,7 @@ def plan_all_points(compositions: Iterable[Composition], *, num_gpus: int | None
             lengths[-1] = plan.num_steps
             model_notes(plan, meta_model(plan))
         except ConfigError as error:
-            problems |= {str(problem): problem for problem in composition.with_origins(error).problems}
-    if problems:
-        raise ConfigError(problems.values())
+            problems[-1] += composition.with_origins(error).problems
+    if any(problems):
+        raise ConfigError(problems_of_points(compositions, problems))
     return lengths

@@ -15,7 +15,7 @@ from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.network import own_address, socket_environ
 
-__all__ = ["configure_network", "identity_for", "redirect_output"]
+__all__ = ["announce_log", "configure_network", "identity_for", "redirect_output"]
 
 
 def configure_network(launch: LaunchEnvironment) -> None:
@@ -56,6 +56,14 @@ def _host(launch: LaunchEnvironment) -> str:
     if launch.addresses:
         return Address.parse(launch.addresses[launch.rank]).host
     return own_address(launch.store[0]) or launch.store[0]
+
+
+def announce_log(launch: LaunchEnvironment, log: Path) -> None:
+    """Print which task this process is and where its output goes, if it was started by hand in its own terminal."""
+    if launch.by_hand:
+        shown = os.path.relpath(log) if log.absolute().is_relative_to(Path.cwd()) else log
+        line = f"{launch.task}, rank {launch.rank} of {launch.num_ranks}: its output goes to {shown}"
+        print(line, file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
 
 
 @contextlib.contextmanager

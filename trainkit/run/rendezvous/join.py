@@ -39,7 +39,7 @@ from trainkit.run.planning.model_notes import model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.run_record import recorded_run
-from trainkit.run.process.setup import configure_network, identity_for, redirect_output
+from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.consistency import check_same_config, check_same_plan
 from trainkit.run.rendezvous.late_join import job_token, join_running_job, late_joining_ranks, publish_join_info
@@ -76,10 +76,10 @@ def train_external(
     """
     configure_network(launch)
     late = late_joining_ranks(cfg, launch)
+    if launch.rank == 0 or launch.by_hand:
+        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
     if launch.rank in late:
         return join_running_job(cfg, launch)
-    if launch.rank == 0:
-        print(launch.line(), file=sys.stderr, flush=True)  # noqa: T201 - meant for the terminal
     ranks = [rank for rank in range(launch.num_ranks) if rank not in late]
     with ProcessBarrier(launch, timeout_s=cfg.supervisor.join_timeout_s, ranks=ranks) as barrier, ExitStack() as stack:
         check_same_config(barrier, cfg)
@@ -114,7 +114,8 @@ def train_external(
             runs_local_workers=ranks_per_process > 1,
         )
         if launch.rank > 0:
-            with redirect_output(folder.log_of(launch.rank)):
+            announce_log(launch, log := folder.log_of(launch.rank))
+            with redirect_output(log):
                 return {**finish(), "folder": str(folder.path)}
         with recorded_run(folder, confirm=fencing_token.check) as record:
             record.log.write([launch.line()])  # printed before the folder existed

@@ -29,7 +29,7 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.process.error_report import Reporter
-from trainkit.run.process.setup import identity_for, redirect_output
+from trainkit.run.process.setup import announce_log, identity_for, redirect_output
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.consistency import config_digest, config_mismatches
 from trainkit.run.rendezvous.store_client import StoreClient
@@ -140,6 +140,7 @@ def join_running_job(cfg: RunConfig, launch: LaunchEnvironment) -> dict[str, Any
         )
         failpoints.reload({**os.environ, **identity.to_environ()})
         reporter = Reporter(folder.error_of(launch.rank), launch.rank)
+        announce_log(launch, folder.log_of(launch.rank))
         with (
             redirect_output(folder.log_of(launch.rank)),
             StopFlag(None if identity.task.is_evaluator else _abort_task) as stop,

@@ -7,17 +7,19 @@ import io
 import math
 import shlex
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from trainkit.config.grammar import key_of
 from trainkit.config.paths import config_dir_arguments
-from trainkit.config.schema import MonitoredMetric
+from trainkit.config.schema import GROUPS, MonitoredMetric, load_resolved
 from trainkit.config.secrets.references import reference
 from trainkit.config.secrets.secrets import keys_to_add
 from trainkit.config.sections import EvalConfig
 from trainkit.config.targets.allowed import package_arguments
+from trainkit.errors import ConfigError, UnreadableError
 from trainkit.redaction import REDACTED
 from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
@@ -145,8 +147,9 @@ class Leaderboard:
     def commands(self, folder: Path) -> list[tuple[str, str]]:
         """Return the commands to continue with, and what each does; empty if no job has the metric.
 
-        The commands allow the packages that this process allows; commands that compose a config again name the user's
-        config folders. A secret, which no file stores, is given as a reference to an environment variable.
+        The commands name the config folders and packages that this process was given. A secret, which no file stores,
+        is given as a reference to an environment variable. Keys that are meant for the other choices of a mixed sweep,
+        such as strategy.replicas beside strategy=one_device, are left out.
 
         Args:
             folder: the folder of the sweep, as a command names it.
@@ -154,9 +157,11 @@ class Leaderboard:
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
             return []
-        again = [_runnable(text) for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
-        then = ["trainkit", "top", *package_arguments(), str(folder), "--k", "1", "--then", ALL_DEVICES]
-        anew = shlex.join(["trainkit", *config_dir_arguments(), *package_arguments()])
+        again = [text for text in best.arguments if not text.lstrip("+").startswith("sweep.")]
+        again = [_runnable(text) for text in _applicable(again, best.folder / "resolved.yaml")]
+        given = [*config_dir_arguments(), *package_arguments()]
+        then = ["trainkit", "top", *given, str(folder), "--k", "1", "--then", ALL_DEVICES]
+        anew = shlex.join(["trainkit", *given])
         return [
             ("the best once more", " ".join([anew, *again])),
             ("the best on all devices", " ".join([shlex.join(then), *keys_to_add(best.folder / "resolved.yaml")])),
@@ -192,6 +197,26 @@ class Leaderboard:
             figures += [_blank(entry.steps), _blank(entry.seconds)]
             table.writerow([rank, entry.job, entry.status, *figures, relative(entry.folder, base)])
         return text.getvalue()
+
+
+def _applicable(arguments: Sequence[str], resolved: Path) -> list[str]:
+    """Return the arguments without keys of groups that the choices of a run do not have.
+
+    Args:
+        arguments: all arguments of a point.
+        resolved: the config of its run.
+    """
+    try:
+        values = load_resolved(resolved).to_dict()
+    except (ConfigError, UnreadableError):
+        return [*arguments]
+
+    def applies(argument: str) -> bool:
+        group, _, key = key_of(argument).partition(".")
+        node = values.get(group) if group in GROUPS and key and not argument.startswith("~") else None
+        return not isinstance(node, Mapping) or key.partition(".")[0] in node
+
+    return [argument for argument in arguments if applies(argument)]
 
 
 def _runnable(argument: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainkit.config.check import check_names, check_values
 from trainkit.config.compose import Composer, foreign_keys
-from trainkit.config.composition import Composition
+from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.secrets.keys import secret_keys
 from trainkit.errors import ConfigError, Problem
@@ -79,7 +79,7 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
         for line, keys, composition in zip(lines, foreign, plain, strict=True)
     ]
     for phase in (lambda one: check_names(one, multirun=True), check_values):
-        found = [problem for composition in compositions for problem in phase(composition)]
+        found = problems_of_points(compositions, [phase(composition) for composition in compositions])
         problems = list({str(problem): problem for problem in [*problems, *found]}.values())
         if problems:
             raise ConfigError(problems)

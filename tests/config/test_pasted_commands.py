@@ -1,0 +1,99 @@
+"""Every command that trainkit prints runs when it is pasted, for a package and a folder of YAMLs of one's own."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.launchers.joining import free_port
+from tests.support import quick
+
+PACKAGE = """\
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, width: int = 4) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+"""
+OWN = ("--config-dir", "conf", "--allow-package", "test_pasted_nets")
+RUN = ("recipe=null", "model=own", "steps=8", "batch.micro_size=32", "callbacks=[]", "logger=[]")
+
+
+@pytest.fixture
+def own(cwd: Path) -> Path:
+    """The current folder, with a package, `model=own` and a choice `strategy=pair` of the user's."""
+    (cwd / "test_pasted_nets.py").write_text(PACKAGE)
+    for name, text in {
+        "model/own": "_target_: test_pasted_nets.Net\nwidth: 4\n",
+        "strategy/pair": "_target_: trainkit.strategies.data_parallel.Mirrored\nreplicas: 2\n",
+    }.items():
+        (cwd / f"conf/{name}.yaml").parent.mkdir(parents=True, exist_ok=True)
+        (cwd / f"conf/{name}.yaml").write_text(text)
+    return cwd
+
+
+def ran(*arguments: str, code: int = 0) -> str:
+    """What `trainkit` prints with these arguments."""
+    done = subprocess.run(quick.command(*arguments), capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def pasted(command: str, *more: str) -> str:
+    """What a printed command prints."""
+    program, *arguments = shlex.split(command)
+    assert program == "trainkit"
+    return ran(*arguments, *more)
+
+
+def printed_after(name: str, text: str) -> str:
+    """The rest of the one line that begins with a name."""
+    (line,) = [line.strip() for line in text.splitlines() if line.strip().startswith(name)]
+    return line.removeprefix(name).strip()
+
+
+def test_a_stopped_run_resumes_by_its_printed_command_with_choices_of_the_user(own: Path) -> None:
+    for strategy in ("one_device", "pair"):
+        folder = own / strategy
+        text = ran(*OWN, *RUN, f"strategy={strategy}", "stop_at_step=4", f"hydra.run.dir={strategy}")
+        command = printed_after("resume ", text)
+        assert command == json.loads((folder / "result.json").read_text())["resume"]
+        assert command == f"trainkit resume --config-dir conf --allow-package test_pasted_nets {strategy}"
+        pasted(command, "strategy=pair")
+        assert json.loads((folder / "result.json").read_text())["steps"] == 8
+
+
+def test_the_best_of_a_mixed_sweep_runs_once_more_and_on_other_devices(own: Path) -> None:
+    mixed = ("strategy=one_device,mirrored", "strategy.replicas=2", "numerics.reproducible=true", "sweep.name=mixed")
+    text = ran("-m", *OWN, *RUN, *mixed)
+    again = printed_after("the best once more:", text)
+    assert "strategy=one_device" in again, "its bits are those of mirrored, and the first of equal jobs wins"
+    assert "strategy.replicas" not in again
+    pasted(again, "hydra.run.dir=again")
+    assert json.loads((own / "again/result.json").read_text())["steps"] == 8
+    pasted(printed_after("the best on all devices:", text), "strategy.replicas=2", "hydra.run.dir=all")
+    assert json.loads((own / "all/result.json").read_text())["steps"] == 8
+
+
+def test_a_refused_point_of_a_sweep_is_named(own: Path) -> None:
+    swept = ("steps=40,60", "warmup.steps=50", "strategy=pair,one_device")
+    text = ran("-m", *OWN, "recipe=null", "model=own", *swept, code=2)
+    assert "warmup.steps=50: 50 steps of warmup, and the training has 40." in text
+    assert "In the 2 points with steps=40. (command line)" in text
+    assert not (own / "outputs").exists()
+
+
+def test_a_task_started_by_hand_prints_its_rank_and_log(own: Path) -> None:
+    workers = ",".join(f"'127.0.0.1:{free_port()}'" for _ in range(2))
+    spec = ("cluster=spec", f"cluster.worker=[{workers}]", "strategy=multi_worker_mirrored", "hydra.run.dir=run")
+    tasks = [quick.command(*OWN, *RUN, *spec, f"cluster.task=worker:{index}") for index in range(2)]
+    started = [subprocess.Popen(task, stderr=subprocess.PIPE, text=True) for task in tasks]
+    _, text = (process.communicate(timeout=120)[1] for process in started)
+    assert [process.returncode for process in started] == [0, 0], text
+    assert "launch by cluster=spec: rank 1 of 2 on one host" in text
+    assert "worker:1, rank 1 of 2: its output goes to run/logs/rank_1.log\n" in text
+    assert (own / "run/logs/rank_1.log").exists()
