@@ -50,8 +50,8 @@ def test_the_loss_runs_the_model_on_pairs_and_dicts() -> None:
 
 
 def test_a_batch_without_targets_is_refused() -> None:
-    with pytest.raises(DataError, match=r"^the dataset gives a dict of image, label; this objective needs \(input, "):
-        Classification().loss(torch.nn.Identity(), {"image": SCORES, "label": LABELS})
+    with pytest.raises(DataError, match=r"^a sample has the fields image, class, and none is known as the target\. "):
+        Classification().loss(torch.nn.Identity(), {"image": SCORES, "class": LABELS})
 
 
 def test_narrow_scores_are_widened_and_wide_ones_kept() -> None:

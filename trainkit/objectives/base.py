@@ -7,14 +7,14 @@ combined, sums can. The trainer divides by the weight of the whole global batch.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from trainkit.errors import DataError
+from trainkit.objectives.fields import Fields, split_batch
 
 __all__ = ["Collective", "Loss", "Metric", "Model", "Objective", "RunningMean", "Supervised", "split_batch"]
 
@@ -120,12 +120,30 @@ class Objective(ABC):
 
 
 class Supervised(Objective):
-    """An objective that needs only the model's outputs and the targets, which may be on different devices."""
+    """An objective that needs only the model's outputs and the targets, which may be on different devices.
+
+    A class that has the attributes `input` and `target` names the fields of a batch by them (docs/data.md).
+    """
+
+    @property
+    def field_names(self) -> tuple[Fields, Fields]:
+        """The names of input and target, from the attributes `input` and `target`; None for the common names."""
+        return getattr(self, "input", None), getattr(self, "target", None)
+
+    def split_batch(self, batch: Any) -> tuple[Any, Any]:
+        """Return the inputs and the targets of a sample or batch; several inputs are a tuple.
+
+        Raises:
+            ConfigError: there is no field of a given name.
+            DataError: no name is given, and the structure of the batch leaves open which fields are meant.
+        """
+        return split_batch(batch, *self.field_names)
 
     def loss(self, model: Model, batch: Any) -> Loss:
-        """Run the model on the inputs and score its outputs."""
-        inputs, targets = split_batch(batch)
-        return self.score(model(inputs), targets)
+        """Run the model on the inputs, several by position, and score its outputs."""
+        inputs, targets = self.split_batch(batch)
+        outputs = model(*inputs) if isinstance(self.field_names[0], list | tuple) else model(inputs)
+        return self.score(outputs, targets)
 
     @abstractmethod
     def score(self, outputs: Any, targets: Any) -> Loss:
@@ -158,29 +176,3 @@ class RunningMean:
         pair = torch.stack([torch.as_tensor(v, dtype=torch.float64, device=device) for v in (self.total, self.count)])
         total, count = collective.sum(pair).tolist()
         return float("nan") if count == 0 else total / count
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and targets of a batch: a pair, or a dict with `input` and `target`.
-
-    Raises:
-        DataError: the batch is neither.
-
-    Example:
-        >>> split_batch({"input": 1, "target": 2})
-        (1, 2)
-    """
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, Mapping) and "input" in batch and "target" in batch:
-        return batch["input"], batch["target"]
-    got = f"a dict of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else _described(batch)
-    raise DataError(
-        f"the dataset gives {got}; this objective needs (input, target), or a dict with the keys input and target."
-    )
-
-
-def _described(batch: Any) -> str:
-    if isinstance(batch, (tuple, list)):
-        return f"{len(batch)} things a sample"
-    return f"a {type(batch).__name__} a sample"

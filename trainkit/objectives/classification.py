@@ -12,8 +12,9 @@ from torch.nn import functional
 
 from trainkit.config.values import below
 from trainkit.errors import ConfigError, Problem
-from trainkit.fields import cosmetic
+from trainkit.fields import cosmetic, maths
 from trainkit.objectives.base import Loss, Metric, Supervised
+from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import TopK, fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
@@ -44,6 +45,10 @@ class Classification(Supervised):
     """A weight a class; null weighs all alike."""
     top_k: Annotated[list[int], cosmetic] = field(default_factory=list)
     """Also report whether the class is among the k highest scores, for each of these k (metric `top5`)."""
+    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
+    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
+    target: Annotated[Field | None, maths(neutral=None)] = None
+    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainkit.fields import cosmetic
-from trainkit.objectives.base import Collective, Loss, Metric, RunningMean, Supervised, split_batch
+from trainkit.fields import cosmetic, maths
+from trainkit.objectives.base import Collective, Loss, Metric, RunningMean, Supervised
+from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import fresh_metrics
 from trainkit.objectives.outputs import scores_of
 
@@ -36,19 +37,23 @@ class LanguageModelling(Supervised):
     """Whether training samples may hold padding; false saves counting, and divides the loss before backward."""
     ignore_index: int = -100
     """The target of a padded place."""
+    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
+    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
+    target: Annotated[Field | None, maths(neutral=None)] = None
+    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the sample's length if no sample is padded; otherwise None, and tokens are counted batch by batch."""
-        targets = torch.as_tensor(split_batch(sample)[1])
+        targets = torch.as_tensor(self.split_batch(sample)[1])
         if self.padding or bool((targets == self.ignore_index).any()):
             return None
         return float(targets.numel())
 
     def planned_weight_per_sample(self, sample: Any) -> float:
         """Return the length of a sample, including padding."""
-        return float(torch.as_tensor(split_batch(sample)[1]).numel())
+        return float(torch.as_tensor(self.split_batch(sample)[1]).numel())
 
     def score(self, outputs: Any, targets: Tensor) -> Loss:
         """Sum the cross entropy of (samples, length, vocabulary) scores against (samples, length) int64 tokens."""

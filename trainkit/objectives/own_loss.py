@@ -13,6 +13,7 @@ from trainkit.errors import DataError, TrainingError
 from trainkit.fields import cosmetic
 from trainkit.moved import moved_attribute
 from trainkit.objectives.base import Loss, Metric, Model, Objective
+from trainkit.objectives.fields import named_fields
 from trainkit.objectives.metrics import fresh_metrics
 
 __all__ = ["ModelComputesLoss"]
@@ -71,8 +72,9 @@ class ModelComputesLoss(Objective):
         return fresh_metrics(self.extra_metrics)
 
     def _labels(self, batch: Any) -> Any:
-        if not isinstance(batch, Mapping):
+        if isinstance(batch, tuple | list):
             return batch[-1]
+        batch = named_fields(batch)
         if self.labels not in batch:
             held = ", ".join(map(str, batch))
             raise DataError(f"a batch holds {held}, and no {self.labels}. Name its targets by objective.labels.")

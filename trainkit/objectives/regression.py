@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from trainkit.config.values import above
 from trainkit.errors import ConfigError, DataError, Problem
-from trainkit.fields import cosmetic
-from trainkit.objectives.base import Loss, Metric, Supervised, split_batch
+from trainkit.fields import cosmetic, maths
+from trainkit.objectives.base import Loss, Metric, Supervised
+from trainkit.objectives.fields import Field
 from trainkit.objectives.metrics import MeanOf, fresh_metrics
 
 __all__ = ["Regression"]
@@ -34,6 +35,10 @@ class Regression(Supervised):
     """What is summed: squared, absolute, or absolute beyond `delta` and squared within."""
     delta: Annotated[float, above(0)] = 1.0
     """Where Huber's error turns from squared to absolute; only `huber` reads it."""
+    input: Annotated[Field | list[Field] | None, maths(neutral=None)] = None
+    """The field or fields of a sample that the model receives, by position; null: the first, or input, x, image, ..."""
+    target: Annotated[Field | None, maths(neutral=None)] = None
+    """The field of a sample with the targets; null: the second, or target, y, label, labels."""
     extra_metrics: Annotated[dict[str, Any], cosmetic] = field(default_factory=dict)
     """More metrics by name: any torchmetrics class by its `_target_`, or a trainkit Metric."""
 
@@ -44,7 +49,7 @@ class Regression(Supervised):
 
     def weight_per_sample(self, sample: Any) -> float | None:
         """Return the number of values in a sample's target."""
-        return float(torch.as_tensor(split_batch(sample)[1]).numel())
+        return float(torch.as_tensor(self.split_batch(sample)[1]).numel())
 
     def score(self, outputs: Tensor, targets: Tensor) -> Loss:
         """Sum the error of predictions of the targets' shape (a further dim of size 1 is removed)."""

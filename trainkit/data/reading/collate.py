@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ __all__ = ["collate", "narrow", "to_device"]
 def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
     """Stack samples into one batch: tensors, arrays and numbers become tensors, text stays a list.
 
-    A batch has the structure of a sample: a tuple of tensors, a dict of them, or any nesting of the two. Integers
-    become int64, floats float32 (torch's default dtype).
+    A batch has the structure of a sample: a tuple (named or not) of tensors, a dict of them, or any nesting of these;
+    dataclasses become dicts of their fields. Integers become int64, floats float32 (torch's default dtype).
 
     Args:
         samples: at least one sample, all of one structure.
@@ -39,11 +40,13 @@ def collate(samples: Sequence[Any], indices: Sequence[int]) -> Any:
 
 
 def _stack(column: Sequence[Any]) -> Any:
-    first = column[0]
+    if is_dataclass(first := column[0]):
+        column = [{one.name: getattr(sample, one.name) for one in fields(sample)} for sample in column]
+        first = column[0]
     if isinstance(first, Tensor):
         return torch.stack(tuple(column))
     if isinstance(first, tuple | list):
-        return tuple(_stack(part) for part in zip(*column, strict=True))
+        return rebuilt(first, (_stack(part) for part in zip(*column, strict=True)))
     if isinstance(first, np.ndarray | np.generic):
         return torch.from_numpy(np.stack(column))
     if isinstance(first, bool | int | float):
@@ -53,6 +56,12 @@ def _stack(column: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes):
         return list(column)
     raise TypeError(f"a {type(first).__name__} cannot become part of a batch")
+
+
+def rebuilt(like: Any, parts: Iterable[Any]) -> tuple[Any, ...]:
+    """Return parts as a tuple, of the same class if `like` is a named tuple."""
+    kind = type(like)
+    return kind(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def _require_same_keys(sample: Mapping[str, Any], first: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -84,6 +93,8 @@ def _shape(sample: Any) -> str:
         return f"{sample.dtype} {tuple(sample.shape)}".removeprefix("torch.")
     if isinstance(sample, tuple | list):
         return f"({', '.join(_shape(part) for part in sample)})"
+    if is_dataclass(sample) and not isinstance(sample, type):
+        return f"{type(sample).__name__}" + _shape({one.name: getattr(sample, one.name) for one in fields(sample)})
     if isinstance(sample, Mapping):
         return "{" + ", ".join(f"{key}: {_shape(part)}" for key, part in sample.items()) + "}"
     return type(sample).__name__
@@ -99,7 +110,7 @@ def narrow(batch: Any, start: int, size: int) -> Any:
     if isinstance(batch, Tensor):
         return batch.narrow(0, start, size)
     if isinstance(batch, tuple):
-        return tuple(narrow(part, start, size) for part in batch)
+        return rebuilt(batch, (narrow(part, start, size) for part in batch))
     if isinstance(batch, dict):
         return {key: narrow(part, start, size) for key, part in batch.items()}
     return batch[start : start + size]
@@ -110,7 +121,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, tuple):
-        return tuple(to_device(part, device) for part in batch)
+        return rebuilt(batch, (to_device(part, device) for part in batch))
     if isinstance(batch, dict):
         return {key: to_device(part, device) for key, part in batch.items()}
     return batch

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -106,6 +107,8 @@ def _shape(value: Any) -> Any:
         return type(value), tuple(value.shape), value.dtype
     if isinstance(value, tuple | list):
         return tuple(map(_shape, value))
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return tuple((key, _shape(part)) for key, part in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return tuple(_shape(getattr(value, one.name)) for one in fields(value))
     return type(value)

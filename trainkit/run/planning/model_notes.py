@@ -8,6 +8,7 @@ from torch import nn
 
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import model_transforms_of
+from trainkit.run.planning.data_notes import data_notes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -17,7 +18,7 @@ __all__ = ["model_notes"]
 
 
 def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
-    """Return notes for the user about this strategy, and about this model under it.
+    """Return notes for the user about the data, about this strategy, and about this model under it.
 
     Raises:
         ConfigError: the strategy cannot place this model as configured, or batch statistics would be computed over a
@@ -32,7 +33,7 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
-    return [*notes_of(strategy, model), *shaping_notes(model, shaping)]
+    return [*data_notes(plan.components), *notes_of(strategy, model), *shaping_notes(model, shaping)]
 
 
 def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:

@@ -21,6 +21,7 @@ from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
 from trainkit.numerics.learning_rate import LearningRate, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
+from trainkit.run.planning.data_notes import refuse_unknown_fields
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.capabilities import (
     default_shards_per_replica,
@@ -181,6 +182,7 @@ def make_plan(
         problems += [*_elastic_problems(cfg, parts, facts, engine), *_evaluator_problems(cfg, parts, facts)]
     if problems:
         raise ConfigError(problems)
+    refuse_unknown_fields(parts)
     replicas = parts.strategy.num_replicas(facts)
     sizes = _sizes(cfg, replicas, default_shards_per_replica(parts.strategy))
     num_samples = size_of(parts.datasets["train"])

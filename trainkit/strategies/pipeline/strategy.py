@@ -111,6 +111,9 @@ class Pipeline(ProcessGroupOptions, Strategy):
                 "Use a Supervised objective without a loss of its own."
             )
             found.append(Problem(key="objective", value=named, rule=rule))
+        elif isinstance(context.objective, Supervised) and isinstance(context.objective.field_names[0], list | tuple):
+            rule = "names several fields, and a pipeline passes its model one. Name one, or use another strategy."
+            found.append(Problem(key="objective.input", value=context.objective.field_names[0], rule=rule))
         if self.map == {}:
             rule = "places nothing. Name modules and their stages, {embed:0,rest:1}, or use auto."
             found.append(Problem(key="strategy.map", value="{}", rule=rule))
@@ -131,7 +134,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     def _misfits(self, model: nn.Module, cut: StageAssignment, context: PlanContext) -> list[Problem]:
         """Return the problems of running the model in these stages, with the map of `auto` if that one works."""
-        programs = programs_of(model, context.sample)
+        programs = programs_of(model, context)
         if isinstance(programs, list):
             return programs
         better = self._cut_by(None, model, context.precision, context)
@@ -193,7 +196,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         self, given: Mapping[str, int | str] | None, model: nn.Module, value: str, context: PlanContext | None
     ) -> StageAssignment | list[Problem]:
         precision = Precision(value=value)  # type: ignore[arg-type]
-        programs = () if context is None else programs_of(model, context.sample)
+        programs = () if context is None else programs_of(model, context)
         return cut_blocks(
             model,
             given,

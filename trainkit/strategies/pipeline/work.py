@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from trainkit.numerics.batch import Ticket
-from trainkit.objectives.base import Supervised, split_batch
+from trainkit.objectives.base import Supervised
 from trainkit.strategies.base import Batch, StepContext
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
@@ -68,8 +68,10 @@ class PipelineWork(ShardStep):
     def _groups(self) -> list[list[Chunk]]:
         """Microbatches by shape, in the order of the shards: a schedule takes those of one."""
         groups: dict[Any, list[Chunk]] = {}
+        objective = self.training.objective
+        assert isinstance(objective, Supervised)
         for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
-            inputs, targets = split_batch(batch)
+            inputs, targets = objective.split_batch(batch)
             tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
             self._inputs[shard] = inputs
             chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._shard_fraction(shard))

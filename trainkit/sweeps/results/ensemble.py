@@ -23,7 +23,7 @@ from trainkit.data.splits import build_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.models.ensemble import Ensemble
 from trainkit.numerics.precision import Precision
-from trainkit.objectives.base import Objective, Supervised, split_batch
+from trainkit.objectives.base import Objective, Supervised
 from trainkit.run.folder.model_file import Which, load_run, write_model
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.collective import LocalCollective
@@ -144,11 +144,14 @@ def _mismatches(entries: Sequence[JobResult], cfgs: Sequence[RunConfig]) -> list
     ]
 
 
-def _objective(cfg: RunConfig) -> Objective:
+def _objective(cfg: RunConfig) -> Supervised:
     objective: Objective = build(cfg.objective, "objective")
     if not isinstance(objective, Supervised):
         rule = "the model computes its loss itself, and there is nothing to average but that."
         raise ConfigError([Problem(key="objective", value=cfg.objective[TARGET].rpartition(".")[2], rule=rule)])
+    if isinstance(objective.field_names[0], list | tuple):
+        rule = "names several fields, and an ensemble passes its members one."
+        raise ConfigError([Problem(key="objective.input", value=objective.field_names[0], rule=rule)])
     return objective
 
 
@@ -195,7 +198,8 @@ def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[
 
 def _count_statistics(model: nn.Module, train: Any, cfg: RunConfig, device: torch.device) -> None:
     """Count the batch statistics of the averaged weights, for which those of the members are wrong."""
-    update_bn((split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
+    objective = _objective(cfg)
+    update_bn((objective.split_batch(batch)[0] for batch in _batches(train, cfg, device)), model)
     model.eval()
 
 

@@ -13,7 +13,9 @@ from torch.utils._pytree import tree_map
 
 from trainkit.data.reading.collate import collate
 from trainkit.errors import Problem
-from trainkit.objectives.base import split_batch
+from trainkit.objectives.base import Supervised
+from trainkit.objectives.fields import split_batch
+from trainkit.strategies.base import PlanContext
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program
 
@@ -22,28 +24,36 @@ __all__ = ["programs_of"]
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, tuple[Program, ...] | list[Problem]]] = WeakKeyDictionary()
 
 
-def programs_of(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
+def programs_of(model: nn.Module, context: PlanContext) -> tuple[Program, ...] | list[Problem]:
     """Return what a model computes with two samples in training, and then in evaluation; or why it cannot be cut.
 
     Args:
         model: may be on the meta device.
-        sample: one sample of the training data; None: nothing is known, and the result is empty.
+        context: has one sample of the training data; without one, nothing is known, and the result is empty.
     """
+    sample = context.sample
     if sample is None:
         return ()
     known = _KNOWN.get(model)
     if known is None or known[0] is not sample:
-        _KNOWN[model] = known = sample, _tried(model, sample)
+        _KNOWN[model] = known = sample, _tried(model, _inputs(context))
     return known[1]
 
 
-def _tried(model: nn.Module, sample: Any) -> tuple[Program, ...] | list[Problem]:
+def _inputs(context: PlanContext) -> Any:
+    """Return the inputs of a batch that holds the sample twice."""
+    batch = collate([context.sample, context.sample], [0, 0])
+    objective = context.objective
+    return (objective.split_batch(batch) if isinstance(objective, Supervised) else split_batch(batch))[0]
+
+
+def _tried(model: nn.Module, given: Any) -> tuple[Program, ...] | list[Problem]:
     from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace  # noqa: PLC0415 - heavy
 
     # The model here is in float32, whatever the run's precision.
     inputs = tree_map(
         lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf,
-        split_batch(collate([sample, sample], [0, 0]))[0],
+        given,
     )
     units, device = blocks_to_cut(model), torch.device("cpu")
     try:

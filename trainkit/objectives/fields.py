@@ -1,0 +1,135 @@
+"""Select the fields of a sample or batch: the input of the model, and the target of the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+from trainkit.errors import ConfigError, DataError, Problem
+
+__all__ = ["Field", "Fields", "named_fields", "select", "split_batch", "unused_fields"]
+
+Field = str | int
+"""The key of a field in a dict or dataclass, or its place in a tuple."""
+Fields = Field | Sequence[Field] | None
+"""One field, several fields, or None for the common names."""
+
+INPUTS: Final = ("input", "inputs", "x", "image", "images", "pixel_values", "input_ids", "features")
+"""Keys of the input, where `objective.input` names none."""
+TARGETS: Final = ("target", "targets", "y", "label", "labels")
+"""Keys of the target, where `objective.target` names none."""
+
+
+def split_batch(batch: Any, input: Fields = None, target: Fields = None) -> tuple[Any, Any]:  # noqa: A002 - the key's name
+    """Return inputs and targets of a sample or batch.
+
+    Args:
+        batch: a tuple, a dict or a dataclass.
+        input: the field of the input; None: the first of a pair, or the only key of a common name (`INPUTS`). Several
+            fields give a tuple.
+        target: the field of the target; None: the second of a pair, or the only key of a common name (`TARGETS`).
+
+    Raises:
+        ConfigError: a field that `objective.input` or `objective.target` names does not exist.
+        DataError: nothing names the fields, and the structure leaves them open.
+
+    Example:
+        >>> split_batch({"input": 1, "target": 2}), split_batch(("a", "b", "c"), 0, 2)
+        ((1, 2), ('a', 'c'))
+    """
+    if input is None and target is None and isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    named = named_fields(batch)
+    names = _chosen(named, batch, input, target)
+    return select(named, names[0], "objective.input"), select(named, names[1], "objective.target")
+
+
+def named_fields(batch: Any) -> Mapping[Field, Any]:
+    """Return the fields of a sample or batch: key -> value, or place -> value; empty where it has no fields.
+
+    Example:
+        >>> named_fields((3, 4))
+        {0: 3, 1: 4}
+    """
+    if isinstance(batch, Mapping):
+        return batch
+    if isinstance(batch, tuple | list):
+        names = getattr(batch, "_fields", ())
+        return {**dict(enumerate(batch)), **dict(zip(names, batch, strict=False))}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        return {one.name: getattr(batch, one.name) for one in fields(batch)}
+    return {}
+
+
+def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
+    """Return one field, or a tuple of several.
+
+    Args:
+        named: the fields of a batch.
+        field: the name or names.
+        key: the key of the config that names them, for messages.
+
+    Raises:
+        ConfigError: there is no such field.
+    """
+    if isinstance(field, list | tuple):
+        return tuple(select(named, one, key) for one in field)
+    if field not in named:
+        held = _listed(named)
+        known = f"a sample has {held}." if held else "a sample is neither a tuple nor a dict nor a dataclass."
+        raise ConfigError([Problem(key=key, value=field, rule=f"there is no such field: {known}")])
+    return named[field]  # type: ignore[index]
+
+
+def unused_fields(batch: Any, input: Fields, target: Fields) -> list[str]:  # noqa: A002 - the key's name
+    """Return the keys of a dict or dataclass that are neither input nor target; none for a tuple.
+
+    Example:
+        >>> unused_fields({"input_ids": 1, "attention_mask": 1, "labels": 0}, None, None)
+        ['attention_mask']
+    """
+    if isinstance(batch, tuple | list):
+        return []
+    named = named_fields(batch)
+    used = {name for chosen in _chosen(named, batch, input, target) for name in _each(chosen)}
+    return [str(name) for name in named if name not in used]
+
+
+def _each(field: Fields) -> Sequence[Fields]:
+    return field if isinstance(field, list | tuple) else (field,)
+
+
+def _chosen(
+    named: Mapping[Field, Any],
+    batch: Any,
+    input: Fields,  # noqa: A002 - the key's name
+    target: Fields,
+) -> tuple[Fields, Fields]:
+    """Return the names of input and target: those given, else the common ones."""
+    if input is None and target is None and "input" in named and "target" in named:
+        return "input", "target"
+    return (
+        _common(named, INPUTS, 0, "input", batch) if input is None else input,
+        _common(named, TARGETS, 1, "target", batch) if target is None else target,
+    )
+
+
+def _common(named: Mapping[Field, Any], names: Sequence[str], place: int, what: str, batch: Any) -> Field:
+    """Return the only field of a common name, or the place in a pair."""
+    found = [name for name in names if name in named]
+    if len(found) == 1:
+        return found[0]
+    if not found and isinstance(batch, tuple | list) and len(batch) == 2:
+        return place
+    held = _listed(named)
+    got = f"has the fields {held}" if held else f"is one {type(batch).__name__}"
+    why = f"{' and '.join(found)} may both be the {what}" if found else f"none is known as the {what}"
+    raise DataError(
+        f"a sample {got}, and {why}. Name the fields: objective.input=NAME objective.target=NAME, where NAME is a key, "
+        "or a place in a tuple, from 0."
+    )
+
+
+def _listed(named: Mapping[Field, Any]) -> str:
+    return ", ".join(map(str, named))
