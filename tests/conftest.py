@@ -20,12 +20,15 @@ os.environ["MPLCONFIGDIR"] = os.environ.get("MPLCONFIGDIR") or str(Path.home() /
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="trainkit-tests-")
 
 from tests.support import quick
+from tests.support.installing import clean_environ, installed, wheel
 from tests.support.leaks import look, settled_leaks
 from tests.support.pool import Pool
 from tests.support.processes import FastLane
 from tests.support.thinning import thin
 from trainkit.config.targets.allowed import allow_packages
 from trainkit.redaction import forgetting_secrets
+
+__all__ = ["clean_environ", "installed", "wheel"]
 
 
 @pytest.fixture(autouse=True)
