@@ -12,6 +12,7 @@ from trainkit.run.equivalence.answers import Numbers, Proof
 from trainkit.run.equivalence.comparing import Comparison, Verdict, compare
 from trainkit.run.equivalence.diagnosing import Case
 from trainkit.run.equivalence.proving import prove
+from trainkit.run.equivalence.running import last_weights
 from trainkit.run.equivalence.sameness import Sameness
 
-__all__ = ["Case", "Comparison", "Numbers", "Proof", "Sameness", "Verdict", "compare", "prove"]
+__all__ = ["Case", "Comparison", "Numbers", "Proof", "Sameness", "Verdict", "compare", "last_weights", "prove"]

@@ -14,7 +14,7 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.run.runner import train
 from trainkit.trainer.checkpoint import list_complete, load
 
-__all__ = ["Weights", "bare", "reference_weights", "weights_by_step", "with_precision"]
+__all__ = ["Weights", "bare", "last_weights", "reference_weights", "weights_by_step", "with_precision"]
 
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""
@@ -60,6 +60,12 @@ def reference_weights(
     except (RuntimeError, NotImplementedError, TypeError) as error:
         log(f"the model does not run in fp64 ({str(error).splitlines()[0]}); reference: one_device in fp32")
         return "fp32", weights_by_step(with_precision(cfg, "fp32"), folder / "reference_fp32")
+
+
+def last_weights(folder: Path) -> dict[int, dict[str, Tensor]]:
+    """Return the weights in the last checkpoint of a run folder, by its step."""
+    last = max(list_complete(folder / "checkpoints"), key=lambda checkpoint: checkpoint.step)
+    return {last.step: _weights(load(last.folder).tensors)}
 
 
 def weights_by_step(cfg: RunConfig, folder: Path) -> dict[int, dict[str, Tensor]]:

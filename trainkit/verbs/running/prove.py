@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 from trainkit.config.paths import config_dir_arguments
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.run.equivalence import Comparison, Numbers, Proof, Sameness
 
-__all__ = ["FLAGS", "USAGE", "run"]
+__all__ = ["FLAGS", "USAGE", "prove_points", "report_lines", "run"]
 
 USAGE: Final = "strategy=A[,B...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
@@ -36,26 +36,43 @@ def run(call: Call) -> int:
     call.check_arity()
     steps = _steps(call.flags.get("steps", "10"))
     points = call.compose_points()
+    proofs = prove_points(call, points, steps=steps, log=_print_line)
+    composed = dict.fromkeys(note for point in points for note in point.notes)
+    lines = [line for proof in proofs for line in report_lines(proof, every="all" in call.flags)]
+    sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in composed)]) + "\n")
+    return int(not all(proof.holds for proof in proofs))
+
+
+def prove_points(
+    call: Call, points: Sequence[Composition], *, steps: int, log: Callable[[str], None] = lambda _: None
+) -> list[Proof]:
+    """Return the proof of every candidate.
+
+    Args:
+        call: the command; its flag `same-cut` skips the first answer.
+        points: the composed and checked candidates.
+        steps: optimizer steps to compare.
+        log: logs which run begins.
+
+    Raises:
+        ConfigError: a candidate cannot run here, or is the reference itself; names the places that set the keys.
+        TrainkitError: a candidate failed.
+    """
     from trainkit.run.equivalence import prove  # noqa: PLC0415 - imports torch
 
     common = set.intersection(*(set(point.overrides) for point in points))
     candidates = [(_label(point, common), point.cfg) for point in points]
-    same_cut = "same-cut" in call.flags
     try:
-        proofs = prove(
+        return prove(
             candidates,
             steps=steps,
-            same_cut=same_cut,
+            same_cut="same-cut" in call.flags,
             command=_command(call),
-            log=_print_line,
+            log=log,
             located=lambda place, error: points[place].with_origins(error),
         )
     except ConfigError as error:
         raise points[0].with_origins(error) from error
-    composed = dict.fromkeys(note for point in points for note in point.notes)
-    lines = [line for proof in proofs for line in _report(proof, every="all" in call.flags)]
-    sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in composed)]) + "\n")
-    return int(not all(proof.holds for proof in proofs))
 
 
 def _command(call: Call) -> str:
@@ -85,7 +102,8 @@ def _print_line(message: str) -> None:
     sys.stderr.flush()
 
 
-def _report(proof: Proof, *, every: bool) -> Iterator[str]:
+def report_lines(proof: Proof, *, every: bool = False) -> Iterator[str]:
+    """Yield what is printed about a proof; with `every`, a line for each parameter."""
     yield f"{proof.label}, {proof.replicas} replica{'' if proof.replicas == 1 else 's'}"
     if proof.sameness is not None:
         yield from _first_answer(proof.sameness)

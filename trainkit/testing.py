@@ -1,0 +1,158 @@
+"""The contract of trainkit for test suites of your own, under pytest or any other runner.
+
+Each function returns where its promise holds, and raises an AssertionError that says what differs where it does not. A
+config that has problems raises ConfigError, a training that fails another TrainkitError. Both train for real, on this
+machine, in temporary folders.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainkit.config.paths import config_dir_arguments, with_config_dirs
+from trainkit.config.targets.allowed import allow_packages, package_arguments
+from trainkit.verbs.support.call import Call
+
+if TYPE_CHECKING:
+    from trainkit.run.equivalence import Comparison
+
+__all__ = ["assert_resumes", "assert_same_training"]
+
+_SHOWN = 10
+"""Number of tensors that a message names."""
+
+
+def assert_same_training(
+    overrides: Sequence[str],
+    *,
+    strategies: Sequence[str],
+    steps: int = 4,
+    same_cut: bool = False,
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
+) -> None:
+    """Assert that strategies train what one device trains, as `trainkit prove` compares them.
+
+    Args:
+        overrides: arguments as on the command line, `["recipe=mine", "model.width=8"]`.
+        strategies: each the name of a strategy and its keys, `"mirrored strategy.replicas=2"`.
+        steps: optimizer steps to compare.
+        same_cut: whether to ask only for the same numbers at one common cut of the steps, not whether both trainings,
+            as they would be started, are the same.
+        config_dirs: folders of your own YAMLs.
+        packages: your own packages that `_target_` may name.
+
+    Raises:
+        AssertionError: a strategy is another training, or its numbers differ; the text is that of `trainkit prove`.
+        ConfigError: every problem of the first config that has any.
+
+    Example:
+        assert_same_training(["recipe=digits"], strategies=["mirrored strategy.replicas=2", "fsdp strategy.replicas=2"])
+    """
+    from trainkit.verbs.running.prove import prove_points, report_lines  # noqa: PLC0415 - the verb prints; here for this
+
+    folders = tuple(Path(folder).absolute() for folder in config_dirs)
+    flags = {"same-cut": ""} if same_cut else {}
+    calls = [
+        Call(
+            verb="prove",
+            flags=flags,
+            overrides=(*overrides, *_choice_of(strategy)),
+            config_dirs=folders,
+            packages=tuple(packages),
+        )
+        for strategy in strategies
+    ]
+    with allow_packages(packages), with_config_dirs(folders):
+        proofs = prove_points(calls[0], [call.compose() for call in calls], steps=steps)
+        failed = [
+            "\n".join([*report_lines(proof), "", f"To see it again: {_prove_command(call, steps)}"])
+            for call, proof in zip(calls, proofs, strict=True)
+            if not proof.holds
+        ]
+    if failed:
+        raise AssertionError("\n\n".join(failed))
+
+
+def assert_resumes(
+    overrides: Sequence[str],
+    *,
+    stop_at_step: int | None = None,
+    then: Sequence[str] = (),
+    config_dirs: Sequence[str | Path] = (),
+    packages: Sequence[str] = (),
+) -> None:
+    """Assert that a training that was stopped and resumed ends in the weights of one that was not.
+
+    The weights must be equal up to rounding, and to the bit with `numerics.reproducible=true`. All three trainings run
+    in this process where the strategy needs one process only: state that your code keeps in a module is not seen.
+
+    Args:
+        overrides: arguments as on the command line; a few steps are enough.
+        stop_at_step: the step after which it is stopped; None: half of them.
+        then: arguments of the resumed training, `["strategy=mirrored", "strategy.replicas=2"]`.
+        config_dirs: folders of your own YAMLs.
+        packages: your own packages that `_target_` may name.
+
+    Raises:
+        AssertionError: the weights differ; names the tensors and the usual causes.
+        ConfigError: every problem of the config.
+
+    Example:
+        assert_resumes(["recipe=digits", "epochs=2"], then=["strategy=mirrored", "strategy.replicas=2"])
+    """
+    from trainkit.api import compose, train  # noqa: PLC0415 - imports torch
+    from trainkit.config.check import check_names  # noqa: PLC0415
+    from trainkit.config.resume import compose_resumed  # noqa: PLC0415
+    from trainkit.errors import ConfigError  # noqa: PLC0415
+    from trainkit.run.equivalence import compare, last_weights  # noqa: PLC0415
+
+    folders = tuple(Path(folder).absolute() for folder in config_dirs)
+    quiet = [*(line for line in overrides if not line.startswith(("quiet=", "hydra.run.dir="))), "quiet=true"]
+    with tempfile.TemporaryDirectory(prefix="trainkit-testing-") as scratch, with_config_dirs(folders):
+        whole, parts = Path(scratch, "whole"), Path(scratch, "parts")
+        composed = compose(quiet, config_dirs=folders, packages=packages)
+        steps = int(train(composed, run_dir=whole)["steps"])
+        stop = steps // 2 if stop_at_step is None else stop_at_step
+        if not 0 < stop < steps:
+            raise AssertionError(f"a training of {steps} steps cannot be stopped after step {stop} and resumed.")
+        train(compose([*quiet, f"stop_at_step={stop}"], config_dirs=folders, packages=packages), run_dir=parts)
+        resumed = compose_resumed(parts, [*then, "quiet=true"], config_dirs=folders, packages=packages)
+        if problems := check_names(resumed):
+            raise ConfigError(problems)
+        train(resumed)
+        exact = composed.cfg.numerics.reproducible
+        found = list(compare(last_weights(whole), last_weights(parts), exact=exact))
+    wrong = [one for one in found if one.verdict == "different"]
+    if wrong:
+        raise AssertionError(_not_resumed(wrong, len(found), steps=steps, stop=stop))
+
+
+def _choice_of(strategy: str) -> list[str]:
+    """Return the overrides of a strategy given as `NAME KEY=VALUE ...`."""
+    name, *keys = shlex.split(strategy)
+    return [name if "=" in name else f"strategy={name}", *keys]
+
+
+def _prove_command(call: Call, steps: int) -> str:
+    given = [*config_dir_arguments(call.config_dirs), *package_arguments(call.packages)]
+    flags = [f"--{name}" for name in call.flags]
+    return shlex.join(["trainkit", "prove", *given, *call.overrides, "--steps", str(steps), *flags])
+
+
+def _not_resumed(wrong: Sequence[Comparison], total: int, *, steps: int, stop: int) -> str:
+    shown = [f"  {one.name}  relative error {one.error:.2g}" for one in wrong[:_SHOWN]]
+    more = [f"  and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+    first = (
+        f"{steps} steps in one go and {stop} + {steps - stop} steps with a resume end in other weights: "
+        f"{len(wrong)} of {total} parameters and buffers differ"
+    )
+    last = (
+        "Something that changes the training is not in the checkpoint. Keep a counter of the model in a buffer, draw "
+        "from torch's default generator, and return in `state` what a callback needs."
+    )
+    return "\n".join([first, *shown, *more, last])
