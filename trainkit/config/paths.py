@@ -14,6 +14,7 @@ __all__ = [
     "config_dirs_from",
     "shipped_conf",
     "shipped_recipes",
+    "shipped_template",
     "with_config_dirs",
 ]
 
@@ -26,6 +27,11 @@ def shipped_conf() -> Path:
 def shipped_recipes() -> Path:
     """Return the folder of trainkit's recipes."""
     return _shipped("recipes")
+
+
+def shipped_template() -> Path:
+    """Return the folder that `trainkit init` copies."""
+    return _shipped("template")
 
 
 def _shipped(name: str) -> Path:
