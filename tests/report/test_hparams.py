@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-from trainkit.report.hparams import write_hparams
+from trainkit.report.events import write_hparams
 
 
 def read(folder: Path) -> list[Any]:

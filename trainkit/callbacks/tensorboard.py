@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch import Tensor
 
 from trainkit.config.values import above
 from trainkit.fields import cosmetic
-from trainkit.report.events import EventFile
 from trainkit.report.png import grid, png_bytes
 from trainkit.trainer.events import Callback, Row, Run
+
+if TYPE_CHECKING:
+    from trainkit.report.events import EventFile
 
 __all__ = ["TensorBoard", "images_in"]
 
@@ -100,6 +102,8 @@ class TensorBoard(Callback):
 
     def _events(self, run: Run) -> EventFile:
         if self._open.events is None:
+            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, after the first steps
+
             folder = run.folder / "tensorboard"
             # The previous attempt may have got further than its last checkpoint: that part is written again.
             self._open.events = EventFile(folder, purge_after=self._open.start if folder.is_dir() else None)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.bounded_json import expect_map, parse_json
 from trainkit.cluster.identity import Identity
@@ -24,7 +24,6 @@ from trainkit.config.schema import MonitoredMetric
 from trainkit.data.evaluation import EvalBatches
 from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import open_regular, read_bytes, read_lines
-from trainkit.report.events import EventFile
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
@@ -41,6 +40,9 @@ from trainkit.trainer.checkpoint import Checkpoint, EvaluatedIndex, Loaded, Rete
 from trainkit.trainer.evaluate import evaluate
 from trainkit.trainer.manifest import MANIFEST, is_checkpoint
 from trainkit.trainer.state import State
+
+if TYPE_CHECKING:
+    from trainkit.report.events import EventFile
 
 __all__ = ["CheckpointEvaluator", "evaluate_checkpoints", "evaluated_so_far", "training_has_ended"]
 
@@ -225,6 +227,8 @@ class CheckpointEvaluator:
     def _note(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         """Write a row to the event file, to `evaluations.jsonl`, and to the index that selects the best checkpoint."""
         if self._events is None:
+            from trainkit.report.events import EventFile  # noqa: PLC0415 - protobuf, with the first evaluation
+
             self._events = EventFile(self._folder.tensorboard, suffix=".evaluator")
         self._events.scalars(figures, step=row["step"], wall_time=time.time())
         self._events.flush()

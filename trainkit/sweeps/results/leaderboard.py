@@ -293,7 +293,7 @@ def _draw(board: Leaderboard, folder: Path) -> None:
     for entry in board.entries:
         tensorboard = entry.folder / "tensorboard"
         if tensorboard.is_dir():
-            from trainkit.report.hparams import write_hparams  # noqa: PLC0415 - imports protobuf: for a sweep's end only
+            from trainkit.report.events import write_hparams  # noqa: PLC0415 - imports protobuf: for a sweep's end only
 
             settings = dict(key_value(text) for text in entry.overrides)
             write_hparams(tensorboard, settings=settings, name=entry.job, finished=entry.status == "finished")
