@@ -295,12 +295,7 @@ def _flag_lines(flags: Mapping[str, Flag]) -> list[str]:
 
 
 def _repeated_flags(found: Mapping[str, Sequence[str]], known: Mapping[str, Flag]) -> Iterator[Problem]:
-    """Yield a problem for each flag with one value that is given several times.
-
-    Args:
-        found: flag -> its values, in order.
-        known: every flag of the call's verb.
-    """
+    """Yield a problem for each flag with one value that is given several times."""
     for name, values in found.items():
         if len(values) > 1 and known[name].value is not None and name not in _REPEATABLE:
             rule = f"is given twice: {values[0]} and {values[1]}. Give it once."

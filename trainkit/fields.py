@@ -88,9 +88,6 @@ secret: Final = _Secret()
 def secret_fields(target: Callable[..., Any]) -> frozenset[str]:
     """Return the parameters of a class or function that are marked `secret`.
 
-    Args:
-        target: a class (its constructor's parameters count) or a function.
-
     Example:
         >>> def f(user: str, pin: typing.Annotated[str, cosmetic, secret]): ...
         >>> secret_fields(f)

@@ -77,10 +77,7 @@ _ORIGINAL_MODULES: Final[Mapping[str, str]] = {new: old for old, new in MODULES.
 
 
 def current_name(path: str) -> str:
-    """Return the current dotted name of a class or module.
-
-    Args:
-        path: a dotted name, old or new; any other text is returned unchanged.
+    """Return the current dotted name of a class or module; any other text is returned unchanged.
 
     Example:
         >>> current_name("trainkit.data.digits.Digits"), current_name("torch.optim.SGD")

@@ -81,11 +81,6 @@ def open_regular(path: Path, mode: Mode = "rb", *, follow: bool = False, bufferi
 def open_descriptor(path: Path, flags: int, *, follow: bool = False) -> int:
     """Return the descriptor of a regular file; otherwise as `open_regular`.
 
-    Args:
-        path: the file.
-        flags: as in `os.open`, without O_TRUNC.
-        follow: whether to follow a symbolic link.
-
     Raises:
         StorageError: the file is to be created or written, and the system refuses.
     """

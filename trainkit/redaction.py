@@ -60,11 +60,7 @@ _known: set[str] = set()
 
 
 def is_secret_name(name: str, *, in_observer: bool = False) -> bool:
-    """Return whether a key of this name holds a secret.
-
-    Args:
-        name: one key, without the keys above it; `api_key`, `apiKey` and `Api-Key` are the same name.
-        in_observer: whether the key is in a node of `logger` or `callbacks`.
+    """Return whether a key of this name, without the keys above it, holds a secret; more do in a logger or callback.
 
     Example:
         >>> [is_secret_name(name) for name in ("api_key", "wandb_token", "image_key", "special_tokens", "tokens")]

@@ -151,9 +151,7 @@ def file_limit() -> int | None:
 def as_storage_error(error: BaseException, root: Path) -> StorageError | None:
     """Return the storage error that caused an exception; None if it has another cause.
 
-    Args:
-        error: any exception.
-        root: a folder in which only trainkit writes: every error of the system there counts.
+    Every error of the system below `root` counts: only trainkit writes there.
     """
     if isinstance(error, StorageError):
         return error
@@ -195,11 +193,7 @@ def _path_of(error: OSError) -> Path | None:
 
 @contextlib.contextmanager
 def reporting(root: Path) -> Iterator[None]:
-    """Raise errors of the system about storage as `StorageError`, and all others unchanged.
-
-    Args:
-        root: a folder in which only trainkit writes.
-    """
+    """Raise errors of the system about storage as `StorageError`, and all others unchanged."""
     try:
         yield
     except OSError as error:
@@ -258,9 +252,6 @@ class Presence:
 
     It checks the file `resolved.yaml`, which every run has from beginning to end; without it, it checks the folder
     itself. An inode would not be reliable: some network file systems renumber theirs.
-
-    Args:
-        folder: the run folder.
     """
 
     def __init__(self, folder: Path) -> None:

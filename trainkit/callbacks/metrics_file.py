@@ -25,10 +25,6 @@ class MetricsFile(Callback):
 
     Rows are buffered and written once a second, before a checkpoint counts as saved, and at the end: a crash loses at
     most the rows of its last second, which a resumed run creates again.
-
-    Args:
-        flush_s: seconds between two writes.
-        clock: returns monotonic seconds.
     """
 
     def __init__(self, *, flush_s: float = 1.0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -20,12 +20,7 @@ _OVERRIDE: Final = re.compile(r"(\+\+|\+|~)?[A-Za-z_][\w./@:$-]*(=.*)?", re.DOTA
 
 
 def refusal(key: str, rule: str) -> ConfigError:
-    """Return the error of one argument.
-
-    Args:
-        key: the argument, as it was typed.
-        rule: what is wrong with it, and the remedy.
-    """
+    """Return the error of one argument; the rule says what is wrong with it, and the remedy."""
     return ConfigError([Problem(key=key, rule=rule, origin=COMMAND_LINE)])
 
 

@@ -46,10 +46,6 @@ class Difference:
 def tag_of(cfg: RunConfig, path: KeyPath) -> Tagged:
     """Return what changing a key of a run can affect.
 
-    Args:
-        cfg: the run; the class behind a group's `_target_` tags the keys of its node.
-        path: the full key.
-
     Example:
         >>> tag_of(RunConfig(), ("seed",)).tag.value, tag_of(RunConfig(), ("loader", "prefetch")).tag.value
         ('maths', 'speed')
@@ -220,11 +216,6 @@ def difference(left: RunConfig, right: RunConfig) -> list[Difference]:
 
 def other_training(earlier: RunConfig, cfg: RunConfig, *, run: Path) -> list[Problem]:
     """Return a problem for each key by which a config is a different training than the run to resume.
-
-    Args:
-        earlier: the resolved config of the run.
-        cfg: the config that resumes it; keys left auto already have the run's values.
-        run: the run folder, for the messages.
 
     Example:
         >>> [str(problem) for problem in other_training(RunConfig(seed=1), RunConfig(name="b"), run=Path("outputs/a"))]

@@ -47,11 +47,7 @@ _VARIABLE: Final = "TRAINKIT_CONFIG_DIRS"
 
 @contextmanager
 def with_config_dirs(folders: Sequence[Path]) -> Iterator[None]:
-    """Let commands that are printed while the block runs name these folders.
-
-    Args:
-        folders: absolute paths, as given to `--config-dir`.
-    """
+    """Let commands that are printed while the block runs name these absolute folders."""
     _GIVEN.append(tuple(folders))
     try:
         yield

@@ -27,16 +27,8 @@ _NO_RECIPE: Final = "recipe=null"
 def compose_resumed(
     run: Path, overrides: Sequence[str], *, config_dirs: Sequence[Path] = (), packages: Sequence[str] = ()
 ) -> Composition:
-    """Compose a run's config again, with changes.
-
-    Args:
-        run: the run folder.
-        overrides: arguments; a choice replaces the run's own node of that group.
-        config_dirs: folders of the user's own YAMLs, for choices.
-        packages: further packages that targets may come from.
-
-    Returns:
-        The composition; it continues in the run's folder.
+    """Compose a run's config again, with changes, to continue in its folder; a choice replaces the run's node of that
+    group.
 
     Raises:
         ConfigError: there is no such run, or an argument cannot be parsed.
@@ -59,12 +51,6 @@ def compose_anew(
 
     Keys that the run had left auto are auto again, so that they adapt to the changes. Keys that resumed it, ended it
     early or held a fold out are dropped.
-
-    Args:
-        run: the run folder.
-        overrides: arguments; a choice replaces the run's own node of that group.
-        config_dirs: folders of the user's own YAMLs, for choices.
-        packages: further packages that targets may come from.
 
     Raises:
         ConfigError: there is no such run, or an argument cannot be parsed.

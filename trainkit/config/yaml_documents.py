@@ -127,12 +127,7 @@ def read_document(file: Path) -> Document:
 
 
 def shown_text(document: Document, group: str) -> str:
-    """Return the text of a file without its secrets.
-
-    Args:
-        document: the file.
-        group: the group of the choice; in `logger` and `callbacks` more keys are secret.
-    """
+    """Return the text of a file without its secrets; in `logger` and `callbacks` more keys are secret."""
     lines = document.file.read_text(encoding="utf-8").splitlines(keepends=True)
     above = () if group == "recipe" else (group,) if group not in ("logger", "callbacks") else (group, "NAME")
     found = [path[len(above) :] for path, _ in secrets_in(document.values, above)]

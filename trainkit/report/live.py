@@ -133,13 +133,7 @@ class PlainLine:
 
 
 class TerminalLine:
-    """A bar redrawn in place four times a second by a thread of rich; other output appears above it.
-
-    Args:
-        console: of the terminal; its output is not recorded.
-        step_now: returns the number of finished steps.
-        log: receives the readings as lines of the run's log.
-    """
+    """A bar redrawn in place four times a second by a thread of rich; other output appears above it."""
 
     def __init__(
         self, *, console: Console, step_now: Callable[[], int] | None = None, log: LiveLine | None = None

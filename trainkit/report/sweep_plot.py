@@ -93,15 +93,7 @@ class Axis:
 
 
 def draw_sweep(path: Path, *, title: str, metric: str, mode: str, jobs: Sequence[Job]) -> None:
-    """Draw the jobs of a sweep.
-
-    Args:
-        path: the file to write, a PNG.
-        title: the sweep's name.
-        metric: the metric that orders the jobs.
-        mode: `min` or `max`.
-        jobs: best first; the settings of each, and its metric if it has one.
-    """
+    """Draw the jobs of a sweep, best first, into a PNG: the settings of each, and its metric if it has one."""
     keys = _varied(jobs) or ["job"]
     jobs = [{**job, "settings": {"job": job["label"], **job["settings"]}} for job in jobs]
     parallel = len(keys) > 1

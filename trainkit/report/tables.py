@@ -130,12 +130,7 @@ def print_closing(result: Mapping[str, Any], folder: Path) -> None:
 
 
 def closing_lines(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """Return the end of a run as plain text.
-
-    Args:
-        result: the content of `result.json`.
-        folder: the run's folder, as the user would type it.
-    """
+    """Return the end of a run as plain text, by its `result.json`; the folder is as the user would type it."""
     rows = _closing_rows(result, folder)
     width = max(map(len, rows), default=0)
     return [_verdict(result), *(f"  {label:{width}}  {value}" for label, value in rows.items())]

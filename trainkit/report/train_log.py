@@ -238,10 +238,6 @@ def recorded_output(path: Path, *, separated: bool = False) -> Iterator[TrainLog
 
     If the terminal is closed meanwhile, no error is raised: the log holds the further output.
 
-    Args:
-        path: the log.
-        separated: as in `TrainLog`.
-
     Yields:
         The log, for output after the block.
     """

@@ -49,12 +49,7 @@ class JobSource(Protocol):
         """Return the next job to run; None if there is none until another has ended. Called when a slot is free."""
 
     def ended(self, job: SweepJob, code: int) -> None:
-        """Receive the end of a job after its last try; its results are in its folder.
-
-        Args:
-            job: the job, as returned by `next`.
-            code: its exit code; also 0 for a job that need not run because its result exists.
-        """
+        """Receive the exit code of a job after its last try; 0 also for a job that need not run."""
 
     def watch(self, job: SweepJob) -> bool:
         """Return whether a running job should stop gracefully; called about twice a second."""

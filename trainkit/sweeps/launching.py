@@ -37,10 +37,6 @@ __all__ = ["Launching"]
 class Launching:
     """Composes jobs and runs them, for the duration of a sweep.
 
-    Args:
-        hydra_context: composes a job, and returns the command that runs it.
-        config: config of the sweep.
-
     Raises:
         ConfigError: this machine does not have the requested slots.
     """
@@ -80,10 +76,6 @@ class Launching:
 
     def launch(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[JobReturn]:
         """Compose all jobs of a batch, run them, and show the leaderboard so far.
-
-        Args:
-            job_overrides: the arguments of each job.
-            first: the number of the first job.
 
         Returns:
             One `JobReturn` per job, with its exit code: a failed job does not end the search.

@@ -99,11 +99,7 @@ class PlainScreen:
 
 
 class TableScreen:
-    """A table redrawn in place by a thread of rich; messages appear above it.
-
-    Args:
-        console: console of the terminal.
-    """
+    """A table redrawn in place by a thread of rich; messages appear above it."""
 
     def __init__(self, console: Console) -> None:
         from rich.live import Live  # noqa: PLC0415 - a terminal only
@@ -136,12 +132,7 @@ class TableScreen:
 
 
 def table_of(view: View, *, height: int) -> RenderableType:
-    """Return the table of one moment, for rich.
-
-    Args:
-        view: what to show.
-        height: lines of the terminal.
-    """
+    """Return the table of one moment for rich, on a terminal of so many lines."""
     from rich.console import Group  # noqa: PLC0415 - a terminal only
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415

@@ -132,12 +132,7 @@ def armed() -> bool:
 
 
 def hit(phase: Phase, step: int) -> None:
-    """Report that a phase begins; costs one comparison if nothing is armed.
-
-    Args:
-        phase: the phase that begins.
-        step: updates completed so far.
-    """
+    """Report that a phase begins; costs one comparison if nothing is armed."""
     if _armed:
         for point in _armed:
             if point.matches(phase, step):

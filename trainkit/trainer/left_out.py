@@ -43,12 +43,7 @@ class Suspect:
 
 
 class LeftOutSteps:
-    """Counts the skipped steps, and ends a run that skips too many; the same on every rank.
-
-    Args:
-        settings: the settings for numbers that are not finite.
-        samples_of: returns the samples of a ticket.
-    """
+    """Counts the skipped steps, and ends a run that skips too many; the same on every rank."""
 
     def __init__(self, settings: NumericsConfig, samples_of: Callable[[Ticket], Sequence[int]]) -> None:
         self._settings, self._samples_of = settings, samples_of
@@ -91,9 +86,6 @@ class LeftOutSteps:
 
     def judge_share(self, step: int) -> None:
         """End the run if more steps were skipped than allowed.
-
-        Args:
-            step: steps done.
 
         Raises:
             NonFiniteError: they are more than `numerics.max_skipped_share`.

@@ -18,13 +18,7 @@ __all__ = ["MetricsAccumulator"]
 
 
 class MetricsAccumulator:
-    """Collects the outcomes of steps and aggregates them into rows.
-
-    Args:
-        run: the view of the run.
-        local: the model of this rank.
-        waited: returns the seconds that this rank has waited for data so far.
-    """
+    """Collects the outcomes of steps and aggregates them into rows."""
 
     def __init__(self, run: Run, local: LocalModel, waited: Callable[[], float]) -> None:
         self._run, self._local, self._waited = run, local, waited

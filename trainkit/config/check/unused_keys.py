@@ -68,12 +68,7 @@ _OF_EVERY_TASK: Final = frozenset({"supervisor.join_timeout_s", "supervisor.eval
 
 
 def unused_keys_with_classes(composition: Composition, launcher: str | None) -> list[Problem]:
-    """Return problems for supervisor keys that have no effect because an external launcher owns the processes.
-
-    Args:
-        composition: a checked composition.
-        launcher: the external launcher that started this process; None if there is none.
-    """
+    """Return problems for supervisor keys that have no effect because an external launcher owns the processes."""
     rules = {"supervisor.join_timeout_s": "has no effect: no other process was started that could join."}
     if launcher is not None:
         rule = f"has no effect: {launcher} started the processes and supervises them."
@@ -226,11 +221,6 @@ _READERS: Final[Mapping[str, tuple[str, ...]]] = {
 
 def unused_search_keys(sweep: Mapping[str, Any], *, sweeper: str, multirun: bool) -> Iterator[tuple[str, str]]:
     """Yield the keys of a search that have no effect with this sweeper, and why.
-
-    Args:
-        sweep: the values below `sweep`.
-        sweeper: the choice of hydra/sweeper.
-        multirun: whether the command is a sweep.
 
     Example:
         >>> dict(unused_search_keys({}, sweeper="random", multirun=True))["sweep.rungs"]

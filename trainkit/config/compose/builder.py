@@ -283,9 +283,6 @@ def repeated(arguments: Sequence[Override]) -> list[Problem]:
     """Return a problem for each key or group that several arguments give: their order would decide which one counts.
 
     `optimizer=adamw optimizer.lr=1` names a group and one of its keys, each once. A mapping names every key in it.
-
-    Args:
-        arguments: of Hydra's grammar, in their order.
     """
     givers: dict[str, list[str]] = {}
     for argument in arguments:

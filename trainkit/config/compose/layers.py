@@ -50,11 +50,6 @@ class Layers:
     ) -> dict[str, Any]:
         """Finish the values after the arguments were applied: names, exclusive keys, interpolations, reports on the
         files.
-
-        Args:
-            files: in ascending precedence.
-            choices: group -> choice.
-            packages: the user's packages, whose classes can mark secrets.
         """
         import_marks(self.tree.values, packages)
         self._complete(choices)

@@ -188,10 +188,6 @@ def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
     Hydra and `logging.config` call anything that a text in this node names, so the rule for every `_target_`
     (`trainkit.config.targets.allowed`) is applied to it before either of them reads it.
 
-    Args:
-        node: `hydra`, with its interpolations.
-        packages: packages that the user allowed.
-
     Raises:
         ConfigError: every such name.
     """

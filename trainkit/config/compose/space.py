@@ -76,11 +76,7 @@ class Space:
     axes: tuple[Choices | Interval, ...]
 
     def point(self, values: Mapping[str, str]) -> list[str]:
-        """Return the arguments of one point, in the order given.
-
-        Args:
-            values: key -> value, for every key of every axis.
-        """
+        """Return the arguments of one point, in the order given."""
         return [line or f"{key}={values[key]}" for key, line in self.lines.items()]
 
     def grid(self) -> list[list[str]]:

@@ -30,10 +30,6 @@ def import_marks(values: Mapping[str, Any], packages: Sequence[str]) -> None:
     """Import the classes of the user's own packages, so that the secrets they mark are known before anything is shown.
 
     Import errors are ignored here; the check reports them.
-
-    Args:
-        values: the values of a config.
-        packages: the packages that the user allows.
     """
     for path, text in texts_in(values) if packages else ():
         if path[-1] == _TARGET and text.partition(".")[0] in packages:

@@ -61,11 +61,7 @@ def dereferenced(value: Any, *, key: str) -> Any:
 
 
 def with_variables(node: Mapping[str, Any], target: Any) -> dict[str, Any]:
-    """Return a node in which secrets that refer to environment variables are replaced by their values.
-
-    Args:
-        node: plain values; its position in the config need not be known.
-        target: the class that the node describes.
+    """Return a node of a class in which references of secrets to environment variables are replaced by the values.
 
     Raises:
         ConfigError: a variable is not set.

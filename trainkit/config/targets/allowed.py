@@ -173,10 +173,6 @@ def targets_in(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 def name_problem(target: Any, allowed: Sequence[str]) -> str | None:
     """Return what is wrong with a target by its text alone; None where its module may be imported.
 
-    Args:
-        target: the value of `_target_`.
-        allowed: packages that it may name, including the six.
-
     Example:
         >>> name_problem("torch.nn.Linear", ALLOWED_PACKAGES)
     """

@@ -39,18 +39,7 @@ def target_problems(
     alternatives: OtherChoices,
     expected: Expected | None = None,
 ) -> list[Problem]:
-    """Return everything wrong with a node by its class: unknown or missing keys, values of a wrong type.
-
-    Args:
-        composition: the composition, for the origins of the keys.
-        path: the path of the node.
-        node: the node, with `_target_`.
-        alternatives: the other choices of its group.
-        expected: what a nested node must be; None for what its group takes.
-
-    Returns:
-        Problems with their full keys.
-    """
+    """Return the problems of a node by its class: unknown or missing keys, values of a wrong type."""
     try:
         target = admitted(node, expected or PLACES.get(path[0], ANY_KIND))
     except ConfigError as error:

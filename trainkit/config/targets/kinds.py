@@ -119,13 +119,7 @@ _BUILDERS: Final[Mapping[str, str]] = {
 
 
 def target_problem(path: str, target: Any, expected: Expected = ANY_KIND) -> str | None:
-    """Return why the target of a path must not be called at its place; None if it may be.
-
-    Args:
-        path: the text of `_target_`; its package is an allowed one.
-        target: the object that it names. It is not called.
-        expected: what the place accepts.
-    """
+    """Return why the target of a path in an allowed package must not be called at its place; None if it may be."""
     package, home = root_of(path), _home_of(target)
     if _is_builder_of_transformers(target):
         home = package  # a class of the user's package inherits these methods; their arguments are checked

@@ -131,15 +131,7 @@ def exit_with_driver(driver: Driver) -> None:
 
 
 def run_described(path: str, secrets: Mapping[str, str] | None = None) -> int:
-    """Run a job to its end; every backend calls this function.
-
-    Args:
-        path: path of the file that describes the job.
-        secrets: environment variables that the file does not hold.
-
-    Returns:
-        Its exit code.
-    """
+    """Run the job of a file to its end; return its exit code. `secrets`: variables that the file does not hold."""
     place = Path(path)
     spec = JobSpec.read(place)
     exits: queue.SimpleQueue[ProcessExit] = queue.SimpleQueue()

@@ -36,12 +36,6 @@ ENGINES: Final[Mapping[str, tuple[str, str]]] = {
 class EngineLaunching(Launching):
     """Composes jobs and runs them with a backend, for the duration of a sweep.
 
-    Args:
-        hydra_context: composes a job, and returns the command that runs it.
-        config: config of the sweep.
-        launcher: one of `ENGINES`.
-        keys: the keys of `hydra.launcher`.
-
     Raises:
         ConfigError: a key does not fit.
     """

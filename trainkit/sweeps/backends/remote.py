@@ -80,12 +80,7 @@ class _Remote:
 
 
 class Remote:
-    """Starts jobs with a backend.
-
-    Args:
-        folder: the folder of the sweep.
-        slots_of: returns the number of slots of the job with a given folder.
-    """
+    """Starts jobs with a backend."""
 
     def __init__(self, folder: Path, slots_of: Callable[[Path], int]) -> None:
         self._folder, self._slots_of = folder, slots_of

@@ -55,12 +55,6 @@ class Slots:
     def of(cls, settings: Settings, *, num_gpus: int, num_cores: int, environ: Mapping[str, str]) -> Slots:
         """Return the slots of this machine that the config asks for.
 
-        Args:
-            settings: `sweep.*`.
-            num_gpus: GPUs that this process sees.
-            num_cores: cores that this process may use.
-            environ: `CUDA_VISIBLE_DEVICES` names the GPUs, `OMP_NUM_THREADS` the threads of a process.
-
         Raises:
             ConfigError: more slots than the machine has, or an option without effect here.
         """
@@ -125,11 +119,7 @@ class Slots:
             self._room[place] += 1
 
     def problems(self, wanted: Iterable[tuple[str, int]]) -> list[Problem]:
-        """Return problems of jobs that need more slots than there are.
-
-        Args:
-            wanted: label and number of slots of each job.
-        """
+        """Return problems of jobs, given by label and number of slots, that need more slots than there are."""
         what = "GPUs" if self.on_gpus else "slots"
         return [
             Problem(
@@ -143,13 +133,7 @@ class Slots:
 
 
 def numbering_problems(problems_on: Callable[[int], Sequence[Problem]], *, there: int, own: int) -> list[Problem]:
-    """Return problems of a strategy that arise on the job's GPUs alone: devices that it names by number.
-
-    Args:
-        problems_on: returns the strategy's problems on a host with a given number of GPUs.
-        there: number of GPUs of the sweep.
-        own: number of GPUs of the job.
-    """
+    """Return problems of a strategy that arise on the job's GPUs alone: devices that it names by number."""
     known = {problem.key for problem in problems_on(there)}
     return [
         replace(problem, rule=f"{problem.rule} A job of a sweep sees its own GPUs alone, numbered from 0.")

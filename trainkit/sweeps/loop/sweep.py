@@ -25,17 +25,9 @@ __all__ = ["LOG", "Sweep"]
 
 
 class Sweep:
-    """The jobs of one folder and their results.
+    """The jobs of one folder and their results; an earlier sweep in the folder is continued.
 
-    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in its folder are updated after every job.
-
-    Args:
-        folder: the folder of the sweep; an earlier sweep in it is continued.
-        slots: the slots on which jobs run; the default is one.
-        retries: how often a failed job is retried, from its checkpoint.
-        on_error: whether other jobs continue when a job failed, or are stopped.
-        start: starts the process of a job.
-        screen: creates the display of the sweep when it begins.
+    `sweep.json`, `leaderboard.md` and `leaderboard.csv` in the folder are updated after every job.
     """
 
     def __init__(

@@ -74,13 +74,7 @@ class SweepOfLoop(Protocol):
 
 
 class SweepLoop:
-    """One call of `Sweep.run`.
-
-    Args:
-        sweep: the sweep with the slots and the record.
-        source: produces the jobs.
-        screen: displays them.
-    """
+    """One call of `Sweep.run`."""
 
     def __init__(self, sweep: SweepOfLoop, source: JobSource, screen: Screen) -> None:
         self._sweep, self._source, self._screen = sweep, source, screen

@@ -90,10 +90,6 @@ def best_of(board: Leaderboard, count: int) -> list[JobResult]:
 def combine(entries: Sequence[JobResult], *, checkpoint: Which = "last") -> Combined:
     """Load runs and combine them into one model.
 
-    Args:
-        entries: the runs, best first.
-        checkpoint: which checkpoint of each run.
-
     Raises:
         ConfigError: runs cannot be combined; names each key that prevents it.
         CheckpointError: weights are damaged or missing.
@@ -167,14 +163,7 @@ def _averaged(models: Sequence[nn.Module]) -> Candidate | None:
 
 
 def score(combined: Combined, *, devices: Sequence[torch.device]) -> list[tuple[Candidate, dict[str, float]]]:
-    """Score every candidate on the validation and test splits, each sample once.
-
-    Args:
-        combined: returned by `combine`; its members are placed on the devices, one each while there are enough.
-        devices: the devices to compute on.
-
-    Returns:
-        Each candidate with its metrics, such as `val/loss`.
+    """Score every candidate on the validation and test splits, each sample once; members share the devices.
 
     Raises:
         DataError: a dataset is missing, damaged or empty.
@@ -221,16 +210,7 @@ def _batches(dataset: Any, cfg: RunConfig, device: torch.device) -> EvalBatches:
 
 
 def export(combined: Combined, folder: Path, *, about: Mapping[str, Any]) -> list[Path]:
-    """Write the ensemble, and the averaged weights if there are any, for `trainkit.load`.
-
-    Args:
-        combined: after `score`, which counts the batch statistics.
-        folder: the folder of the ensemble; the averaged weights go into `averaged` below it.
-        about: further content of each `model.yaml`.
-
-    Returns:
-        The folders written.
-    """
+    """Write the scored ensemble, and the averaged weights into `averaged` below it; return the folders."""
     joined = cast("Ensemble", combined.ensemble.model)
     node = {
         TARGET: f"{Ensemble.__module__}.{Ensemble.__qualname__}",

@@ -16,9 +16,6 @@ _FOLD = "cv.fold="
 def by_point(entries: Iterable[JobResult]) -> list[JobResult]:
     """Combine the folds of each point into one entry; other entries stay as they are.
 
-    Args:
-        entries: the jobs of a sweep, in order.
-
     Returns:
         Entries: for a point, the mean of each metric over its folds with the sample standard deviation as spread, and
         the sum of the seconds. A point with a failed fold has no metrics, so that no mean of fewer folds is compared

@@ -150,9 +150,6 @@ class Leaderboard:
         The commands name the config folders and packages that this process was given. A secret, which no file stores,
         is given as a reference to an environment variable. Keys that are meant for the other choices of a mixed sweep,
         such as strategy.replicas beside strategy=one_device, are left out.
-
-        Args:
-            folder: the folder of the sweep, as a command names it.
         """
         best = next((entry for entry in self.entries if self.value(entry) is not None), None)
         if best is None or not best.arguments:
@@ -247,12 +244,7 @@ def key_value(override: str) -> tuple[str, str]:
 
 
 def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
-    """Return the leaderboard of a sweep's folder, or of all runs below any other folder.
-
-    Args:
-        folder: the folder of a sweep, or any folder with runs in it.
-        goal: the metric to order by; None: the one of the first run that has one.
-    """
+    """Return the leaderboard of a sweep, or of all runs below a folder; by default, by the goal of the first run."""
     entries = by_point(read_entries(folder))
     if goal is None:
         goal = next(
@@ -263,12 +255,8 @@ def collect(folder: Path, goal: MonitoredMetric | None = None) -> Leaderboard:
 
 
 def write(board: Leaderboard, folder: Path, *, picture: bool = True) -> None:
-    """Write `leaderboard.{md,csv,png}`; jobs without the metric are drawn by their settings only.
-
-    Args:
-        board: the leaderboard to write.
-        folder: the folder of the sweep.
-        picture: whether the sweep has ended: then draw the plot, and write the settings of each job for TensorBoard.
+    """Write `leaderboard.{md,csv}`; at the end of a sweep (`picture`) the plot, and each job's settings for
+    TensorBoard. Jobs without the metric are drawn by their settings only.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in (("leaderboard.md", board.markdown(base=folder)), ("leaderboard.csv", board.csv(base=folder))):

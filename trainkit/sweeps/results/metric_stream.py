@@ -34,11 +34,7 @@ class Progress:
 
 
 class Watch:
-    """Polls the folder of a job.
-
-    Args:
-        folder: the folder of its run; need not exist yet.
-    """
+    """Polls the folder of a job's run, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,13 +107,10 @@ def last_line(log: Path) -> str:
 
 
 class MetricRows:
-    """The values of one metric as they are written: each call of `new` returns those since the last call.
+    """The values of one metric of a `metrics.jsonl`: each call of `new` returns the values since the last call.
 
-    A resumed job truncates rows that it writes again: a file that has become shorter is read from its start.
-
-    Args:
-        path: path of a `metrics.jsonl`, which need not exist yet.
-        metric: the name of the metric.
+    The file need not exist yet. A resumed job truncates rows that it writes again: a file that has become shorter is
+    read from its start.
     """
 
     def __init__(self, path: Path, metric: str) -> None:
@@ -136,13 +129,7 @@ class MetricRows:
 
 
 def figure_at(path: Path, metric: str, step: int | None) -> float | None:
-    """Return the last value of a metric up to a step, from a `metrics.jsonl`; None if there is none.
-
-    Args:
-        path: the file.
-        metric: the name of the metric.
-        step: the last step to read; None: read to the end.
-    """
+    """Return the last value of a metric in a `metrics.jsonl`, up to a step if one is given; None if there is none."""
     found = [value for at, value in MetricRows(path, metric).new() if step is None or at <= step]
     return found[-1] if found else None
 

@@ -24,13 +24,7 @@ class JobOf(Protocol):
     """Creates the job of a point."""
 
     def __call__(self, overrides: Sequence[str], number: int, *, going_on: SweepJob | None = None) -> SweepJob:
-        """Return the job.
-
-        Args:
-            overrides: the arguments of the point.
-            number: the number of the point.
-            going_on: the earlier job whose run it continues.
-        """
+        """Return the job of a point; it continues the run of `going_on`."""
 
 
 def num_rungs(points: int, reduction: int) -> int:

@@ -11,18 +11,11 @@ __all__ = ["sample"]
 
 
 def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
-    """Draw random points: listed values with equal probability, intervals uniformly, or log-uniformly under `log`.
+    """Draw the arguments of random points: listed values with equal probability, intervals uniformly, or log-uniformly
+    under `log`.
 
     Every value depends only on the seed, the number of its point and its key: a search with more trials begins with the
     same points, and a further key does not change the values of the others.
-
-    Args:
-        space: the space to sample from.
-        trials: the number of points.
-        seed: the seed.
-
-    Returns:
-        The arguments of each point.
 
     Example:
         >>> axis = Interval(key="optimizer.lr", low=0.001, high=0.1, log=True)

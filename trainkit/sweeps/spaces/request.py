@@ -100,12 +100,7 @@ class SweepRequest:
 
 
 def read_request(composer: Composer, overrides: Sequence[str], *, sweeper: str | None = None) -> SweepRequest:
-    """Read the arguments of a sweep.
-
-    Args:
-        composer: composes the points.
-        overrides: the arguments.
-        sweeper: the choice of hydra/sweeper; None: the one given in the arguments.
+    """Read the arguments of a sweep; they choose the sweeper unless one is given.
 
     Raises:
         ConfigError: an argument cannot be parsed or searched, or this sweeper needs another one.

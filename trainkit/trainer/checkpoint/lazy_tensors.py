@@ -56,11 +56,6 @@ class StoredTensors(LazyStateDict):
     The files stay open: they may be pruned while the tensors are in use. What is read is compared with what was
     verified.
 
-    Args:
-        entries: the entries of index.json, by tensor name.
-        aliases: tied name -> the name it was written under.
-        files: the verified files by name.
-
     Raises:
         KeyError, TypeError, ValueError: the index does not match the files.
     """

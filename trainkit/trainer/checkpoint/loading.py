@@ -124,13 +124,7 @@ def newest_valid(
 
 
 def note_foreign(root: Path, step: int, report: Callable[[str], None]) -> None:
-    """Report the complete checkpoints of other runs that are newer than the step at which a run begins.
-
-    Args:
-        root: the `checkpoints` folder of the run.
-        step: the step at which it begins.
-        report: receives a line about each.
-    """
+    """Report the complete checkpoints of other runs that are newer than the step at which a run begins."""
     for entry in foreign(root):
         if entry.step > step:
             report(

@@ -35,12 +35,8 @@ class Retention:
             raise ValueError("keep_last must be 1 or more: a run without its last checkpoint cannot be resumed")
 
     def apply(self, root: Path, *, step: int, owner: OwnershipToken | None = None) -> None:
-        """Delete what is not kept, and write the names into `root/index.json`.
-
-        Args:
-            root: the `checkpoints` folder.
-            step: the step of the checkpoint just written; newer ones of this run are set aside.
-            owner: the run; None: the owner of `root`.
+        """Delete what is not kept, and write the names into `root/index.json`; newer checkpoints of this run are set
+        aside.
         """
         owner = owner or owner_of(root)
         with exclusive(root) as held:

@@ -119,12 +119,7 @@ def begin(root: Path, step: int, owner: OwnershipToken | None = None) -> Path:
 
 
 def write_part(draft: Path, pieces: ShardedState, *, rank: int = 0) -> CheckpointPart:
-    """Write the shards of one rank; every rank of a sharded model writes its own file.
-
-    Args:
-        draft: from `begin`.
-        pieces: the shards of this rank.
-        rank: part of the file name.
+    """Write the shards of one rank into a draft; every rank of a sharded model writes its own file.
 
     Raises:
         CheckpointError: a tensor cannot be saved.

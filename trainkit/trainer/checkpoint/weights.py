@@ -32,12 +32,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 
 def sha256_of_pieces(pieces: ShardedState, all_ranks: Collective) -> str:
-    """Return the hash of a sharded state; collective. Memory: one full tensor on each rank.
-
-    Args:
-        pieces: the shards of this rank, by their names in a checkpoint.
-        all_ranks: all processes of the run.
-    """
+    """Return the hash of a sharded state; collective. Memory: one full tensor on each rank."""
     weights = {name: parts for name, parts in pieces.items() if _counts(name)}
     digest = hashlib.sha256()
     for _, tensor in iter_gather_full(weights, all_ranks, order=_canonical):

@@ -51,12 +51,8 @@ def _refuse_swept_settings(composer: Composer, overrides: Sequence[str]) -> None
 
 
 def _refuse_swept_secrets(composer: Composer, overrides: Sequence[str], points: Sequence[Composition] = ()) -> None:
-    """Refuse sweeps over secrets: folders, leaderboards and searches would show them in the names of jobs.
-
-    Args:
-        composer: parses the arguments.
-        overrides: the arguments.
-        points: the checked points; then the secrets that their classes mark are known.
+    """Refuse sweeps over secrets: folders, leaderboards and searches would show them in the names of jobs. With checked
+    points, the secrets that their classes mark are known too.
     """
     rule = "is a secret, which no sweep tries several of: give it one value, in quotes where it holds a comma."
     marked = {path for point in points for path in secret_keys(point.values)}
