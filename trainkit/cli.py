@@ -19,8 +19,7 @@ from trainkit.config.grammar import COMMAND_LINE, is_override
 from trainkit.config.secrets.secrets import given_arguments
 from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem, TrainkitError
-from trainkit.process_list import hide_from_process_list
-from trainkit.redaction import knows_secrets, masked_output
+from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
 from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module
 
 __all__ = ["main", "parse"]

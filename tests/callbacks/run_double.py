@@ -9,8 +9,7 @@ import torch
 
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.learning_rate import LearningRate
-from trainkit.numerics.schedules import Constant
+from trainkit.numerics.schedules import Constant, LearningRate
 from trainkit.trainer.events import Run
 from trainkit.trainer.state import State
 

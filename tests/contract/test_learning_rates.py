@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.contract.stepping import CONF
-from trainkit.numerics.learning_rate import LearningRate, scale_lr
+from trainkit.numerics.schedules import LearningRate, scale_lr
 
 # (settings, factors over eight steps)
 CURVES: dict[str, tuple[dict[str, Any], list[float]]] = {

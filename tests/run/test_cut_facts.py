@@ -13,10 +13,9 @@ from trainkit import api
 from trainkit.cli import main
 from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
-from trainkit.run.planning import cut_notes as cut_facts
-from trainkit.run.planning.coupling import COUPLES, Coupling
-from trainkit.run.planning.cut_notes import coupling_of, cut_notes
-from trainkit.run.planning.passes import OBJECTIVE
+from trainkit.run.planning import notes as cut_facts
+from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling
+from trainkit.run.planning.notes import coupling_of, cut_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 
 DRAWING = ("recipe=digits", "model.dropout=0.2", "batch.global_size=60")

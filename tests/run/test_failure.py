@@ -12,12 +12,10 @@ from tests.support.verdicts import plain
 from trainkit.cluster.host import ProcessId
 from trainkit.errors import CheckpointError, ConfigError, HangError, LinkError, Problem, TrainingError, TrainkitError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import Limit
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
-from trainkit.run.hang_detection.watch import OverdueRank
-from trainkit.run.process.error_report import Reporter, read_error_report, write_error_report
+from trainkit.run.hang_detection.watch import Limit, OverdueRank
+from trainkit.run.process.error_report import Reporter, is_after_effect, read_error_report, write_error_report
 from trainkit.run.process.heartbeat import Heartbeat, read_heartbeat
-from trainkit.run.process.secondary_errors import is_after_effect
 from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.failure import hanging, is_clean, root_cause, unresponsive_rank
 from trainkit.trainer.failpoints import Phase

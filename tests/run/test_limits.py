@@ -3,9 +3,8 @@
 import pytest
 
 from tests.support.present import present
-from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.process.heartbeat import HeartbeatReading
-from trainkit.run.process.pauses import Pauses
+from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.process.heartbeat import HeartbeatReading, Pauses
 from trainkit.trainer.failpoints import Phase
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistBackendError
 
 from trainkit.errors import OutOfMemoryError
-from trainkit.run.planning.memory_errors import MemoryKind, is_out_of_memory, memory_kind
+from trainkit.run.planning.out_of_memory import MemoryKind, is_out_of_memory, memory_kind
 
 DEVICE, HOST, SHARED = MemoryKind.device, MemoryKind.host, MemoryKind.shared
 NCCL = (

@@ -13,7 +13,7 @@ import pytest
 
 from tests.contract.running import run
 from tests.support.verdicts import plain
-from trainkit.run.process import worker_groups as ranks
+from trainkit.run.process import fork_client as ranks
 from trainkit.run.process.fork_client import ForkServerClient
 
 pytestmark = pytest.mark.skipif(not ForkServerClient.is_possible(), reason="ranks are forks on Linux alone")

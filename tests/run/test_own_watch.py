@@ -10,7 +10,7 @@ import pytest
 from tests.end_to_end.hanging import loops_for_ever
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.trainer.failpoints import Phase

@@ -10,8 +10,7 @@ from trainkit.config.compose import compose
 from trainkit.config.schema import RunConfig
 from trainkit.run.equivalence import Sameness
 from trainkit.run.equivalence.sameness import same_training
-from trainkit.run.planning.coupling import COUPLES, Coupling
-from trainkit.run.planning.passes import MODEL
+from trainkit.run.planning.coupling import COUPLES, MODEL, Coupling
 from trainkit.run.planning.plan import make_plan
 
 NOTHING, COUPLED = Coupling(), Coupling(found=((MODEL, COUPLES),))

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.cpu_times import ThreadTimes, children_of, thread_times, waited_s
-from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.hang_detection.process_evidence import ThreadTimes, children_of, thread_times, waited_s
+from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase

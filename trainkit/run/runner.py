@@ -10,15 +10,12 @@ from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted, refuse_to_carry
-from trainkit.run.begin import Job, Result, begin_folder, new_folder, refuse_lack_of_room
-from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.planning.cut_notes import coupling_of, cut_notes
+from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
+from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.process.heartbeat import beats_of
-from trainkit.run.process.run_record import recorded_run
-from trainkit.run.resume import find_start
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import run_task

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 from trainkit.cluster.identity import Identity
 from trainkit.config.identity import fingerprint
 from trainkit.config.schema import RunConfig
 from trainkit.errors import AbsentFileError, StorageError
-from trainkit.numerics.determinism import reproducible_process
 from trainkit.reading import read_map
 from trainkit.run.begin import Result
 from trainkit.run.folder.proof_records import last_proof
@@ -28,13 +31,12 @@ from trainkit.run.session.outcome import Report, best_and_last, failure_of, repo
 from trainkit.run.session.restore import restore_or_init
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import StopFlag
-from trainkit.run.supervisor.compile_events import report_compiling
 from trainkit.run.supervisor.self_watch import BeatCounter
 from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 
-__all__ = ["run_task"]
+__all__ = ["report_compiling", "reproducible_process", "run_task"]
 
 
 def run_task(
@@ -234,3 +236,68 @@ def _notes(folder: RunFolder) -> list[str]:
     except AbsentFileError:  # a rank that was started by hand
         return []
     return [note for note in notes if isinstance(note, str)]
+
+
+@contextlib.contextmanager
+def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
+    """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
+
+    Does nothing if torch.compile was not imported: creating any optimizer of torch imports it.
+
+    Args:
+        beats: reports the phases of this rank; None: this rank has no heartbeat.
+    """
+    handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
+    if beats is None or handler is None:
+        yield
+        return
+    before = [(beats.phase, beats.step)]
+
+    def begins(*_: Any) -> None:
+        before[0] = (beats.phase, beats.step)
+        beats("compile", beats.step)
+
+    def ends(*_: Any) -> None:
+        if beats.phase == "compile":
+            beats(*before[0])
+
+    handler.register_start_callback(begins)
+    handler.register_end_callback(ends)
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(begins)
+        handler.remove_end_callback(ends)
+
+
+@contextmanager
+def reproducible_process(*, enabled: bool) -> Iterator[None]:
+    """Use one thread, deterministic algorithms and no autotuning; restore all settings afterwards.
+
+    The number of threads changes how torch splits its own sums, which changes bits: 3 of 3 models differed between one
+    and two threads.
+
+    Args:
+        enabled: with False, do nothing, so that the caller needs no branch.
+    """
+    if not enabled:
+        yield
+        return
+    threads = torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, which reads it at its first use
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.backends.cudnn.benchmark = benchmark
+        if workspace is None:
+            del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+        else:
+            os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace

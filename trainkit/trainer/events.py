@@ -26,7 +26,7 @@ from torch import nn
 
 from trainkit.config.schema import RunConfig
 from trainkit.numerics.batch import BatchPlan
-from trainkit.numerics.learning_rate import LearningRate
+from trainkit.numerics.schedules import LearningRate
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import StepOutcome
 from trainkit.trainer.state import State

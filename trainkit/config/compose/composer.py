@@ -23,7 +23,7 @@ from trainkit.config.schema import LIST_GROUPS
 from trainkit.config.targets.allowed import refuse_packages
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
-from trainkit.process_list import hide_from_process_list
+from trainkit.redaction import hide_from_process_list
 
 __all__ = ["Composer", "foreign_keys"]
 

@@ -19,7 +19,7 @@ from trainkit.run.backends.base import CARRIED, BackendConnection, BackendJob, P
 from trainkit.run.backends.worker import worker_payload
 from trainkit.run.folder.run_folder import RunFolder, write_atomically
 from trainkit.run.folder.skipped import skipped_in
-from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.store import HostedStore
 from trainkit.run.signals import StopFlag, status_of_error, stop_error

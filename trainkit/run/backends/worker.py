@@ -19,10 +19,9 @@ from trainkit.run.folder.fencing_token import VARIABLE as FENCE
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
-from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.error_report import read_error_report, write_error_report
 from trainkit.run.process.network import socket_environ
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup

@@ -23,9 +23,8 @@ from trainkit.run.equivalence.running import bare, reference_weights, weights_by
 from trainkit.run.equivalence.sameness import Sameness, same_training
 from trainkit.run.folder.proof_records import keep_proof
 from trainkit.run.planning.coupling import Coupling
-from trainkit.run.planning.cut_notes import coupling_of, cut_notes
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import reporting
 from trainkit.strategies.capabilities import proof_problems

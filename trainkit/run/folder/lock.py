@@ -1,4 +1,7 @@
-"""The lock of a run folder, which has one user at a time; the kernel releases it when its holders end."""
+"""The lock of a run folder, which has one user at a time, and the files that are there when a run begins.
+
+The kernel releases the lock when its holders end.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,24 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Final
 
 from trainkit.bounded_json import expect_map, parse_json
-from trainkit.errors import AbsentFileError, ConfigError, Problem, UnreadableError
+from trainkit.errors import AbsentFileError, CheckpointError, ConfigError, Problem, UnreadableError
 from trainkit.reading import open_descriptor, read_bytes, read_map
+from trainkit.trainer.cleanup import owner_of
+from trainkit.trainer.manifest import list_complete
+from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, print_notice, set_aside
+
+__all__ = ["discard_lock", "locked", "take_over_folder"]
 
 if sys.platform == "win32":  # untested there
     import msvcrt
 else:
     import fcntl
-
-__all__ = ["discard_lock", "locked"]
 
 _MAX_BYTES: Final = 4096
 """Size limit of the lock file's content."""
@@ -118,3 +125,91 @@ def _owner(path: Path) -> str:
         return f"process {held['pid']} on {held['host']} since {held['since']}"
     except UnreadableError:  # between acquiring the lock and writing the owner
         return "another process"
+
+
+_FILES: Final = (
+    "environment.json",
+    "result.json",
+    "status.json",
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "updates.jsonl",
+    "restarts.jsonl",
+    "rollbacks.json",
+    "sample.txt",
+    "train.log",
+    ".fence",
+    ".attempts",
+    ".stop",
+    ".reserve",
+    "checkpoints/index.json",
+    "checkpoints/evaluated.json",
+    "plots/*.png",
+    "profile/trace.json",
+    "profile/operations.txt",
+)
+"""Files that a run replaces, deletes or appends to by name."""
+
+
+def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
+    """Return the owner of a run folder, whose lock is held; create its token if it has none.
+
+    A new folder gets a new token, and existing files with the name of a file of the run are renamed; of the folder of a
+    run, the token is read. A folder without one is that of a run that began before tokens existed, or was copied
+    without hidden files: its token is that of its checkpoints, or a new one, and valid checkpoints without a token
+    count as its own.
+
+    Args:
+        path: the run folder.
+        is_run: whether a run has begun there before.
+
+    Raises:
+        CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
+        OSError: the file system refuses.
+    """
+    try:
+        owner = OwnershipToken.read(path)
+    except UnreadableError as error:
+        if is_run:
+            raise CheckpointError(
+                f"{error} It tells which checkpoints are this run's. Restore the file, or remove it: then the token is "
+                "taken from the checkpoints."
+            ) from None
+        set_aside(path / MARK, "was not written by this run")
+        owner = None
+    if owner is None:
+        owner = _recovered(path) if is_run else _new(path)
+        owner.mark(path)
+    return owner
+
+
+def _recovered(path: Path) -> OwnershipToken:
+    checkpoints = path / "checkpoints"
+    found = list_complete(checkpoints)
+    owner = owner_of(checkpoints)
+    if not found:  # they may be unreadable for a moment
+        owner = replace(owner, adopts=True)
+    elif not any(owner.wrote(entry.owner) for entry in found):
+        raise CheckpointError(
+            f"{path} has no token ({MARK}), and its checkpoints carry those of several runs. Copy {MARK} from the "
+            f"folder that it was copied from, or start a new run with resume={found[0].folder}"
+        )
+    return replace(owner, folders=_beside(path, ("live",)))
+
+
+def _new(path: Path) -> OwnershipToken:
+    for pattern in _FILES:
+        for taken in sorted(path.glob(pattern)):
+            if taken.is_symlink() or not taken.is_file() or taken.stat().st_size:  # Hydra opens an empty log beforehand
+                set_aside(taken, "was not written by this run")
+    return replace(OwnershipToken.new(), folders=_beside(path, FOLDERS))
+
+
+def _beside(path: Path, usual: tuple[str, ...]) -> dict[str, str]:
+    """Return alternative names for the folders of the run whose usual names are taken."""
+    taken = {name: free_name(path / name).name for name in usual if os.path.lexists(path / name)}
+    for name, instead in taken.items():
+        print_notice(
+            f"{path / name} was not written by this run: it is left where it is, and {path / instead} is used."
+        )
+    return taken

@@ -30,9 +30,8 @@ from trainkit.config.targets.allowed import package_arguments
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.redaction import mask
-from trainkit.run.folder.lock import locked
+from trainkit.run.folder.lock import locked, take_over_folder
 from trainkit.run.folder.restart_record import restarts_of
-from trainkit.run.folder.takeover import take_over_folder
 from trainkit.storage import naming, sync_folder
 from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
 

@@ -11,7 +11,7 @@ from typing import Final
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_tail
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.cpu_times import children_of
+from trainkit.run.hang_detection.process_evidence import children_of
 from trainkit.run.process.worker_group import WorkerGroup
 
 __all__ = ["stacks_of"]

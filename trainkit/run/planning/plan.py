@@ -18,7 +18,7 @@ from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
-from trainkit.numerics.learning_rate import LearningRate, scale_lr
+from trainkit.numerics.schedules import LearningRate, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
 from trainkit.run.planning.data_notes import refuse_unknown_fields

@@ -11,7 +11,7 @@ from trainkit.data.folds import folded
 from trainkit.data.splits import build_splits
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
 
 __all__ = ["plan_all_points"]

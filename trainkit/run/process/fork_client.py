@@ -1,4 +1,7 @@
-"""The client of `trainkit.run.process.fork_server`, which requests forks of a process that has imported torch."""
+"""Start the ranks of a run on this host: as forks of a process that has imported torch, or as new interpreters.
+
+The client of `trainkit.run.process.fork_server` requests the forks.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,22 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from trainkit.cluster.host import ProcessId
+from trainkit.cluster.tasks import Task
+from trainkit.run.folder.metadata import num_cores
 from trainkit.run.process.fork_server import HEADER, send
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["Fork", "ForkServerClient", "ForkedGroup"]
+__all__ = ["ENTRY", "Fork", "ForkServerClient", "ForkedGroup", "can_fork", "worker_group_factory"]
 
 _JOIN_TIMEOUT_S: Final = 1.0
 
@@ -231,3 +238,48 @@ class ForkedGroup(WorkerGroup):
                 )
                 return
         super().start(rank, command, environ, log, cwd=cwd)
+
+
+ENTRY: Final = (sys.executable, "-m", "trainkit.run.worker_main")
+"""The beginning of a worker's command."""
+
+
+@contextmanager
+def worker_group_factory(
+    command: Sequence[str], tasks: Sequence[Task], *, pass_fds: Sequence[int] = ()
+) -> Iterator[Callable[[int, Callable[[ProcessExit], None]], WorkerGroup]]:
+    """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
+    interpreters.
+
+    Args:
+        command: the command of each rank of this host.
+        tasks: the tasks of this host.
+        pass_fds: descriptors that every worker inherits.
+    """
+    if tuple(command[: len(ENTRY)]) != ENTRY or len(tasks) < 2 or not can_fork(tasks):
+        yield partial(WorkerGroup, pass_fds=pass_fds)
+        return
+    threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(tasks)))}  # read when libraries are loaded
+    server: ForkServerClient | None = None
+    with ExitStack() as stack:
+
+        def group(attempt: int, report: Callable[[ProcessExit], None]) -> WorkerGroup:
+            nonlocal server
+            if server is None or not server.is_alive:  # not started yet, or killed
+                stack.close()
+                server = stack.enter_context(
+                    ForkServerClient(
+                        "trainkit.run.fork_server_main",
+                        {**threads, **os.environ},
+                        arguments=command[len(ENTRY) :],
+                        pass_fds=pass_fds,
+                    )
+                )
+            return ForkedGroup(server, ENTRY, attempt, report, pass_fds=pass_fds)
+
+        yield group
+
+
+def can_fork(tasks: Sequence[Task]) -> bool:
+    """Return whether ranks can be forks: only on the CPU, since a device driver does not survive a fork."""
+    return ForkServerClient.is_possible() and all(task.device == "cpu" for task in tasks)

@@ -28,17 +28,24 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted
 from trainkit.errors import ConfigError
-from trainkit.run.begin import Job, Result, begin_folder, new_folder, refuse_lack_of_room, resumed_from
+from trainkit.run.begin import (
+    Job,
+    Result,
+    ResumePoint,
+    begin_folder,
+    new_folder,
+    recorded_run,
+    refuse_lack_of_room,
+    resumed_from,
+)
 from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import own_cores, threads_of
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.planning.cut_notes import coupling_of, cut_notes
+from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.memory import meta_model
-from trainkit.run.planning.model_notes import model_notes
+from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.run.process.error_report import Reporter
-from trainkit.run.process.run_record import recorded_run
 from trainkit.run.process.setup import announce_log, configure_network, identity_for, redirect_output
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.rendezvous.consistency import check_same_config, check_same_plan
@@ -52,7 +59,6 @@ from trainkit.run.rendezvous.relaunch import (
     resume_point_of_launch,
 )
 from trainkit.run.rendezvous.shutdown import finish_together
-from trainkit.run.resume import ResumePoint
 from trainkit.run.signals import StopFlag
 from trainkit.run.task import run_task
 from trainkit.storage import reporting

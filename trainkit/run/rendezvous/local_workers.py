@@ -22,12 +22,11 @@ from trainkit.errors import TrainkitError
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
-from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.process.fork_client import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
-from trainkit.run.process.worker_groups import ENTRY, worker_group_factory
 from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 

@@ -15,9 +15,9 @@ from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, CrashLoopError, LinkError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.backends.attempt import failure_in
+from trainkit.run.begin import ResumePoint, adopt, find_start
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.rendezvous.barrier import ProcessBarrier
-from trainkit.run.resume import ResumePoint, adopt, find_start
 from trainkit.run.supervisor.external_restarts import record_relaunch
 
 __all__ = ["ENDED", "clear_run_folder", "note_restart_of", "record_run_folder", "resume_point_of_launch"]

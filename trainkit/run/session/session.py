@@ -20,12 +20,10 @@ from trainkit.run.planning.build import make_optimizer, transformed_model
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.auxiliary import unprefetched_loader
-from trainkit.run.session.checkpointer import Checkpointer
+from trainkit.run.session.checkpointer import Checkpointer, LastSave
 from trainkit.run.session.evaluation import EvalRunner
-from trainkit.run.session.last_save import LastSave
 from trainkit.run.session.outcome import progress_of, status_of
 from trainkit.run.session.restore import loader_of, make_run_view, make_step_context, restore_or_init
-from trainkit.run.session.triggers import at_sync_points, every_n_steps, every_steps_or_epochs
 from trainkit.run.signals import REASONS
 from trainkit.storage import Presence
 from trainkit.strategies.base import Executor, PhaseListener, SetupRequest, ignore_phase
@@ -37,7 +35,7 @@ from trainkit.trainer.loop import Trigger, TriggerSchedule, train
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.stop_consensus import StopSaveConsensus
 
-__all__ = ["TaskSession"]
+__all__ = ["TaskSession", "at_sync_points", "every_n_steps", "every_steps_or_epochs"]
 
 
 class TaskSession:
@@ -351,3 +349,37 @@ class TaskSession:
         """Return the progress of the run, as recorded in result.json."""
         figures = {name: value for name, value in self._scorer.figures.items() if not math.isnan(value)}
         return {**progress_of(self.run), "metrics": figures, "fingerprint": self.fingerprint}
+
+
+def every_n_steps(steps: int) -> Callable[[int], int]:
+    """Return a function from a step to the next multiple of `steps`.
+
+    Example:
+        >>> every_n_steps(5)(0), every_n_steps(5)(5), every_n_steps(5)(7)
+        (5, 10, 10)
+    """
+    return lambda step: (step // steps + 1) * steps
+
+
+def every_steps_or_epochs(
+    every_steps: int | None, every_epochs: float | None, per_epoch: int
+) -> list[Callable[[int], int]]:
+    """Return functions from a step to the next one to act at: by steps, by epochs of `per_epoch` steps, or by both.
+
+    Example:
+        >>> [next_after(5) for next_after in every_steps_or_epochs(4, 0.5, per_epoch=6)]
+        [8, 6]
+    """
+    found = []
+    if every_steps is not None:
+        found.append(every_n_steps(every_steps))
+    if every_epochs is not None:
+        length = every_epochs * per_epoch
+        found.append(lambda step: max(step + 1, math.ceil((math.floor(step / length + 1e-9) + 1) * length - 1e-9)))
+    return found
+
+
+def at_sync_points(trigger: Trigger, next_sync_step: Callable[[int], int]) -> Trigger:
+    """Return the trigger delayed to the next step at which replicas hold identical parameters."""
+    next_after = trigger.next_after
+    return Trigger(act=trigger.act, next_after=lambda step: next_sync_step(next_after(step)))

@@ -16,21 +16,19 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.secrets.secrets import VARIABLE as SECRETS
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.limits import TimeLimits
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
-from trainkit.run.hang_detection.watch import Watch
+from trainkit.run.hang_detection.watch import TimeLimits, Watch
 from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.run.process.store import Rendezvous
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import Reason, StopFlag, resize_signal, signal_of
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 from trainkit.run.supervisor.membership import ReplicaMembership
-from trainkit.run.supervisor.save_grace import wait_for_owner_save
-from trainkit.run.supervisor.task_restarts import TaskRestarter
+from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
 
-__all__ = ["AttemptRunner"]
+__all__ = ["AttemptRunner", "wait_for_owner_save"]
 
 _GRACE_S: Final = 0.1
 """How long the other ranks have to write their error reports after one has failed."""
@@ -309,3 +307,29 @@ class AttemptRunner:
         if any(self._evidence.report(one.rank) is None for one in exits):
             return _GRACE_S
         return _ENDING_S if any(self._evidence.has_ended(rank) for rank in running) else _GRACE_AFTER_LOSS_S
+
+
+_NOTICE_S: Final = 1.0
+"""How long rank 0 may take to notice that it has lost another rank, and begin to save."""
+_SAVE_S: Final = 120.0
+"""How long the save may take."""
+_WORKING_PHASES: Final = ("data", "forward", "backward", "reduce", "evaluate", "save")
+"""Phases in which rank 0 notices a loss, or saves."""
+
+
+def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure) -> None:
+    """Wait while rank 0 saves, or is about to save because it has lost another rank.
+
+    Args:
+        folder: holds the heartbeat of rank 0.
+        group: the ranks, which are ended next.
+        failure: the reason to end the group; if rank 0 itself failed or a rank hangs, this returns at once.
+    """
+    begun = time.monotonic()
+    while 0 in group.running and failure.rank != 0 and not failure.hang:
+        heartbeat, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun
+        if heartbeat is None or heartbeat.phase not in _WORKING_PHASES or waited > _SAVE_S:
+            return
+        if heartbeat.phase != "save" and waited > _NOTICE_S:
+            return
+        time.sleep(0.02)

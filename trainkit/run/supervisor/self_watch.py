@@ -21,12 +21,10 @@ from typing import Any, Final, Self
 
 from trainkit.errors import HangError
 from trainkit.run.folder.run_folder import RunFolder
-from trainkit.run.hang_detection.cpu_times import ThreadTimes
-from trainkit.run.hang_detection.limits import TimeLimits
-from trainkit.run.hang_detection.watch import OverdueRank, Watch, threads_of
+from trainkit.run.hang_detection.process_evidence import ThreadTimes
+from trainkit.run.hang_detection.watch import OverdueRank, TimeLimits, Watch, threads_of
 from trainkit.run.process.error_report import write_error_report
-from trainkit.run.process.heartbeat import Beats, HeartbeatReading
-from trainkit.run.process.pauses import Pauses
+from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase
 

@@ -30,9 +30,9 @@ from trainkit.errors import CrashLoopError, StoppedError, StorageError, Trainkit
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.skipped import skipped_in
-from trainkit.run.hang_detection.limits import TimeLimits
+from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.process.fork_client import ENTRY, worker_group_factory
 from trainkit.run.process.store import HostedStore, Rendezvous
-from trainkit.run.process.worker_groups import ENTRY, worker_group_factory
 from trainkit.run.signals import REASONS, Reason, StopFlag, status_of_error, stop_error
 from trainkit.run.supervisor.attempts import AttemptRunner
 from trainkit.run.supervisor.failure import Failure

@@ -13,7 +13,7 @@ from trainkit.report.tables import print_rows, print_summary
 from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
-    from trainkit.numerics.learning_rate import LearningRate
+    from trainkit.numerics.schedules import LearningRate
     from trainkit.run.planning.memory import Memory
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
@@ -30,9 +30,8 @@ def run(call: Call) -> int:
     world = _world(call.flags.get("world"))
     composition = call.compose()
     from trainkit.api import launch_environment_of  # noqa: PLC0415 - not for --help
-    from trainkit.run.planning.cut_notes import coupling_of, cut_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.memory import memory_of, meta_model  # noqa: PLC0415 - imports torch
-    from trainkit.run.planning.model_notes import model_notes  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes  # noqa: PLC0415 - imports torch
     from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
     from trainkit.strategies.capabilities import describe_partition  # noqa: PLC0415 - imports torch
 
