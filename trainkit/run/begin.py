@@ -52,12 +52,6 @@ def new_folder(cfg: RunConfig, run_dir: Path | None) -> RunFolder:
 def refuse_lack_of_room(plan: RunPlan, model: nn.Module, folder: RunFolder | None, run_dir: Path | None) -> None:
     """Refuse a run whose checkpoints do not fit on the file system, before anything is written or started.
 
-    Args:
-        plan: the run.
-        model: from `meta_model`.
-        folder: the run folder, if it exists.
-        run_dir: the folder to be created; None: below `outputs/<name>`.
-
     Raises:
         StorageError: there is too little free space.
     """
@@ -110,10 +104,6 @@ class ResumePoint:
 
 def find_start(cfg: RunConfig, run_dir: Path | None) -> ResumePoint:
     """Resolve the key `resume`.
-
-    Args:
-        cfg: the checked config.
-        run_dir: the run folder that the user or the launcher named, if any; used by `auto`.
 
     Raises:
         ConfigError: there is nothing to resume at the given path, or the run there is another training; the error names
@@ -230,12 +220,7 @@ class RunRecord:
 
 @contextmanager
 def recorded_run(folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> Iterator[RunRecord]:
-    """Record the output of a run, its status, and the error that ends it, for the duration of the block.
-
-    Args:
-        folder: the run folder, which this process holds.
-        confirm: raises if another group owns the folder now.
-    """
+    """Record the output of a run, its status, and the error that ends it, for the duration of the block."""
     folder.take()  # renames a log or status file of the user before one is written
     with recorded_output(folder.log, separated=True) as log, StatusFile(folder, confirm=confirm) as status:
         try:

@@ -243,9 +243,6 @@ def report_compiling(beats: Beats | BeatCounter | None) -> Iterator[None]:
     """Enter the phase `compile` whenever torch.compile works, for the duration of the block.
 
     Does nothing if torch.compile was not imported: creating any optimizer of torch imports it.
-
-    Args:
-        beats: reports the phases of this rank; None: this rank has no heartbeat.
     """
     handler: Any = getattr(sys.modules.get("torch._dynamo.callback"), "callback_handler", None)
     if beats is None or handler is None:

@@ -52,11 +52,7 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Run the task of this process; return the exit code.
-
-    Args:
-        arguments: the path of `resolved.yaml` in the run folder.
-    """
+    """Run the task of this process; return the exit code."""
     signals = worker_signals() if parent_death_pipe.VARIABLE in os.environ else stop_signals()
     with masked_output(), StopFlag(signals=signals) as stop:  # first, so that no signal is lost
         supervised = parent_death_pipe.watch_parent(os.environ)

@@ -53,15 +53,7 @@ class Ray(ProcessBackend):
 
 @contextmanager
 def ray_session(address: str | None, *, num_cpus: int) -> Iterator[Any]:
-    """Connect to a Ray cluster, or start Ray on this machine, for the duration of the block.
-
-    Args:
-        address: of the cluster; None starts Ray here, with a temporary folder that is removed.
-        num_cpus: cores that an own Ray instance offers.
-
-    Returns:
-        The module, connected.
-    """
+    """Yield Ray's module, connected to a cluster, or to a Ray started here with a temporary folder that is removed."""
     before = {name: os.environ.get(name) for name in _QUIET}
     os.environ.update({name: value for name, value in _QUIET.items() if before[name] is None})
     import ray  # noqa: PLC0415 - takes 1 s

@@ -86,11 +86,6 @@ def worker_payload(
 def run_rank(payload: Mapping[str, Any], info: WorkerInfo, attempt: list[str] | None) -> None:
     """Run one rank until it ends, in a process that dies with this one.
 
-    Args:
-        payload: from `worker_payload`.
-        info: rank of this process.
-        attempt: the result of `begin_attempt` on rank 0.
-
     Raises:
         RankError: the rank failed; the error report is in the folder.
         ConfigError: this host does not see the run folder.

@@ -93,12 +93,7 @@ def differing_parameters(
 ) -> Difference | None:
     """Compare the parameters after one update from the same checkpoint; None if all are equal up to rounding.
 
-    Args:
-        step: the step.
-        expected: the parameters after the update, by the rules.
-        before: the parameters before it.
-        found: the candidate's after it.
-        skipped: parameters without a gradient, whose update is rounding.
+    `skipped` are parameters without a gradient, whose update is rounding.
     """
     left_out = frozenset(skipped)
     allowed = {

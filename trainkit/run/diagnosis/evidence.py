@@ -95,12 +95,7 @@ def combine(shards: Sequence[Shard], factors: Sequence[float]) -> dict[str, Tens
 
 
 def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
-    """Return the expected result of a step; the shards are consumed one at a time.
-
-    Args:
-        shards: the shards of the step.
-        buffers: the buffers before the step.
-    """
+    """Return the expected result of a step; the shards are consumed one at a time."""
     total: dict[str, Tensor] = {}
     scale: dict[str, float] = {}
     seen: list[Shard] = []
@@ -119,13 +114,7 @@ def add_up(shards: Iterable[Shard], buffers: Tensors) -> Expected:
 
 
 def averaged_buffers(shards: Sequence[Shard], weights: Sequence[float], before: Tensors) -> dict[str, Tensor]:
-    """Return the average of the buffers of shards; a counter advances by the average of its advances.
-
-    Args:
-        shards: the shards.
-        weights: the weight of each in the average.
-        before: the buffers before the step.
-    """
+    """Return the average of the buffers of shards; a counter advances by the average of its advances."""
     found: dict[str, Tensor] = {}
     for name, start in before.items():
         after = [shard.buffers[name] for shard in shards]

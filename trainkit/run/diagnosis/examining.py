@@ -63,11 +63,7 @@ class Probed:
 
 
 class Examiner:
-    """Compares candidates with a plain loop.
-
-    Args:
-        reference: the config of the reference: one_device at the common cut, in the precision that is used.
-    """
+    """Compares candidates with a plain loop at the common cut, in the precision that is used."""
 
     def __init__(self, reference: RunConfig) -> None:
         self._plan = make_plan(reference)
@@ -83,13 +79,7 @@ class Examiner:
         """The parameters whose gradient in the first step is zero except for rounding."""
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
-        """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers.
-
-        Args:
-            candidate: the candidate at the common cut.
-            num_replicas: replicas that share the shards of a step.
-            folder: a new run folder.
-        """
+        """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""
         loop, sparse = self._loop, self._loop.sparse
         train(probe_config(candidate, rate=self._rate, momentum=0.0 if sparse else MOMENTUM), run_dir=folder)
         probed = Probed()
@@ -107,12 +97,7 @@ class Examiner:
         return probed
 
     def replay(self, *, num_replicas: int, folder: Path) -> Matching:
-        """Repeat each step of a candidate's own training from its checkpoint, and test why a step differs.
-
-        Args:
-            num_replicas: replicas that share the shards of a step.
-            folder: the run folder of the training.
-        """
+        """Repeat each step of a candidate's own training from its checkpoint, and test why a step differs."""
         matching = Matching()
         with self._loop.reading():
             for step, before, after in transitions(folder, self._initial):

@@ -17,10 +17,7 @@ __all__ = ["buffer_hypotheses", "gradient_hypotheses", "read_as_contiguous"]
 def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> Iterator[Hypothesis]:
     """Yield (cause, its form, the predicted gradients); several forms of one cause count as one answer.
 
-    Args:
-        step: the evidence.
-        rate_is_apart: whether the gradients were saved themselves; False if they were computed from an update, which a
-            wrong learning rate changes as well.
+    Unless `rate_is_apart`, gradients were computed from an update, which a wrong learning rate changes as well.
     """
     yield from _means(step)
     yield from _unreduced(step)
@@ -50,11 +47,7 @@ def _misread(gradient: Tensors, step: StepEvidence) -> dict[str, Tensor]:
 
 def read_as_contiguous(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return the gradient that is applied by a kernel which walks the memory of a parameter and of a contiguous
-    gradient.
-
-    Args:
-        gradient: the gradient.
-        strides: the parameter's strides; if they do not cover one memory range, the gradient is returned unchanged.
+    gradient; unchanged if the strides do not cover one memory range.
 
     Example:
         >>> import torch

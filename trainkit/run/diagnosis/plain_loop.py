@@ -29,11 +29,7 @@ __all__ = ["PlainLoop"]
 
 
 class PlainLoop:
-    """A model on one device, and the shards of any step of its training.
-
-    Args:
-        plan: the plan of the reference: one device, and the cut that is compared.
-    """
+    """A model on one device, and the shards of any step of its training."""
 
     def __init__(self, plan: RunPlan) -> None:
         self.plan = plan
@@ -115,13 +111,9 @@ class PlainLoop:
     def shards(
         self, step: int, *, num_replicas: int = 1, shard_of_keys: int | None = None, only: Sequence[int] | None = None
     ) -> Iterator[Shard]:
-        """Yield the results of each shard of a step, from the loaded parameters and buffers.
+        """Yield the results of shards of a step, by default all, from the loaded parameters and buffers.
 
-        Args:
-            step: the step.
-            num_replicas: replicas of the candidate, which share the shards.
-            shard_of_keys: the shard whose random numbers all shards draw; None: each its own.
-            only: the shards to compute; None: all.
+        Each shard draws its own random numbers, or those of `shard_of_keys`.
         """
         assert self._loader is not None
         plan = self.plan.batch

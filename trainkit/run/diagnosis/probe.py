@@ -29,12 +29,7 @@ _MOVE: Final = 0.01
 
 
 def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
-    """Return the probe's learning rate: a power of two that moves the parameters by a hundredth in the first step.
-
-    Args:
-        expected: the first step.
-        params: the initial parameters.
-    """
+    """Return the probe's learning rate: a power of two that moves the parameters by a hundredth in the first step."""
     gradient = math.hypot(*(float(grad.norm()) for grad in expected.gradient.values()))
     size = math.hypot(*(float(param.detach().norm()) for param in params))
     if not (gradient > 0 and size > 0 and math.isfinite(gradient)):
@@ -43,13 +38,7 @@ def probe_rate(expected: Expected, params: Iterable[Tensor]) -> float:
 
 
 def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> RunConfig:
-    """Return the config with plain SGD at a constant rate: no decay, clipping, warmup or schedule.
-
-    Args:
-        cfg: the candidate, at the common cut.
-        rate: the learning rate.
-        momentum: the optimizer's momentum; 0 for sparse gradients.
-    """
+    """Return the config with plain SGD at a constant rate: no decay, clipping, warmup or schedule."""
     fused = {"fused": True} if cfg.optimizer.get("fused") else {}
     optimizer = {"_target_": "torch.optim.SGD", "lr": rate, "momentum": momentum, **fused}
     return replace(
@@ -65,12 +54,7 @@ def probe_config(cfg: RunConfig, *, rate: float, momentum: float = MOMENTUM) -> 
 def transitions(
     folder: Path, initial: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, Mapping[str, Tensor], Mapping[str, Tensor]]]:
-    """Yield (step, tensors before it, tensors after it) of every step between two checkpoints of a run.
-
-    Args:
-        folder: the run folder.
-        initial: the tensors before step 0.
-    """
+    """Yield (step, tensors before it, tensors after it) of every step between two checkpoints of a run."""
     before, updates = initial, 0
     for checkpoint in sorted(list_complete(folder / "checkpoints"), key=lambda one: one.step):
         after = load(checkpoint.folder).tensors
@@ -83,12 +67,6 @@ def gradient_between(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], names: Iterable[str], *, rate: float
 ) -> Tensors:
     """Return the gradient that the optimizer of a probe received between two checkpoints.
-
-    Args:
-        before: the tensors before the step.
-        after: the tensors after the step.
-        names: the trained parameters.
-        rate: the probe's learning rate.
 
     Example:
         >>> one = {"param/w": torch.tensor([1.0])}

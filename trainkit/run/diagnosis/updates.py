@@ -83,11 +83,6 @@ def _like(gradient: Tensor, param: Tensor) -> Tensor:
 def clipped(gradient: Tensors, max_norm: float | None, *, floor: float = 1e-6) -> Tensors:
     """Return gradients scaled down to a global norm, as torch does it.
 
-    Args:
-        gradient: the gradients.
-        max_norm: the largest norm; None does not clip.
-        floor: is added to the norm.
-
     Example:
         >>> clipped({"w": torch.tensor([3.0, 4.0])}, 1.0)["w"]
         tensor([0.6000, 0.8000])

@@ -41,12 +41,7 @@ def worst(comparisons: Iterable[Comparison]) -> Verdict:
 
 
 def is_rounding(expected: Mapping[int, Mapping[str, Tensor]], found: Mapping[int, Mapping[str, Tensor]]) -> bool:
-    """Return whether two trainings differ by rounding only.
-
-    Args:
-        expected: the reference: updates -> name -> tensor.
-        found: the same of the candidate.
-    """
+    """Return whether two trainings differ by rounding only."""
     pairs = ((expected[number][name], one) for number, right in found.items() for name, one in right.items())
     return all(torch.equal(one, other) or _close(one, other, 0.0) for one, other in pairs)
 

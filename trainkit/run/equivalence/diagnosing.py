@@ -48,11 +48,6 @@ class Diagnosis:
 def diagnose(case: Case, examiner: Examiner, folder: Path) -> Diagnosis:
     """Probe the gradients of a candidate; if its numbers differ, name the rule that it breaks.
 
-    Args:
-        case: the candidate and how it compares with the reference.
-        examiner: compares it with a plain loop.
-        folder: the run folder of the candidate's training; the probe gets one beside it.
-
     Raises:
         TrainkitError: the probe failed.
     """

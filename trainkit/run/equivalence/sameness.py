@@ -36,12 +36,6 @@ def same_training(
 
     They are the same training if the maths keys other than the cut are equal, and either the cut is equal, or the model
     and the objective neither draw random numbers nor couple the samples of a shard.
-
-    Args:
-        reference: the plan of one_device.
-        candidate: the plan of the candidate.
-        coupling: finds why the result depends on the cut; called if only the cuts differ.
-        accumulates: whether the config cuts a step by `batch.accumulation`, which a micro size replaces.
     """
     other = tuple(_other_keys(reference, candidate))
     if other:

@@ -159,10 +159,6 @@ def take_over_folder(path: Path, *, is_run: bool) -> OwnershipToken:
     without hidden files: its token is that of its checkpoints, or a new one, and valid checkpoints without a token
     count as its own.
 
-    Args:
-        path: the run folder.
-        is_run: whether a run has begun there before.
-
     Raises:
         CheckpointError: the token cannot be read, or the checkpoints are those of several other runs.
         OSError: the file system refuses.

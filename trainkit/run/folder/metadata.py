@@ -96,11 +96,7 @@ def git_state() -> dict[str, Any] | None:
 
 
 def packages(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions of the packages that every run uses, and of the packages of its `_target_`s.
-
-    Args:
-        values: the config as plain values.
-    """
+    """Return the versions of the packages that every run uses, and of the packages of its `_target_`s."""
     modules = {target.partition(".")[0] for target in _targets(values)}
     found = {}
     for name in dict.fromkeys((*_OURS, *sorted(modules))):
@@ -166,10 +162,6 @@ def threads_of(own: Mapping[str, Any], places: Sequence[Mapping[str, Any]]) -> i
     """Return the number of threads of a process that shares its cores with other processes of its launch.
 
     SLURM and mpirun may bind each process to its own cores; torchrun gives all cores to all processes.
-
-    Args:
-        own: `host` and `cores` of the process.
-        places: those of all processes of the launch, including this one.
 
     Example:
         >>> bound = [{"host": "a", "cores": [0, 1]}, {"host": "a", "cores": [2, 3]}, {"host": "b", "cores": [0, 1]}]

@@ -118,13 +118,8 @@ def _refuse_foreign(node: Mapping[str, Any]) -> None:
 
 
 def write_model(folder: Path, model: nn.Module, node: Mapping[str, Any], *, about: Mapping[str, Any]) -> None:
-    """Write a model: one file of weights with the names of its `state_dict`, and the config that builds it.
-
-    Args:
-        folder: created here; contains no model yet.
-        model: on any devices.
-        node: with `_target_`: building it gives a model of the same names and shapes.
-        about: further plain values for a reader.
+    """Write a model into a new folder: one file of weights with the names of its `state_dict`, and the config that
+    builds it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     unique, tied = untied({name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()})

@@ -44,12 +44,7 @@ _KINDS: Final[dict[str, Any]] = {
 
 
 class StatusFile:
-    """Writes `status.json` for the duration of its block.
-
-    Args:
-        folder: the run folder, which this process holds.
-        confirm: raises if another group owns the folder now.
-    """
+    """Writes `status.json` for the duration of its block."""
 
     def __init__(self, folder: RunFolder, *, confirm: Callable[[], None] | None = None) -> None:
         self._folder = folder
@@ -176,13 +171,7 @@ _PHRASES: Final = {
 
 
 def read_status(folder: RunFolder, *, here: Machine | None = None, now: float | None = None) -> RunStatus:
-    """Find the state of a run from `status.json`, `result.json` and the process table.
-
-    Args:
-        folder: the run folder; its content is not trusted.
-        here: the machine of this process.
-        now: seconds since the epoch.
-    """
+    """Find the state of a run from `status.json`, `result.json` and the process table; no content is trusted."""
     result = folder.read_result() or {}
     ended = result.get("status")
     ended = ended if isinstance(ended, str) and ended in ENDED else None

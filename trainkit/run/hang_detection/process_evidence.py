@@ -226,11 +226,6 @@ def waited_s(before: Mapping[int, ThreadTimes], after: Mapping[int, ThreadTimes]
 
     The scheduler records a wait when it ends. A thread that is ready in both readings and has not run is still waiting.
 
-    Args:
-        before: the first reading.
-        after: the second.
-        seconds: the time between them.
-
     Example:
         >>> starved = ThreadTimes(ran_s=1.0, waited_s=0.0, ready=True)
         >>> waited_s({7: starved}, {7: starved}, 4.0)

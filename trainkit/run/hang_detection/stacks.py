@@ -25,12 +25,6 @@ def stacks_of(group: WorkerGroup, folder: RunFolder, rank: int, pid: int | None)
 
     The other ranks of the group write theirs as well, into their files. A stopped process cannot write them. SIGUSR2
     ends a process of the user that does not handle it, a moment before it is ended with its rank.
-
-    Args:
-        group: the ranks.
-        folder: the folder that they write to.
-        rank: the hanging rank.
-        pid: its process; None if unknown.
     """
     if not hasattr(signal, "SIGUSR2"):
         return ""

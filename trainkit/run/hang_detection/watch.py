@@ -94,11 +94,7 @@ class Watch:
         """Seconds between two calls of `look`."""
 
     def look(self, ranks: Iterable[int]) -> OverdueRank | None:
-        """Return a rank that has exceeded its limit, if there is one.
-
-        Args:
-            ranks: the running ranks.
-        """
+        """Return a rank that has exceeded its limit, if there is one."""
         now = self._clock()
         passed, self._looked = now - self._looked, now
         counted = min(passed, 2 * self.interval_s)  # for the rest of the time this process did not run
@@ -182,10 +178,7 @@ class Limit:
     """The longest recent pause from which the limit was derived; None if the limit was given."""
 
     def remedy(self, silence_s: float) -> str:
-        """Return a text with this limit, and what to do if the rank was healthy.
-
-        Args:
-            silence_s: how long the rank has made no progress.
+        """Return a text with this limit, and what to do if the rank was healthy and only silent for so many seconds.
 
         Example:
             >>> Limit(key="supervisor.eval_timeout_s", seconds=600).remedy(601)
@@ -238,11 +231,7 @@ class TimeLimits:
         return self._given(max(names, key=lambda name: float(getattr(self, name))))
 
     def limit_of(self, heartbeat: HeartbeatReading | None) -> Limit | None:
-        """Return the limit for the phase of a rank; None if it may wait for ever.
-
-        Args:
-            heartbeat: its last heartbeat; None: it has none yet.
-        """
+        """Return the limit for the phase of a rank; None if it may wait for ever."""
         if heartbeat is None:
             return self._given("start_timeout_s")
         if heartbeat.phase == "idle":

@@ -70,10 +70,6 @@ class Components:
 def build_components(cfg: RunConfig, splits: Mapping[str, Any] | None = None) -> Components:
     """Build everything except the model, the optimizer and the callbacks.
 
-    Args:
-        cfg: a checked config.
-        splits: its datasets, if they were built already.
-
     Raises:
         ConfigError: a target cannot be built.
         DataError: a dataset is absent, damaged or empty.
@@ -108,10 +104,8 @@ def model_transforms_of(cfg: RunConfig) -> ModelTransforms:
 def build_model(cfg: RunConfig, *, deferred: bool = False) -> nn.Module:
     """Build the model on the CPU; its initial weights depend on the run's seed alone.
 
-    Args:
-        cfg: a checked config.
-        deferred: build it without data, for a strategy that initialises the parameters it needs
-            (`trainkit.numerics.deferred.building.lazy_init_values`); with data if its constructor does not allow that.
+    `deferred` builds it without data, if its constructor allows that, for a strategy that initialises the parameters it
+    needs (`trainkit.numerics.deferred.building.lazy_init_values`).
 
     Raises:
         ConfigError: the target is no model.

@@ -62,12 +62,7 @@ def meta_model(plan: RunPlan) -> nn.Module:
 
 
 def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
-    """Compute what a device of this run will hold.
-
-    Args:
-        plan: the run.
-        model: from `meta_model`.
-    """
+    """Compute what a device of this run will hold."""
     precision = plan.components.precision
     width, master_width = precision.model_dtype.itemsize, precision.master_dtype.itemsize
     estimate = estimate_memory(plan.components.strategy, model, plan.facts)
@@ -87,12 +82,7 @@ def memory_of(plan: RunPlan, model: nn.Module) -> Memory:
 
 
 def checkpoint_bytes(plan: RunPlan, model: nn.Module) -> int:
-    """Return the bytes of a checkpoint of this run; without the optimizer's state if its size is unknown beforehand.
-
-    Args:
-        plan: the run.
-        model: from `meta_model`.
-    """
+    """Return the bytes of a checkpoint of this run; without the optimizer's state if its size is unknown beforehand."""
     width = plan.components.precision.master_dtype.itemsize
     sizes = {name: param.numel() for name, param in model.named_parameters()}
     kept = _optimizer_bytes(plan, model, sizes, width) or 0

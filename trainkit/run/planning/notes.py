@@ -68,12 +68,7 @@ _LOOKED_AT: Final = 32
 
 
 def cut_notes(plan: RunPlan, coupling: Callable[[], Coupling]) -> list[str]:
-    """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas.
-
-    Args:
-        plan: the run.
-        coupling: finds why the result depends on the cut; called if the cut depends on the replicas.
-    """
+    """Return notes for the user about other numbers of replicas; none if the cut does not depend on the replicas."""
     if not plan.micro_size_depends_on_replicas or changes_maths_here(plan.components.strategy):
         return []
     found = coupling()
@@ -87,11 +82,6 @@ def coupling_of(plan: RunPlan, model: nn.Module, *, at_any_size: bool = False) -
     """Run the model of a plan on a few samples of its training data, on the CPU, and find what depends on the cut.
 
     The model and the objective are built anew for this, so that those of the training are not changed.
-
-    Args:
-        plan: the run.
-        model: possibly without data: only its parameters are counted.
-        at_any_size: whether a model of more than 50 million parameters is run as well.
     """
     if plan.components.objective.couples_samples:
         return Coupling(found=((OBJECTIVE, COUPLES),))

@@ -47,11 +47,6 @@ _OF_KERNEL: Final = (
 def explain_oom(plan: RunPlan, task: Task, step: Callable[[], int | None]) -> Iterator[None]:
     """Convert a failed allocation inside the block into an error that names what the run needs, and ways to need less.
 
-    Args:
-        plan: the run.
-        task: the task of this process.
-        step: returns the step that is being computed; None while the model is being placed.
-
     Raises:
         OutOfMemoryError: there was no memory, on the device, on the host or in /dev/shm.
         TrainingError: a kernel needs more on-chip memory than the device has.
@@ -266,10 +261,6 @@ _SHORT_BYTES: Final = 512 * 1024**2
 
 def is_out_of_memory(error: BaseException, *, device_is_short: Callable[[], bool] | None = None) -> bool:
     """Return whether an allocation failed: on a device, on the host, or in /dev/shm. Also inside a collective.
-
-    Args:
-        error: an exception; its causes (`raise ... from ...`) are examined too.
-        device_is_short: returns whether a device is almost out of memory; by default for the current device.
 
     Example:
         >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))

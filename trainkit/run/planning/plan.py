@@ -92,11 +92,7 @@ class RunPlan:
         return next_sync_step(self.components.strategy, step)
 
     def resolved(self, build: Callable[[], nn.Module]) -> RunPlan:
-        """Return the plan with the choices that its strategy makes by the model.
-
-        Args:
-            build: returns the model, possibly without data; called if something is left open.
-        """
+        """Return the plan with the choices that its strategy makes by the model."""
         strategy = resolve(self.components.strategy, build, self.facts)
         return replace(self, components=replace(self.components, strategy=strategy))
 

@@ -74,10 +74,8 @@ class ErrorReport:
         return self.exit_code if self.kinds[0] == SystemExit.__name__ else None
 
     def error(self, where: str = "") -> TrainkitError:
-        """Recreate the exception in this process: an error of trainkit with its class, any other as its message only.
-
-        Args:
-            where: the process that raised it, if that is not this one; added to the origin of each problem.
+        """Recreate the exception in this process: an error of trainkit with its class, any other as its message only;
+        `where` names the process that raised it.
         """
         known = (getattr(errors, name) for name in self.kinds if name in errors.__all__)
         kind = next((found for found in known if isinstance(found, type) and issubclass(found, TrainkitError)), None)
@@ -99,10 +97,8 @@ class ErrorReport:
 class Reporter:
     """Writes the report of one rank for the first error that it is called with; later errors are consequences of it.
 
-    Args:
-        path: the file of the report; None: none is written, because the ranks of this process have written theirs.
-        rank: the rank.
-        publish: sends the report to ranks that cannot read the file.
+    Without a path none is written: the ranks of this process have written theirs. `publish` sends the report to ranks
+    that cannot read the file.
     """
 
     def __init__(self, path: Path | None, rank: int, publish: Callable[[ErrorReport], None] | None = None) -> None:
@@ -135,13 +131,7 @@ def write_error_report(path: Path, rank: int, error: BaseException) -> ErrorRepo
 
 
 def error_report(rank: int, error: BaseException, heartbeat: HeartbeatReading | None = None) -> ErrorReport:
-    """Return the report of an error.
-
-    Args:
-        rank: the rank that fails.
-        error: the exception.
-        heartbeat: the last heartbeat of the rank.
-    """
+    """Return the report of an error."""
     is_secondary = is_after_effect(error)
     ours = isinstance(error, TrainkitError) and not isinstance(error, HangError | CrashLoopError)
     problems = error.problems if isinstance(error, ConfigError) else ()

@@ -198,15 +198,7 @@ class ForkServerClient:
 
 
 class ForkedGroup(WorkerGroup):
-    """Workers that are forked if possible; if the server has died, or for other commands, new interpreters.
-
-    Args:
-        server: the client of the fork server.
-        entry: the beginning of a command whose arguments a fork takes.
-        attempt: as in `WorkerGroup`.
-        report: as in `WorkerGroup`.
-        pass_fds: descriptors that new interpreters inherit; forks have those of the server.
-    """
+    """Workers that are forked if possible; if the server has died, or for other commands, new interpreters."""
 
     def __init__(
         self,
@@ -250,11 +242,6 @@ def worker_group_factory(
 ) -> Iterator[Callable[[int, Callable[[ProcessExit], None]], WorkerGroup]]:
     """Yield the factory of worker groups for the attempts of a run: forks if possible and worthwhile, else new
     interpreters.
-
-    Args:
-        command: the command of each rank of this host.
-        tasks: the tasks of this host.
-        pass_fds: descriptors that every worker inherits.
     """
     if tuple(command[: len(ENTRY)]) != ENTRY or len(tasks) < 2 or not can_fork(tasks):
         yield partial(WorkerGroup, pass_fds=pass_fds)

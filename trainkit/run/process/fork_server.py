@@ -80,12 +80,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], int | None] | N
 
 
 class ForkServer:
-    """Starts forks and reports their exits, until the client closes the connection.
-
-    Args:
-        connection: connection to the client.
-        on_message: handles messages that are neither a request nor a signal.
-    """
+    """Starts forks and reports their exits, until the client disconnects; other messages go to `on_message`."""
 
     def __init__(self, connection: socket.socket, on_message: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._connection = connection

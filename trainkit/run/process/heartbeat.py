@@ -57,12 +57,7 @@ class Heartbeat:
         self.beat(0, "start")
 
     def beat(self, step: int, phase: Phase) -> None:
-        """Write that this rank is alive, and which phase begins.
-
-        Args:
-            step: updates completed.
-            phase: the phase that begins.
-        """
+        """Write that this rank is alive, and which phase begins."""
         moment, pauses = time.monotonic(), self._pauses
         pauses.note(phase, step, moment=moment)
         number = step * len(PHASES) + _NUMBERS[phase]
@@ -108,11 +103,7 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
 
 
 class Beats:
-    """Reports the phases of a task to the supervisor and to failpoints.
-
-    Args:
-        heartbeat: writes the heartbeats.
-    """
+    """Reports the phases of a task to the supervisor and to failpoints."""
 
     within_steps: Final = True
     """Whether the phases within a step are reported as well."""
@@ -125,12 +116,7 @@ class Beats:
         """Updates completed at that time."""
 
     def __call__(self, phase: Any, step: int) -> None:
-        """Report that a phase begins.
-
-        Args:
-            phase: the phase.
-            step: updates completed.
-        """
+        """Report that a phase begins."""
         self.phase, self.step = phase, step
         self._heartbeat.beat(step, phase)
         failpoints.hit(phase, step)
@@ -188,13 +174,7 @@ class Pauses:
         return max(self._current, self._earlier, after or 0.0)
 
     def note(self, phase: Phase, step: int, *, moment: float) -> None:
-        """Record a heartbeat.
-
-        Args:
-            phase: the phase that begins.
-            step: updates completed.
-            moment: seconds on a monotonic clock.
-        """
+        """Record a heartbeat."""
         if self._phase in _OF_A_STEP:
             self._keep(moment - self._moment)
         self._moment, self._phase = moment, phase

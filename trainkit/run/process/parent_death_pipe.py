@@ -30,9 +30,7 @@ _F_SETSIG: Final = 10  # a Linux constant without a name in Python
 def arm_kill_on_parent_death(reader: int, group: int) -> None:
     """Let the closing of the pipe kill a process group; called by the supervisor.
 
-    Args:
-        reader: the worker's end of the pipe, still open here; the setting belongs to the pipe, not to the process.
-        group: the worker's process group.
+    The read end is still open here; the setting belongs to the pipe, not to the process.
     """
     if sys.platform == "linux":
         fcntl.fcntl(reader, fcntl.F_SETOWN, -group)

@@ -27,16 +27,7 @@ def configure_network(launch: LaunchEnvironment) -> None:
 def identity_for(
     launch: LaunchEnvironment, plan: RunPlan, *, store: tuple[str, int], prefix: str, token: str = "", life: int = 0
 ) -> Identity:
-    """Return the identity of this process in the group of a launch.
-
-    Args:
-        launch: the launch.
-        plan: the run, with one task per process.
-        store: address of the group's store.
-        prefix: of the group's keys in the store.
-        token: the shared secret of the tasks, if they need one.
-        life: how often this task has joined this group before.
-    """
+    """Return the identity of this process in the group of a launch."""
     return Identity(
         task=plan.tasks[launch.rank],
         num_ranks=len(plan.tasks),

@@ -104,13 +104,7 @@ class ProcessBarrier:
                 left = self._store.add(f"{self.prefix}/left", 0)
 
     def run_on_rank0_and_broadcast(self, work: Callable[[], T]) -> T:
-        """Run a function on rank 0, and broadcast its result or error; collective.
-
-        Args:
-            work: the function; its result must be JSON.
-
-        Returns:
-            Its result, on every rank.
+        """Run a function on rank 0, and return its result, JSON, or raise its error on every rank; collective.
 
         Raises:
             TrainkitError: the function failed: on rank 0 as it was raised, on the others as a `PeerError`.
@@ -272,16 +266,8 @@ def accept_all(
     ranks: Iterable[int],
     waiter_for: Callable[[Callable[[], Iterable[int]]], WaitReporter],
 ) -> str:
-    """Answer every announcement until all ranks of this group are present; for rank 0.
-
-    Args:
-        store: the store.
-        num_ranks: processes of the launch.
-        ranks: those of them that form this group.
-        waiter_for: creates a `WaitReporter` for the missing ranks that a function returns.
-
-    Returns:
-        The prefix of this group.
+    """Answer every announcement until all ranks of this group are present, and return the prefix of the group; for rank
+    0.
 
     Raises:
         HangError: a rank did not arrive.

@@ -30,13 +30,7 @@ def config_digest(cfg: RunConfig) -> dict[str, Any]:
 def config_mismatches(
     ours: Mapping[str, Any], others: Mapping[str, Mapping[str, Any]], *, origin: str = ""
 ) -> list[Problem]:
-    """Return one problem for each key in which processes differ.
-
-    Args:
-        ours: the `config_digest` of one process.
-        others: those of other processes, by a description of each.
-        origin: the description of the one.
-    """
+    """Return one problem for each key in which processes differ."""
     differing = {place: other for place, other in others.items() if other["digest"] != ours["digest"]}
     return [
         Problem(

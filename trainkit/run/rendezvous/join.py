@@ -155,12 +155,7 @@ def _run_rank(
 
 
 def _share_cores(barrier: ProcessBarrier, place: int) -> None:
-    """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them.
-
-    Args:
-        barrier: of the processes that share.
-        place: the index of this process among them.
-    """
+    """Set the threads of torch by the share of this process in the cores of its host, unless the user has set them."""
     if "OMP_NUM_THREADS" not in os.environ:
         places = barrier.all_gather_object({"host": socket.gethostname(), "cores": own_cores()})
         torch.set_num_threads(threads_of(places[place], places))

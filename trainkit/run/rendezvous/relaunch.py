@@ -35,11 +35,6 @@ def resume_point_of_launch(cfg: RunConfig, run_dir: Path | None, barrier: Proces
     A launcher that restarts its processes repeats their command, and expects them to continue. The folder of the launch
     is found in the launcher's store, or below `outputs/<name>/.launches` by the name of the launch.
 
-    Args:
-        cfg: the checked config.
-        run_dir: the run folder that the user named.
-        barrier: the processes that take part.
-
     Raises:
         ConfigError: what `resume` names does not exist, or is another training.
     """

@@ -44,10 +44,6 @@ class StoreClient:
     def open(self, stack: ExitStack, waiter: WaitReporter) -> None:
         """Host the store, if this process does so, or wait until it is reachable.
 
-        Args:
-            stack: keeps the store open.
-            waiter: how long to wait, and what to log.
-
         Raises:
             ConfigError: the address is no address of this host, or in use.
             HangError: no server answers there.

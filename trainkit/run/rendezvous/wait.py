@@ -16,15 +16,7 @@ _LONGEST_S: Final = 60.0
 
 
 class WaitReporter:
-    """Sleeps in short intervals and logs which ranks are missing: after 3 s, then at intervals that double up to 60 s.
-
-    Args:
-        missing: returns a readable description of what is missing.
-        timeout_s: when to give up.
-        log: logs a line; by default on stderr.
-        clock: returns monotonic seconds.
-        sleep: waits for a number of seconds.
-    """
+    """Sleeps in short intervals and logs the missing ranks: after 3 s, then at intervals that double up to 60 s."""
 
     def __init__(
         self,

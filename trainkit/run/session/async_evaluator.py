@@ -110,14 +110,7 @@ def evaluated_so_far(folder: RunFolder) -> tuple[int, list[str]]:
 
 
 class CheckpointEvaluator:
-    """A model on one device, and the checkpoints that it has scored.
-
-    Args:
-        plan: the run.
-        folder: its folder.
-        device: the device of the model.
-        on_phase: receives each phase and step of this task.
-    """
+    """A model on one device, and the checkpoints that it has scored."""
 
     def __init__(self, plan: RunPlan, folder: RunFolder, *, device: str, on_phase: Callable[[str, int], None]) -> None:
         self._plan = plan.resolved(lambda: meta_model(plan))
@@ -155,11 +148,7 @@ class CheckpointEvaluator:
         self._publish()
 
     def evaluate_next(self, requested: Callable[[], str | None] = lambda: None) -> dict[str, Any] | None:
-        """Score the oldest checkpoint that is not evaluated; return its row, or None if there is none.
-
-        Args:
-            requested: returns why to abort the evaluation, or None.
-        """
+        """Score the oldest checkpoint that is not evaluated; return its row, or None if there is none."""
         checkpoint = self._try_lock()
         if checkpoint is None:
             return None

@@ -29,15 +29,7 @@ def run_auxiliary(
     requested: Callable[[], str | None],
     on_phase: Callable[[str, int], None],
 ) -> None:
-    """Run an auxiliary task until it ends.
-
-    Args:
-        plan: the run.
-        identity: rank and task of this process; its task does not run the loop.
-        folder: the run folder, which this task must not write to.
-        requested: returns why this process was asked to stop, or None. The rank that trains was asked as well.
-        on_phase: receives (phase, step) whenever this task begins another phase.
-    """
+    """Run an auxiliary task until it ends."""
     decided = plan.resolved(lambda: meta_model(plan))
     cfg, strategy, reached = decided.cfg, decided.components.strategy, [0]
 
@@ -69,12 +61,7 @@ def run_auxiliary(
 
 
 def unprefetched_loader(plan: RunPlan, device: torch.device) -> Loader:
-    """Return a loader of training data for tickets that are not known beforehand: nothing is prefetched.
-
-    Args:
-        plan: the run.
-        device: the device of the batches.
-    """
+    """Return a loader of training data for tickets that are not known beforehand: nothing is prefetched."""
     return Loader(
         plan.components.datasets["train"],
         plan=plan.batch,

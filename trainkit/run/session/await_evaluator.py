@@ -58,12 +58,6 @@ def findings_of(
 
     A training that failed or was asked to stop does not wait: the remaining checkpoints are evaluated when it is
     resumed.
-
-    Args:
-        session: the training, which has ended and left its group.
-        folder: the run folder.
-        failed: whether it failed.
-        requested: returns why this process was asked to stop, or None.
     """
     if failed:
         end = EvaluatorEnd(status="stopped", reason="the training failed")
@@ -86,16 +80,7 @@ def await_evaluator(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> EvaluatorEnd:
-    """Mark the training as ended, and wait until the evaluator has evaluated the last checkpoint; for rank 0.
-
-    Args:
-        folder: the run folder.
-        rank: the rank of the evaluator.
-        limit_s: seconds that it may take for a checkpoint.
-        requested: returns why this process was asked to stop, or None.
-        clock: returns monotonic seconds.
-        sleep: waits for a number of seconds.
-    """
+    """Mark the training as ended, and wait until the evaluator has evaluated the last checkpoint; for rank 0."""
     folder.trained.touch()
     evaluated, alive = _Watch(clock), _Watch(clock)
     while True:
@@ -147,9 +132,6 @@ def bring_up_to_date(folder: RunFolder) -> bool:
     """Update a result that was written before the evaluator had finished; return whether that was done.
 
     A run that continues in the folder is not touched: it writes its own result.
-
-    Args:
-        folder: the run folder; its evaluator has no checkpoint left to evaluate.
     """
     deadline = time.monotonic() + _LOCKED_S
     while True:

@@ -287,13 +287,7 @@ def leaves_state_whole(error: BaseException) -> bool:
 
 
 class LastSave:
-    """Saves after an error, on rank 0, if the state is certainly valid and no other rank is needed.
-
-    Args:
-        run: the view of the run that callbacks receive.
-        checkpointer: writes checkpoints.
-        evaluation: holds the evaluation results.
-    """
+    """Saves after an error, on rank 0, if the state is certainly valid and no other rank is needed."""
 
     def __init__(self, run: Run, checkpointer: Checkpointer, evaluation: EvalRunner) -> None:
         self._run, self._checkpointer, self._evaluation = run, checkpointer, evaluation
@@ -301,13 +295,7 @@ class LastSave:
         self._states: dict[str, Any] | None = None
 
     def begin(self, timeline: TriggerSchedule, journal: MetricsAccumulator, evaluate: Callable[[], None]) -> None:
-        """Record that the steps begin.
-
-        Args:
-            timeline: the triggers between steps.
-            journal: accumulates the outcomes of steps.
-            evaluate: the action of the evaluation trigger.
-        """
+        """Record that the steps begin."""
         self._training = timeline, journal, evaluate
 
     @contextmanager

@@ -17,15 +17,7 @@ __all__ = ["EvalRunner"]
 
 
 class EvalRunner:
-    """Evaluates splits and stores their metrics.
-
-    Args:
-        plan: the plan of the run.
-        run: the view of the run that callbacks receive.
-        local: the model of this rank.
-        callbacks: receive the metrics.
-        enter: receives a heartbeat for each batch.
-    """
+    """Evaluates splits and stores their metrics."""
 
     def __init__(
         self,

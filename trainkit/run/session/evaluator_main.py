@@ -38,11 +38,8 @@ __all__ = ["main"]
 
 
 def main(arguments: list[str]) -> int:
-    """Evaluate a run; return the exit code.
-
-    Args:
-        arguments: the run folder, the device if that is not the CPU, and packages that the run's classes may come from,
-            each after `--allow-package`.
+    """Evaluate the run of a folder, on a device if one is named; return the exit code. Each allowed package follows
+    `--allow-package`.
     """
     arguments, packages = _without_packages(arguments)
     if len(arguments) not in (1, 2):

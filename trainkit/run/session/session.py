@@ -39,20 +39,7 @@ __all__ = ["TaskSession", "at_sync_points", "every_n_steps", "every_steps_or_epo
 
 
 class TaskSession:
-    """The state of one rank between the first and the last step.
-
-    Args:
-        plan: the plan of the run.
-        identity: rank and task of this process.
-        folder: the run folder.
-        callbacks: in the order of their calls.
-        fingerprint: the hash of the maths keys.
-        stop_requested: returns why this process was asked to stop, or None.
-        notes: additional lines of the startup summary.
-        check_fence: raises if another group owns the folder now; called before anything is written to it.
-        on_phase: receives (phase, step) whenever this rank begins another phase.
-        within_steps: whether the phases within a step are reported as well.
-    """
+    """The state of one rank between the first and the last step."""
 
     def __init__(
         self,

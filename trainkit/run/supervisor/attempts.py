@@ -115,9 +115,7 @@ class AttemptRunner:
     def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
         """Start all ranks and watch them until all have ended; return the first failure.
 
-        Args:
-            attempt: its number, from 0.
-            continues_at: the step of the checkpoint that it continues from; None: from the start.
+        The attempt continues from the checkpoint of a step, or from the start.
         """
         self._folder.begin()
         self._folder.open_live()
@@ -318,13 +316,7 @@ _WORKING_PHASES: Final = ("data", "forward", "backward", "reduce", "evaluate", "
 
 
 def wait_for_owner_save(folder: RunFolder, group: WorkerGroup, failure: Failure) -> None:
-    """Wait while rank 0 saves, or is about to save because it has lost another rank.
-
-    Args:
-        folder: holds the heartbeat of rank 0.
-        group: the ranks, which are ended next.
-        failure: the reason to end the group; if rank 0 itself failed or a rank hangs, this returns at once.
-    """
+    """Wait while rank 0 saves, or is about to save because it has lost another rank."""
     begun = time.monotonic()
     while 0 in group.running and failure.rank != 0 and not failure.hang:
         heartbeat, waited = read_heartbeat(folder.heartbeat_of(0)), time.monotonic() - begun

@@ -88,11 +88,6 @@ def is_clean(folder: RunFolder, exited: ProcessExit, *, stopping: bool) -> bool:
     """Return whether a rank that has ended had finished its task, or was asked to stop before that.
 
     Exit code 0 alone shows neither: user code may call `sys.exit` or `os._exit` in the middle of a step.
-
-    Args:
-        folder: holds the marker files of the ranks that have finished.
-        exited: the exit of the rank.
-        stopping: whether the ranks were asked to stop.
     """
     if exited.code not in _CLEAN:
         return False
@@ -106,12 +101,6 @@ def root_cause(
 
     If every failed rank only lost a connection, and a rank without an error report still runs, that rank is
     unresponsive.
-
-    Args:
-        folder: holds the error reports and heartbeats of the ranks.
-        exits: the ranks that did not end cleanly, in the order in which their exits arrived.
-        running: the ranks that have not ended.
-        evidence: process states, if the caller started the processes.
     """
     running, evidence = list(running), evidence or ProcessEvidence(folder)
     evidence.look([*(exited.rank for exited in exits), *running])
@@ -195,12 +184,6 @@ def hanging(
 
     A rank whose process is stopped or has ended is named before the rank with the least progress. Among ranks with
     equal progress, a rank is named that has not entered a collective which others have entered.
-
-    Args:
-        folder: holds the heartbeats.
-        overdue: the rank with the least progress, and its limit.
-        running: the ranks that may be the cause.
-        evidence: process states, if the caller started the processes.
     """
     evidence = evidence or ProcessEvidence(folder)
     running = list(running)

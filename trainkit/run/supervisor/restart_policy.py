@@ -117,9 +117,6 @@ def repeated(again: Iterable[RaisedError]) -> str | None:
 class RestartPolicy:
     """Counts the failures of a run, and decides when to give up.
 
-    Args:
-        max_restarts: as in the config.
-
     Example:
         >>> policy = RestartPolicy(max_restarts=1)
         >>> policy.refuse(Fault(step=5, begun_at=0, reached=3, newer=True))
@@ -140,13 +137,7 @@ class RestartPolicy:
         self.no_progress = self._early = 0
 
     def refuse(self, fault: Fault, *, lost: bool = False, remark: str = "") -> str | None:
-        """Count a failure; return why the run is not restarted, or None if it is.
-
-        Args:
-            fault: the failure.
-            lost: whether the run continues without the failed replica.
-            remark: text to add after the checkpoint that was reached.
-        """
+        """Count a failure; return why the run is not restarted, or None if it is."""
         if fault.newer:
             self.no_progress = 0
         if lost:
@@ -196,15 +187,7 @@ class _RestartHistory:
 
 
 class TaskRestarter:
-    """Counts the deaths of the tasks of one attempt that may be restarted alone.
-
-    Args:
-        tasks: those tasks.
-        folder: holds their heartbeats and error reports.
-        max_restarts: deaths of one task in a row without progress that are tolerated.
-        log: logs a line about each death.
-        clock: returns monotonic seconds.
-    """
+    """Counts the deaths of the tasks of one attempt that may be restarted alone."""
 
     def __init__(
         self,

@@ -44,9 +44,6 @@ class BeatCounter:
     """The heartbeats of a run of one process: it receives the phases beside the steps, and reads the step count itself.
 
     So a step costs nothing. If failpoints are armed, every phase is reported, since they need it.
-
-    Args:
-        relay: also receives the phases; None: no failpoint is armed.
     """
 
     def __init__(self, relay: Beats | None = None) -> None:
@@ -68,23 +65,14 @@ class BeatCounter:
         return self.heartbeat.step
 
     def __call__(self, phase: Any, step: int) -> None:
-        """Record a heartbeat.
-
-        Args:
-            phase: the phase that begins.
-            step: updates completed.
-        """
+        """Record a heartbeat."""
         with self._lock:
             self._beat(phase, step)
         if self._relay is not None:
             self._relay(phase, step)
 
     def follow(self, step_of: Callable[[], int]) -> None:
-        """Count steps from now on.
-
-        Args:
-            step_of: returns the number of completed updates.
-        """
+        """Count steps from now on."""
         self._step_of = step_of
 
     def count(self) -> HeartbeatReading:
