@@ -94,6 +94,7 @@ def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict
             composition.cfg,
             run_dir=folder,
             notes=composition.notes,
+            is_given=composition.is_given,
             job=_hydra_job(composition),
             launch=launch,
         )

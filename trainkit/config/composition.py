@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from trainkit.config.grammar import key_of
 from trainkit.config.provenance import NOWHERE, KeyPath, Level, Origin, dotted
-from trainkit.config.schema import RunConfig
+from trainkit.config.schema import LIST_GROUPS, RunConfig
 from trainkit.config.secrets.keys import secret_keys
 from trainkit.config.secrets.secrets import redacted
 from trainkit.config.yaml_documents import Document
@@ -145,6 +145,13 @@ class Composition:
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
         return NOWHERE
+
+    def is_given(self, key: str) -> bool:
+        """Return whether the user set a key or chose a node; False for a recipe, a default or a resumed run."""
+        origin, (group, *below) = self.origin(key), path_of(key)
+        is_node = len(below) == (group in LIST_GROUPS)
+        chosen = is_node and any(key_of(line) == group for line in self.overrides)
+        return origin.level is not Level.recipe and (chosen or not origin.shipped)
 
     def problem(self, key: str | KeyPath, rule: str, *, value: Any = None, show_value: bool = True) -> Problem:
         """Return a problem of a key, with the place that set it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted, refuse_to_carry
 from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
 from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.planning.key_notes import is_always_given
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import make_plan
@@ -31,6 +32,7 @@ def train(
     notes: Sequence[str] = (),
     job: Job | None = None,
     launch: LaunchEnvironment | None = None,
+    is_given: Callable[[str], bool] = is_always_given,
 ) -> dict[str, Any]:
     """Train, in this process or in as many processes as the strategy needs.
 
@@ -40,6 +42,7 @@ def train(
         notes: additional lines of the startup summary.
         job: wraps the call of the training once its folder exists, for example in the job context of Hydra.
         launch: the external launch that this process belongs to; None: this process starts the others itself.
+        is_given: whether the user set a key: without effect, it is then refused.
 
     Returns:
         Content of result.json, and `folder`; on a rank above 0 of an external launch, its status and reason.
@@ -50,20 +53,27 @@ def train(
     """
     with reporting(Path("outputs") if run_dir is None else run_dir):
         if launch is None:
-            return _train(cfg, run_dir=run_dir, notes=notes, job=job)
+            return _train(cfg, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
         from trainkit.run.rendezvous.join import train_external  # noqa: PLC0415 - most runs have no external launch
 
-        return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job)
+        return train_external(cfg, launch, run_dir=run_dir, notes=notes, job=job, is_given=is_given)
 
 
-def _train(cfg: RunConfig, *, run_dir: Path | None, notes: Sequence[str], job: Job | None) -> dict[str, Any]:
+def _train(
+    cfg: RunConfig,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    job: Job | None,
+    is_given: Callable[[str], bool],
+) -> dict[str, Any]:
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
     if plan.engine is not None:
         refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
     model = meta_model(plan)
     refuse_lack_of_room(plan, model, start.folder, run_dir)
-    found = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
+    found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
     folder = start.folder or new_folder(cfg, run_dir)
     with folder.lock() as lock, recorded_run(folder) as record:
         resolved, secrets = begin_folder(folder, plan, start, notes=[*notes, *found])

@@ -153,7 +153,7 @@ def _judged(
     judged = []
     for (label, cfg), plan in zip(candidates, plans, strict=True):
         model = meta_model(plan)
-        notes = model_notes(plan, model)
+        notes = model_notes(plan, model, lambda _key: False)
         coupling = partial(_coupling, plan, model, known)
         accumulates = cfg.batch.accumulation is not None
         sameness = None if same_cut else same_training(reference, plan, coupling, accumulates=accumulates)

@@ -33,6 +33,7 @@ __all__ = [
     "build_components",
     "build_model",
     "make_optimizer",
+    "matching_groups",
     "model_transforms_of",
     "numerics_of",
     "transformed_model",
@@ -159,7 +160,7 @@ def make_optimizer(
     """
     node = {key: value for key, value in {**cfg.optimizer, **replaced}.items() if key != "groups"}
     groups = cfg.optimizer.get("groups") or {}
-    owners = {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
+    owners = _owners(model)
 
     def make(params: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
         if not params:
@@ -174,6 +175,37 @@ def make_optimizer(
         return optimizer
 
     return make
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedParameters:
+    """The parameters that patterns and groups of `optimizer.groups` hold, by canonical name."""
+
+    patterns: Mapping[str, Mapping[str, Sequence[str]]]
+    """Group -> pattern -> every parameter that it matches."""
+    members: Mapping[str | None, Sequence[str]]
+    """Group -> its parameters; None: those of no group."""
+
+
+def matching_groups(model: nn.Module, groups: Mapping[str, Mapping[str, Any]]) -> GroupedParameters:
+    """Return which parameters that are trained belong to which group."""
+    owners = {name: owner for name, owner in _owners(model).items() if model.get_parameter(name).requires_grad}
+    patterns = {
+        group: {
+            pattern: [name for name, owner in owners.items() if _matches(name, owner, [pattern])]
+            for pattern in settings.get("match", ())
+        }
+        for group, settings in groups.items()
+    }
+    members: dict[str | None, list[str]] = {None: [], **{group: [] for group in groups}}
+    for name, owner in owners.items():
+        members[_group_of(name, owner, groups)].append(name)
+    return GroupedParameters(patterns=patterns, members=members)
+
+
+def _owners(model: nn.Module) -> dict[str, str]:
+    """Return parameter -> name of the class of the module that owns it."""
+    return {name: type(model.get_submodule(name.rpartition(".")[0])).__name__ for name, _ in model.named_parameters()}
 
 
 def _group_of(name: str, owner: str, groups: Mapping[str, Mapping[str, Any]]) -> str | None:

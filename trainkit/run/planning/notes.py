@@ -17,6 +17,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import build_model, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.data_notes import data_notes
+from trainkit.run.planning.key_notes import is_always_given, key_notes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -25,12 +26,17 @@ from trainkit.strategies.tensors.layouts import layout_problems
 __all__ = ["coupling_of", "cut_notes", "model_notes"]
 
 
-def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
+def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_always_given) -> list[str]:
     """Return notes for the user about the data, about this strategy, and about this model under it.
 
+    Args:
+        plan: the run.
+        model: the model, possibly without data.
+        is_given: whether the user set a key; what others set is noted where it has no effect, not refused.
+
     Raises:
-        ConfigError: the strategy cannot place this model as configured, or batch statistics would be computed over a
-            single sample.
+        ConfigError: the strategy cannot place this model as configured, batch statistics would be computed over a
+            single sample, or a key that the user set has no effect.
     """
     strategy, shaping = plan.components.strategy, model_transforms_of(plan.cfg)
     problems = [*layout_problems(model), *validate_model(strategy, model, plan.facts)]
@@ -41,7 +47,8 @@ def model_notes(plan: RunPlan, model: nn.Module) -> list[str]:
     # torch refuses these classes with a single sample
     statistics = [m for m in model.modules() if isinstance(m, nn.BatchNorm1d) and m.training]
     _refuse_single_samples(plan, statistics)
-    return [*data_notes(plan.components), *notes_of(strategy, model), *shaping_notes(model, shaping)]
+    keys = key_notes(plan, model, is_given)
+    return [*keys, *data_notes(plan.components), *notes_of(strategy, model), *shaping_notes(model, shaping)]
 
 
 def _refuse_single_samples(plan: RunPlan, statistics: Sequence[nn.Module]) -> None:

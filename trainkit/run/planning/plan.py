@@ -119,6 +119,7 @@ class RunPlan:
             "schedule": cfg.schedule["_target_"].rpartition(".")[2],
             "precision": self.components.precision.value,
             "parameters": f"{num_params:,}",
+            "reduce": _reduction(cfg) if self.num_replicas > 1 else None,
             "recomputed": _recomputed(cfg.activation_checkpointing),
             "compiled": None if cfg.compile.mode == "off" else f"{cfg.compile.mode}, {cfg.compile.backend}",
             "not finite": _skips_text(cfg.numerics),
@@ -131,6 +132,12 @@ def _roles_text(tasks: Sequence[Task]) -> str | None:
     """Return the number of tasks of each role, if there is more than one role."""
     counts = Counter(task.role for task in tasks)
     return ", ".join(f"{count} {role}" for role, count in counts.items()) if counts.keys() - {"worker"} else None
+
+
+def _reduction(cfg: RunConfig) -> str | None:
+    """Return how gradients are summed over replicas and sent, if the strategy leaves it to the user."""
+    chosen = None if cfg.numerics.reproducible else cfg.strategy.get("reduce")
+    return chosen and f"{chosen}, compression {cfg.strategy.get('compression', 'none')}"
 
 
 def _skips_text(numerics: NumericsConfig) -> str | None:
@@ -281,10 +288,6 @@ def _rate(cfg: RunConfig, parts: Components, batch: BatchPlan, num_steps: int) -
     )
     epochs = cfg.warmup.epochs
     warmup = (cfg.warmup.steps or 0) if epochs is None else round(epochs * batch.steps_per_epoch)
-    if warmup > num_steps:
-        key, value = ("warmup.steps", cfg.warmup.steps) if epochs is None else ("warmup.epochs", epochs)
-        rule = f"{warmup} steps of warmup, and the training has {num_steps}. Use {num_steps} or fewer."
-        raise ConfigError([Problem(key=key, value=value, rule=rule)])
     start = base if cfg.warmup.start == "base" else 0.0
     return LearningRate(
         base=base, peak=peak, start=start, warmup_steps=warmup, num_steps=num_steps, schedule=parts.schedule

@@ -49,7 +49,7 @@ def plan_all_points(compositions: Sequence[Composition], *, num_gpus: int | None
                 splits, known = build_splits(cfg.data), node
             plan = make_plan(cfg, num_gpus=num_gpus, splits=folded(splits, cfg.cv))
             lengths[-1] = plan.num_steps
-            model_notes(plan, meta_model(plan))
+            model_notes(plan, meta_model(plan), composition.is_given)
         except ConfigError as error:
             problems[-1] += composition.with_origins(error).problems
     if any(problems):

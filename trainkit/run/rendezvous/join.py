@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -42,6 +42,7 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import own_cores, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.planning.key_notes import is_always_given
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -71,7 +72,13 @@ _LOCK_TIMEOUT_S: Final = 10.0
 
 
 def train_external(
-    cfg: RunConfig, launch: LaunchEnvironment, *, run_dir: Path | None, notes: Sequence[str], job: Job | None
+    cfg: RunConfig,
+    launch: LaunchEnvironment,
+    *,
+    run_dir: Path | None,
+    notes: Sequence[str],
+    job: Job | None,
+    is_given: Callable[[str], bool] = is_always_given,
 ) -> dict[str, Any]:
     """Train as one process of an external launch; arguments and result as in `trainkit.run.runner.train`.
 
@@ -94,7 +101,7 @@ def train_external(
         plan = barrier.run_everywhere(lambda: make_plan(start.cfg, launch=launch))
         if not plan.auxiliary_ranks:
             check_same_plan(barrier, plan)
-        found = [*notes, *_notes_about(plan, is_rank0=launch.rank == 0)]
+        found = [*notes, *_notes_about(plan, is_given, is_rank0=launch.rank == 0)]
         folder, fencing_token = _agree_on_folder(barrier, stack, start, plan, run_dir, notes=found)
         resolved = resumed_from(plan.cfg, start.checkpoints)
         token = job_token(barrier) if plan.auxiliary_ranks else ""
@@ -132,10 +139,10 @@ def train_external(
         return {**done, "folder": str(folder.path)}
 
 
-def _notes_about(plan: RunPlan, *, is_rank0: bool) -> list[str]:
+def _notes_about(plan: RunPlan, is_given: Callable[[str], bool], *, is_rank0: bool) -> list[str]:
     """Return the notes about the model; rank 0 writes them, and looks for more, while the others wait for it."""
     model = meta_model(plan)
-    found = [*model_notes(plan, model)]
+    found = [*model_notes(plan, model, is_given)]
     return [*found, *cut_notes(plan, lambda: coupling_of(plan, model))] if is_rank0 else found
 
 

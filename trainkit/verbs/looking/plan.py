@@ -38,7 +38,7 @@ def run(call: Call) -> int:
     try:
         plan = make_plan(composition.cfg, num_gpus=world, launch=launch_environment_of(composition.cfg))
         model = meta_model(plan)
-        notes = [*model_notes(plan, model), *cut_notes(plan, lambda: coupling_of(plan, model))]
+        notes = [*model_notes(plan, model, composition.is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
         plan = plan.resolved(lambda: model)  # resolve `auto` once for all lines of the output
         memory = memory_of(plan, model)
         parts = describe_partition(plan.components.strategy, model, plan.facts)
