@@ -147,8 +147,12 @@ class Composition:
         return NOWHERE
 
     def is_given(self, key: str) -> bool:
-        """Return whether the user set a key or chose a node; False for a recipe, a default or a resumed run."""
+        """Return whether the user set a key or chose a node; False for a recipe, a default, a resumed run, and a
+        config made by hand, which does not say who set what.
+        """
         origin, (group, *below) = self.origin(key), path_of(key)
+        if origin == NOWHERE:
+            return False
         is_node = len(below) == (group in LIST_GROUPS)
         chosen = is_node and any(key_of(line) == group for line in self.overrides)
         return origin.level is not Level.recipe and (chosen or not origin.shipped)

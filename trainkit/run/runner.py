@@ -12,7 +12,7 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.secrets.secrets import redacted, refuse_to_carry
 from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
 from trainkit.run.hang_detection.watch import TimeLimits
-from trainkit.run.planning.key_notes import is_always_given
+from trainkit.run.planning.key_notes import is_never_given
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import make_plan
@@ -32,7 +32,7 @@ def train(
     notes: Sequence[str] = (),
     job: Job | None = None,
     launch: LaunchEnvironment | None = None,
-    is_given: Callable[[str], bool] = is_always_given,
+    is_given: Callable[[str], bool] = is_never_given,
 ) -> dict[str, Any]:
     """Train, in this process or in as many processes as the strategy needs.
 

@@ -12,15 +12,15 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import matching_groups
 from trainkit.run.planning.plan import RunPlan
 
-__all__ = ["is_always_given", "key_notes"]
+__all__ = ["is_never_given", "key_notes"]
 
 _SHOWN: Final = 6
 """Names of parameters in a note."""
 
 
-def is_always_given(_key: str) -> bool:
-    """Return True: without a composition, every key counts as set by the user."""
-    return True
+def is_never_given(_key: str) -> bool:
+    """Return False: without a composition, such as in the trainings of `prove`, no key counts as set by the user."""
+    return False
 
 
 def key_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool]) -> list[str]:

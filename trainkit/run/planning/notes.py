@@ -17,7 +17,7 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import build_model, model_transforms_of
 from trainkit.run.planning.coupling import COUPLES, OBJECTIVE, Coupling, kept_generators, probe
 from trainkit.run.planning.data_notes import data_notes
-from trainkit.run.planning.key_notes import is_always_given, key_notes
+from trainkit.run.planning.key_notes import is_never_given, key_notes
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here, notes_of, validate_model
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
@@ -26,7 +26,7 @@ from trainkit.strategies.tensors.layouts import layout_problems
 __all__ = ["coupling_of", "cut_notes", "model_notes"]
 
 
-def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_always_given) -> list[str]:
+def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_never_given) -> list[str]:
     """Return notes for the user about the data, about this strategy, and about this model under it.
 
     Args:

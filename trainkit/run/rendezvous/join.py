@@ -42,7 +42,7 @@ from trainkit.run.folder.fencing_token import FencingToken
 from trainkit.run.folder.metadata import own_cores, threads_of
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
-from trainkit.run.planning.key_notes import is_always_given
+from trainkit.run.planning.key_notes import is_never_given
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import RunPlan, make_plan
@@ -78,7 +78,7 @@ def train_external(
     run_dir: Path | None,
     notes: Sequence[str],
     job: Job | None,
-    is_given: Callable[[str], bool] = is_always_given,
+    is_given: Callable[[str], bool] = is_never_given,
 ) -> dict[str, Any]:
     """Train as one process of an external launch; arguments and result as in `trainkit.run.runner.train`.
 
