@@ -10,8 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-__all__ = ["Kind", "expect_map", "expect_maps", "parse_json", "whole_numbers"]
-
 _MAX_DEPTH: Final = 64
 """Largest depth of nested maps and lists; trainkit writes fewer than 20."""
 _MAX_INTEGER: Final = 1 << 64

@@ -12,8 +12,6 @@ from typing import Any, Final
 
 import yaml
 
-__all__ = ["MAX_BYTES", "MAX_DEPTH", "MAX_VALUES", "SafeLoader", "UnreadableYAMLError", "check_bounds", "parse_yaml"]
-
 MAX_BYTES: Final = 1 << 20
 """Largest number of bytes of a YAML file of a config."""
 MAX_DEPTH: Final = 50

@@ -22,8 +22,6 @@ from trainkit.errors import ConfigError, Problem, TrainkitError
 from trainkit.redaction import hide_from_process_list, knows_secrets, masked_output
 from trainkit.verbs.support.call import VERBS, Call, Flag, verb_module
 
-__all__ = ["main", "parse"]
-
 _GLOBAL: Final[Mapping[str, Flag]] = {
     "help": Flag(help="show this, or the help of the verb"),
     "version": Flag(help="show the version"),

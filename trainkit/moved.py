@@ -14,17 +14,6 @@ from importlib.util import find_spec
 from types import CodeType, ModuleType
 from typing import Any, Final, Protocol, cast
 
-__all__ = [
-    "MODULES",
-    "NAMES",
-    "current_name",
-    "install",
-    "moved_attribute",
-    "original_name",
-    "with_current_targets",
-    "with_original_targets",
-]
-
 MODULES: Final[Mapping[str, str]] = {
     "trainkit.data.digits": "trainkit.data.sets.digits",
     "trainkit.data.fashion_mnist": "trainkit.data.sets.fashion_mnist",

@@ -21,20 +21,6 @@ from trainkit.bounded_json import Kind, expect_map, parse_json
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.storage import storage_error
 
-__all__ = [
-    "MAX_BYTES",
-    "open_descriptor",
-    "open_regular",
-    "read_bytes",
-    "read_json",
-    "read_lines",
-    "read_map",
-    "read_tail",
-    "read_text",
-    "refuse_link",
-    "size_of",
-]
-
 MAX_BYTES: Final = 16 << 20
 """Default limit of the bytes of a file."""
 _MAX_LINE: Final = 1 << 20

@@ -15,23 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
-__all__ = [
-    "REDACTED",
-    "forgetting_secrets",
-    "hide_from_process_list",
-    "is_secret",
-    "is_secret_name",
-    "knows_secrets",
-    "mask",
-    "masked_output",
-    "redacted_argument",
-    "remember",
-    "remember_passwords",
-    "secrets_in",
-    "variable_of",
-    "without_secrets",
-]
-
 REDACTED: Final = "(redacted)"
 """The replacement of a secret in anything that is written or printed."""
 

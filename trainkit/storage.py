@@ -20,21 +20,6 @@ from trainkit.errors import StorageError
 if sys.platform != "win32":
     import resource
 
-__all__ = [
-    "Free",
-    "Presence",
-    "as_storage_error",
-    "file_limit",
-    "naming",
-    "num_bytes",
-    "reason_and_room",
-    "refuse_unwritable",
-    "remedy_of",
-    "reporting",
-    "storage_error",
-    "sync_folder",
-]
-
 _ELSEWHERE: Final = "or choose a folder on another file system (hydra.run.dir=FOLDER)"
 _GONE: Final = f"It was removed, renamed or unmounted. Restore it, {_ELSEWHERE}."
 _DENIED: Final = f"Change its permissions, {_ELSEWHERE}."

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import Generic, TypeVar
 
-__all__ = ["Pending", "call_within"]
-
 T = TypeVar("T")
 
 

@@ -10,7 +10,8 @@ import pytest
 
 from trainkit.config.paths import with_config_dirs
 from trainkit.config.schema import MonitoredMetric
-from trainkit.sweeps.results.leaderboard import Leaderboard, collect, read_entry, varied_overrides, write
+from trainkit.sweeps.results.job_results import read_entry, varied_overrides
+from trainkit.sweeps.results.leaderboard import Leaderboard, collect, write
 
 ACCURACY = MonitoredMetric(metric="val/accuracy", mode="max")
 

@@ -13,8 +13,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.fields import maths
 from trainkit.trainer.events import Callback, Row, Run
 
-__all__ = ["EarlyStop"]
-
 
 @dataclass
 class _Seen:

@@ -17,8 +17,6 @@ from trainkit.reading import open_regular, read_lines, size_of
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Row, Run
 
-__all__ = ["MetricsFile", "keep_until"]
-
 
 class MetricsFile(Callback):
     """Writes the rows of a run; part of every run, since plots and resumes read them.

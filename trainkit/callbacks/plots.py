@@ -14,8 +14,6 @@ from trainkit.fields import cosmetic
 from trainkit.report.drawing import Drawing, lr_request, metrics_request
 from trainkit.trainer.events import Callback, Row, Run
 
-__all__ = ["Plots", "lr_points"]
-
 _log = logging.getLogger(__name__)
 _MOST_POINTS = 600
 _TIMEOUT_S = 60.0

@@ -14,8 +14,6 @@ from trainkit.storage import naming
 from trainkit.strategies.base import StepOutcome
 from trainkit.trainer.events import Callback, Run
 
-__all__ = ["Profiler"]
-
 
 @dataclass
 class _Running:

@@ -12,8 +12,6 @@ from trainkit.fields import cosmetic
 from trainkit.report.live import LiveLine, Pace, Reading, live_line
 from trainkit.trainer.events import Callback, Row, Run
 
-__all__ = ["Progress"]
-
 
 @dataclass
 class _Shown:

@@ -16,8 +16,6 @@ from trainkit.fields import cosmetic
 from trainkit.storage import naming
 from trainkit.trainer.events import Callback, Run
 
-__all__ = ["Sample"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 from trainkit.report.tables import print_closing, print_summary
 from trainkit.trainer.events import Callback, Run
 
-__all__ = ["FinalSummary", "StartupSummary"]
-
 
 class StartupSummary(Callback):
     """Prints the effective values before the first step; part of every run."""

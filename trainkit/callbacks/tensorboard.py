@@ -18,8 +18,6 @@ from trainkit.trainer.events import Callback, Row, Run
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile
 
-__all__ = ["TensorBoard", "images_in"]
-
 _COUNTERS = frozenset({"step", "epoch", "samples", "seconds"})
 """The position of a row, not its metrics."""
 

@@ -16,8 +16,6 @@ from trainkit.config.yaml_documents import Document
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 
-__all__ = ["Composition", "ConfigFile", "path_of", "problems_of_points"]
-
 _SWEEPER: Final = "hydra/sweeper="
 _LAUNCHER: Final = "hydra/launcher="
 

@@ -8,8 +8,6 @@ import itertools
 import textwrap
 from typing import Any
 
-__all__ = ["doc_line", "doc_lines"]
-
 
 def doc_lines(kind: Any) -> dict[str, str]:
     """Return field -> first line of the docstring under it, with inherited fields; empty for a class without source.

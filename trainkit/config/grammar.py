@@ -11,8 +11,6 @@ from trainkit.config.secrets.references import reference
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
 
-__all__ = ["COMMAND_LINE", "is_override", "key_of", "quoted_form", "refusal", "replacing", "unreadable"]
-
 COMMAND_LINE: Final = "command line"
 """The origin of every argument."""
 

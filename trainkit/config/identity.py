@@ -20,8 +20,6 @@ from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement,
 from trainkit.moved import with_original_targets
 from trainkit.redaction import variable_of
 
-__all__ = ["Difference", "difference", "fingerprint", "maths_keys", "other_training", "tag_of"]
-
 SCALING_KEYS: Final = ("initial_scale", "growth_interval", "min_scale", "max_overflows")
 """Keys of a precision that only loss scaling reads."""
 _PLACES: Final = ("strategy", "cluster")

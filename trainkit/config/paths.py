@@ -8,16 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-__all__ = [
-    "config_dir_arguments",
-    "config_dir_environ",
-    "config_dirs_from",
-    "shipped_conf",
-    "shipped_recipes",
-    "shipped_template",
-    "with_config_dirs",
-]
-
 
 def shipped_conf() -> Path:
     """Return the folder of trainkit's own YAMLs."""

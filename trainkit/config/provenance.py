@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
 
-__all__ = ["KeyPath", "Level", "Origin", "TrackedTree", "dotted", "is_path_key", "leaves", "lookup"]
-
 KeyPath = tuple[str, ...]
 
 

@@ -18,8 +18,6 @@ from trainkit.config.sections import CvConfig, SweepConfig
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["compose_anew", "compose_resumed"]
-
 _NO_RECIPE: Final = "recipe=null"
 """Run-level values come from the run, so no recipe is composed below the changes."""
 

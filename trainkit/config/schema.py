@@ -35,8 +35,6 @@ from trainkit.fields import cosmetic, maths, placement, speed
 from trainkit.moved import with_current_targets
 from trainkit.reading import read_text
 
-__all__ = ["GROUPS", "LIST_GROUPS", "NO_RUN", "MonitoredMetric", "RunConfig", "hints_of", "load_resolved"]
-
 GROUPS: Final = (
     "model", "data", "objective", "optimizer", "schedule", "strategy", "precision", "cluster", "callbacks", "logger",
 )  # fmt: skip

@@ -11,25 +11,6 @@ from typing import Annotated, Final, Literal
 from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most, below, pattern, within
 from trainkit.fields import cosmetic, maths, placement, speed
 
-__all__ = [
-    "FOLDER_NAME",
-    "MOST_EPOCHS",
-    "MOST_JOBS",
-    "BatchConfig",
-    "CheckpointConfig",
-    "ClipConfig",
-    "CompileConfig",
-    "CvConfig",
-    "ElasticConfig",
-    "EvalConfig",
-    "LoaderConfig",
-    "LrScalingConfig",
-    "NumericsConfig",
-    "SupervisorConfig",
-    "SweepConfig",
-    "WarmupConfig",
-]
-
 MOST_JOBS: Final = 10_000
 """Jobs of one sweep."""
 MOST_EPOCHS: Final = 10**12

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["path_rule", "whole_number"]
-
 
 def whole_number(text: str, *, low: int, high: int) -> int | None:
     """Return the number that a text writes in plain digits; None for any other text, or a number outside of the limits.

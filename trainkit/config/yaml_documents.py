@@ -15,8 +15,6 @@ from trainkit.errors import ConfigError, Problem, UnreadableError
 from trainkit.reading import read_text
 from trainkit.redaction import REDACTED, mask, secrets_in
 
-__all__ = ["Document", "YamlGotcha", "is_choice_path", "read_document", "shown_text"]
-
 KeyPath = tuple[str, ...]
 
 _TRAPS: Final = (

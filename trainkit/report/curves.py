@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 from trainkit.bounded_json import expect_map, parse_json
 from trainkit.report.numbers import compact, figure
 
-__all__ = ["BLUE", "GREY", "INK", "ORANGE", "STYLE", "Curve", "draw_lr", "draw_metrics", "read_curves", "save"]
-
 mpl.use("Agg")
 
 BLUE, ORANGE, GREY, INK = "#2f6fde", "#e8743b", "#8a8f98", "#22252b"

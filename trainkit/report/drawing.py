@@ -16,8 +16,6 @@ from typing import Any, TextIO
 
 from trainkit.reading import read_lines
 
-__all__ = ["Drawing", "lr_request", "metrics_request", "sweep_request"]
-
 
 def lr_request(path: Path, *, title: str, points: Sequence[tuple[int, float]]) -> dict[str, Any]:
     """Return the request for the plot of the learning rate."""

@@ -22,8 +22,6 @@ from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
 from trainkit.storage import naming
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["EventFile", "write_hparams"]
-
 _HPARAMS = "hparams"
 
 

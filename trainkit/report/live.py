@@ -17,8 +17,6 @@ from trainkit.report.train_log import into_log_alone, recorded_again, unrecorded
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["LiveLine", "Pace", "PlainLine", "Reading", "TerminalLine", "live_line", "plain_text", "terminal_parts"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reading:

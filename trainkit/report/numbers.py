@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 
-from trainkit.storage import num_bytes
-
-__all__ = ["clock", "compact", "count", "duration", "figure", "fixed", "num_bytes", "share"]
-
 _SUFFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 

@@ -8,8 +8,6 @@ import zlib
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["grid", "png_bytes"]
-
 
 def png_bytes(pixels: NDArray[np.uint8]) -> bytes:
     r"""Encode 8-bit pixels as a PNG.

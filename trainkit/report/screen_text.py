@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-__all__ = ["ScreenText"]
-
 _TOKEN: Final = re.compile(
     r"\x1b\[(?P<numbers>[0-?]*)[ -/]*(?P<command>[@-~])"  # cursor movements, colours
     r"|\x1b[\]PX^_].*?(?:\x07|\x1b\\)"  # titles, links

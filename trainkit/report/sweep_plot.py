@@ -25,8 +25,6 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 from trainkit.report.curves import BLUE, GREY, INK, ORANGE, STYLE, save
 from trainkit.report.numbers import figure
 
-__all__ = ["Axis", "draw_sweep"]
-
 _MOST_KEYS: Final = 8
 """More axes than this cannot be distinguished."""
 _COLUMNS: Final = 3

@@ -17,19 +17,6 @@ from trainkit.report.numbers import duration, figure
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = [
-    "closing_lines",
-    "closing_text",
-    "is_terminal",
-    "print_closing",
-    "print_rows",
-    "print_summary",
-    "row_lines",
-    "summary_lines",
-    "summary_table",
-    "terminal_console",
-]
-
 
 def is_terminal(stream: TextIO | None = None) -> bool:
     """Return whether a stream is a terminal that can move its cursor."""

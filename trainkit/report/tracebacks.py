@@ -7,8 +7,6 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from typing import Final
 
-__all__ = ["one_screen"]
-
 _FRAME: Final = re.compile(r'\s+File "(.+)", line \d+')
 _LAST_FRAMES: Final = 3
 """Number of innermost frames that always stay."""

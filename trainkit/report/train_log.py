@@ -22,18 +22,6 @@ from trainkit.errors import TrainkitError
 from trainkit.redaction import mask
 from trainkit.report.screen_text import ScreenText
 
-__all__ = [
-    "LastingStream",
-    "TrainLog",
-    "into_log_alone",
-    "lasting_output",
-    "plain_lines",
-    "recorded_again",
-    "recorded_output",
-    "silence",
-    "unrecorded",
-]
-
 _GONE: Final = frozenset({errno.EIO, errno.EPIPE, errno.ENXIO, errno.EBADF})
 """Error numbers of a write after the terminal was closed, or the reader of a pipe has ended."""
 

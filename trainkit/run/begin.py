@@ -23,20 +23,6 @@ from trainkit.run.process.heartbeat import read_heartbeat
 from trainkit.trainer.checkpoint import refuse_small_disk
 from trainkit.trainer.manifest import list_complete
 
-__all__ = [
-    "Job",
-    "Result",
-    "ResumePoint",
-    "RunRecord",
-    "adopt",
-    "begin_folder",
-    "find_start",
-    "new_folder",
-    "recorded_run",
-    "refuse_lack_of_room",
-    "resumed_from",
-]
-
 Result = dict[str, Any] | None
 """Content of result.json on rank 0; None on other ranks."""
 

@@ -17,8 +17,6 @@ from trainkit.run.process import parent_death_pipe
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.fork_server import ForkServer, enter_child, preload
 
-__all__ = ["main"]
-
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer does it
     "trainkit.config.schema", "trainkit.run.planning.plan", "trainkit.run.runner",

@@ -22,8 +22,6 @@ from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
 from trainkit.run.task import run_task
 from trainkit.storage import reporting
 
-__all__ = ["train"]
-
 
 def train(
     cfg: RunConfig,

@@ -19,20 +19,6 @@ from typing import Any, Final, Literal, Self
 
 from trainkit.errors import HangupError, StoppedError, TerminatedError, TrainkitError
 
-__all__ = [
-    "EXIT_CODES",
-    "REASONS",
-    "Reason",
-    "StopFlag",
-    "is_ignored",
-    "resize_signal",
-    "signal_of",
-    "status_of_error",
-    "stop_error",
-    "stop_signals",
-    "worker_signals",
-]
-
 Reason = Literal["stopped", "preempted", "hangup", "resized"]
 
 EXIT_CODES: Final[Mapping[str, int]] = {

@@ -36,8 +36,6 @@ from trainkit.storage import reporting
 from trainkit.strategies.base import ignore_phase
 from trainkit.strategies.flight_recorder import FlightRecorder
 
-__all__ = ["report_compiling", "reproducible_process", "run_task"]
-
 
 def run_task(
     cfg: RunConfig,

@@ -48,8 +48,6 @@ from trainkit.trainer import failpoints
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Run the task of this process; return the exit code."""

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-__all__ = ["JobList", "JobSource", "SweepJob", "free_folder"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepJob:

@@ -31,8 +31,6 @@ from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.results.sweep_state import FILE
 from trainkit.sweeps.resuming import identity
 
-__all__ = ["Launching"]
-
 
 class Launching:
     """Composes jobs and runs them, for the duration of a sweep.

@@ -15,8 +15,6 @@ from trainkit.fields import Tag
 from trainkit.moved import with_original_targets
 from trainkit.redaction import variable_of
 
-__all__ = ["identity"]
-
 _OF_THE_SWEEP: Final = "sweep"
 
 

@@ -14,8 +14,6 @@ from trainkit.sweeps.results.metric_stream import Progress
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-__all__ = ["JobLine", "PlainScreen", "Screen", "State", "TableScreen", "View", "screen_for"]
-
 State = Literal["running", "failed", "stopped", "pruned", "done"]
 
 _STYLES: Final[Mapping[State, str]] = {

@@ -12,17 +12,6 @@ from trainkit.errors import CheckpointError
 from trainkit.trainer.manifest import Checkpoint, folder_name, list_all, list_complete, read_manifest, step_of
 from trainkit.trainer.ownership import MARK, OwnershipToken, free_name, print_notice, set_aside
 
-__all__ = [
-    "delete",
-    "delete_temporary_folder",
-    "delete_temporary_folders",
-    "make_room",
-    "owner_of",
-    "set_aside_newer",
-    "temporary_folder_of",
-    "unmark",
-]
-
 _TEMPORARY: Final = ".tmp_"
 """Name prefix of folders that are being written or deleted."""
 _OLD: Final = "old_"

@@ -12,8 +12,6 @@ from trainkit.numerics.randomness import BlockKeys, keys_of
 from trainkit.objectives.base import Objective, RunningMean
 from trainkit.strategies.base import LocalModel
 
-__all__ = ["evaluate"]
-
 
 def evaluate(
     local: LocalModel, objective: Objective, batches: Iterable[Any], *, split: str, num_counted: int | None = None

@@ -21,8 +21,6 @@ from typing import Final, Literal, get_args
 
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["ACTIONS", "PHASES", "Failpoint", "Phase", "armed", "hit", "parse", "reload"]
-
 Phase = Literal[
     "start", "join", "load", "callback", "evaluate", "save", "data", "compile", "forward", "backward", "reduce",
     "update", "end", "idle",

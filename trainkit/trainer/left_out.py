@@ -11,8 +11,6 @@ from trainkit.errors import NonFiniteError
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import LeftOut
 
-__all__ = ["REMEDY", "LeftOutSteps", "RollbackNeeded", "Suspect", "listed"]
-
 REMEDY: Final = "Lower optimizer.lr, set clip.max_norm or add warmup.steps"
 """The remedy for losses or gradients that are not finite; the beginning of a sentence."""
 _MOST_STEPS: Final = 1000

@@ -9,8 +9,6 @@ from trainkit.strategies.base import Data, Executor, PhaseListener
 from trainkit.trainer.events import Callback, Run, overriding
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 
-__all__ = ["Trigger", "TriggerSchedule", "train"]
-
 
 @dataclass(kw_only=True)
 class Trigger:

@@ -28,25 +28,6 @@ from trainkit.errors import AbsentFileError, CheckpointError, UnreadableError
 from trainkit.reading import read_json, refuse_link, size_of
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "Checkpoint",
-    "FileRecord",
-    "NewerFormatError",
-    "better",
-    "damaged",
-    "folder_name",
-    "foreign",
-    "has_saved",
-    "is_checkpoint",
-    "list_all",
-    "list_complete",
-    "manifest_bytes",
-    "read_manifest",
-    "step_of",
-]
-
 FORMAT: Final = 1
 """The version of the layout; a reader refuses newer versions."""
 

@@ -14,8 +14,6 @@ from trainkit.strategies.base import LeftOut, LocalModel, Status, StepOutcome
 from trainkit.trainer.events import Run
 from trainkit.trainer.left_out import REMEDY, listed
 
-__all__ = ["MetricsAccumulator"]
-
 
 class MetricsAccumulator:
     """Collects the outcomes of steps and aggregates them into rows."""

@@ -28,8 +28,6 @@ from typing import Final
 from trainkit.errors import AbsentFileError, UnreadableError
 from trainkit.reading import read_map
 
-__all__ = ["FOLDERS", "MARK", "OwnershipToken", "free_name", "print_notice", "set_aside"]
-
 MARK: Final = ".owner"
 """The file that holds the token."""
 FOLDERS: Final = ("live", "logs")

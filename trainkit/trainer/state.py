@@ -10,8 +10,6 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Status, StepOutcome
 from trainkit.trainer.left_out import LeftOutSteps
 
-__all__ = ["State"]
-
 
 @dataclass(kw_only=True)
 class State:

@@ -11,8 +11,6 @@ import torch
 
 from trainkit.objectives.base import Collective
 
-__all__ = ["StopSaveConsensus", "StopSaveDecision"]
-
 _INTERVAL_S: Final = 0.5
 _REASONS: Final = ("stopped", "preempted", "hangup", "resized")
 

@@ -15,8 +15,6 @@ from trainkit.config.identity import SCALING_KEYS
 from trainkit.config.provenance import Level, lookup
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["unused_keys", "unused_keys_in_launch", "unused_keys_with_classes", "unused_search_keys"]
-
 
 def unused_keys(composition: Composition, *, multirun: bool) -> tuple[list[Problem], list[str]]:
     """Find the keys without effect that can be found without importing a target.

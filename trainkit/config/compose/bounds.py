@@ -21,15 +21,6 @@ from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.provenance import KeyPath, dotted, leaves
 from trainkit.errors import ConfigError, Problem
 
-__all__ = [
-    "MAX_ARGUMENT",
-    "TooManyReferencesError",
-    "argument_problem",
-    "bounded_references",
-    "reference_problem",
-    "refuse_endless",
-]
-
 MAX_ARGUMENT: Final = 10_000
 """Largest number of characters of one argument, and of one text that contains references."""
 _MAX_KEY: Final = 200

@@ -26,8 +26,6 @@ from trainkit.config.yaml_documents import Document
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember
 
-__all__ = ["CompositionBuilder", "repeated"]
-
 _ARGUMENT: Final = Origin(level=Level.command_line, where=COMMAND_LINE)
 
 

@@ -25,8 +25,6 @@ from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import hide_from_process_list
 
-__all__ = ["Composer", "foreign_keys"]
-
 
 class Composer:
     """Composes runs from one search path."""

@@ -28,8 +28,6 @@ CONFIG: Final = "config"
 _MAX_FILES: Final = 200
 """Largest number of file loads in one composition; repeated loads count again."""
 
-__all__ = ["CONFIG", "HydraFiles", "Repository", "group_in", "hydra_state", "is_about_hydra"]
-
 
 @contextlib.contextmanager
 def hydra_state() -> Iterator[None]:

@@ -26,8 +26,6 @@ from trainkit.config.secrets.secrets import redacted
 from trainkit.errors import Problem
 from trainkit.redaction import redacted_argument
 
-__all__ = ["complete", "hydra_config", "hydra_problems", "multirun", "run_job"]
-
 T = TypeVar("T")
 
 

@@ -22,8 +22,6 @@ from trainkit.config.secrets.references import dereferenced, reference_paths
 from trainkit.config.secrets.secrets import redacted
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Layers", "first_line", "resolve_exclusive", "shown"]
-
 
 class Layers:
     """The values of one composition while they are merged, with notes and problems about them."""

@@ -35,8 +35,6 @@ from trainkit.config.targets.build import imported
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument, remember, secrets_in
 
-__all__ = ["ComposedConfigLoader", "about_one_job", "redact_hydra", "redacted_lines", "refuse_hydra_targets"]
-
 
 class ComposedConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader, with the values from trainkit's composition."""

@@ -16,8 +16,6 @@ from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["Choices", "Interval", "Space", "read_space"]
-
 _SEARCH: Final = "Draw some of them: hydra/sweeper=random sweep.trials=100, with interval(LOW,HIGH)."
 _TAGS: Final = ("zip", "log")
 """zip: keys that vary together; log: an interval that is searched by orders of magnitude."""

@@ -13,8 +13,6 @@ from trainkit.config.values import plain
 from trainkit.fields import secret_fields, signature_hints
 from trainkit.redaction import secrets_in
 
-__all__ = ["import_marks", "is_below", "marked_in", "secret_keys", "texts_in"]
-
 _TARGET: Final = "_target_"
 
 

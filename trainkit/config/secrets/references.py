@@ -16,8 +16,6 @@ from trainkit.config.secrets.keys import is_below, marked_in, secret_keys, texts
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret_name, remember, variable_of
 
-__all__ = ["dereferenced", "is_reference", "reference", "reference_paths", "with_variables"]
-
 _CONTAINERS: Final = ("headers", "tokens")
 """Suffixes of keys whose value is a mapping or list."""
 

@@ -28,21 +28,6 @@ from trainkit.redaction import (
     without_secrets,
 )
 
-__all__ = [
-    "ARGUMENTS",
-    "VARIABLE",
-    "from_environment",
-    "given_arguments",
-    "hidden_arguments",
-    "in_environment",
-    "keys_to_add",
-    "missing_secrets",
-    "redacted",
-    "refuse_to_carry",
-    "restored",
-    "with_own_secrets",
-]
-
 VARIABLE: Final = "TRAINKIT_SECRETS"
 """The environment variable that holds key -> value, as JSON, for processes that read the config from a run folder."""
 ARGUMENTS: Final = "TRAINKIT_SECRET_ARGUMENTS"

@@ -17,21 +17,6 @@ from typing import Any, Final
 
 from trainkit.errors import ConfigError, Problem
 
-__all__ = [
-    "ALLOWED_PACKAGES",
-    "TARGET",
-    "VARIABLE",
-    "allow_packages",
-    "allowed_packages",
-    "name_problem",
-    "package_arguments",
-    "package_environ",
-    "packages_from",
-    "refuse_packages",
-    "root_of",
-    "targets_in",
-]
-
 TARGET: Final = "_target_"
 ALLOWED_PACKAGES: Final = ("trainkit", "torch", "torchvision", "timm", "transformers", "torchmetrics")
 """Packages that a `_target_` may name without being allowed on the command line."""

@@ -26,8 +26,6 @@ from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.config.yaml_documents import Document, read_document
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["OtherChoices", "target_problems", "unchecked_keys"]
-
 _CHEAP: Final = ("schedule", "strategy", "precision", "cluster", "objective", "callbacks", "logger")
 """Groups whose own dataclasses are built so that they validate their values: none uses data or a device."""
 

@@ -15,8 +15,6 @@ from typing import Any, Final
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, OWN_CODE, root_of
 from trainkit.config.values import plain
 
-__all__ = ["ANY_KIND", "PLACES", "Expected", "Kind", "argument_problem", "expected_by", "target_problem"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:

@@ -19,18 +19,6 @@ from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.supervisor.external_restarts import ExternalRestart, record_relaunch
 from trainkit.run.supervisor.failure import Failure, root_cause
 
-__all__ = [
-    "RankError",
-    "begin_attempt",
-    "failure_in",
-    "forget_attempts",
-    "may_restart",
-    "refusal_in",
-    "stop_file",
-    "stop_reason",
-    "wait_for_attempt",
-]
-
 _TIMEOUT_S: Final = 60.0
 _POLL_S: Final = 0.1
 _ATTEMPTS: Final = ".attempts"

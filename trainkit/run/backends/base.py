@@ -21,8 +21,6 @@ from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.fields import placement
 
-__all__ = ["CARRIED", "BackendConnection", "BackendJob", "ProcessBackend"]
-
 CARRIED: Final = ("TRAINKIT_FAIL", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "PYTHONPATH")
 """Variables of this process that processes on other hosts would not have."""
 

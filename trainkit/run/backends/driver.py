@@ -25,8 +25,6 @@ from trainkit.run.process.store import HostedStore
 from trainkit.run.signals import StopFlag, status_of_error, stop_error
 from trainkit.trainer.ownership import free_name
 
-__all__ = ["run_on"]
-
 _POLL_S: Final = 0.2
 _CHUNK: Final = 1 << 16
 

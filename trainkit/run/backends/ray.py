@@ -16,8 +16,6 @@ from trainkit.run.backends.attempt import begin_attempt
 from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.worker import WorkerInfo, run_rank
 
-__all__ = ["Ray", "ray_session"]
-
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",  # send no usage data
     "RAY_TRAIN_V2_ENABLED": "1",

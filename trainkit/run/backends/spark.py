@@ -18,8 +18,6 @@ from trainkit.run.backends.attempt import begin_attempt, may_restart, wait_for_a
 from trainkit.run.backends.base import BackendJob, ProcessBackend
 from trainkit.run.backends.worker import WorkerInfo, run_rank
 
-__all__ = ["Spark"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spark(ProcessBackend):

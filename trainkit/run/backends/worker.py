@@ -28,8 +28,6 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import EXIT_CODES, Reason, signal_of
 from trainkit.run.supervisor.failure import hanging, root_cause
 
-__all__ = ["WorkerInfo", "run_rank", "worker_payload"]
-
 _CLEAN: Final = frozenset(EXIT_CODES.values())
 _WORKER: Final = (sys.executable, "-m", "trainkit.run.worker_main")
 

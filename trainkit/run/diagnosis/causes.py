@@ -5,26 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = [
-    "AVERAGED",
-    "BUFFERS_OF_ONE",
-    "BUFFERS_UNWEIGHTED",
-    "CLIPPED_APART",
-    "COUNTED_TWICE",
-    "DECAY_PER_SHARD",
-    "DRAWN_ALIKE",
-    "EVERY_SHARD_MOVES",
-    "LAYOUT",
-    "MEAN_OF_MEANS",
-    "NOT_CLIPPED",
-    "NOT_DECAYED",
-    "NOT_REDUCED",
-    "ORDER",
-    "RATE",
-    "STATE_LOST",
-    "Cause",
-]
-
 _TITLES: Final = {
     3: ("gradient", "3-gradient"),
     4: ("randomness and buffers", "4-randomness-and-buffers"),

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from trainkit.run.diagnosis.evidence import Expected, Tensors
 
-__all__ = ["ULPS", "Difference", "differing_buffers", "differing_gradients", "differing_parameters", "distance", "norm"]
-
 ULPS: Final = 4096.0
 """Tolerance, in units in the last place, of a sum in another order: 9e-13 in float64, 5e-4 in float32."""
 _COPIES: Final = 8.0

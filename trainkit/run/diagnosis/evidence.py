@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Expected", "Shard", "StepEvidence", "Tensors", "add_up", "averaged_buffers", "combine"]
-
 Tensors = Mapping[str, Tensor]
 """Tensors by the canonical name of their parameter or buffer."""
 

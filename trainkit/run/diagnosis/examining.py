@@ -26,8 +26,6 @@ from trainkit.run.diagnosis.updates import Replay, clipped, update_hypotheses
 from trainkit.run.planning.plan import make_plan
 from trainkit.run.runner import train
 
-__all__ = ["Examiner", "Probed"]
-
 _STEPS: Final = 3
 """Number of differing steps on which hypotheses are tested."""
 _NO_GRADIENT: Final = 1e-12

@@ -9,8 +9,6 @@ from trainkit.run.diagnosis.causes import Cause
 from trainkit.run.diagnosis.examining import Probed
 from trainkit.run.diagnosis.matching import Match, Matching
 
-__all__ = ["explain_order", "explain_probe", "explain_updates"]
-
 
 def explain_probe(probed: Probed) -> Iterator[str]:
     """Yield a line about differing gradients, and a line about differing buffers."""

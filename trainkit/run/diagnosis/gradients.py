@@ -11,8 +11,6 @@ from trainkit.run.diagnosis import causes
 from trainkit.run.diagnosis.evidence import StepEvidence, Tensors, averaged_buffers, combine
 from trainkit.run.diagnosis.matching import Hypothesis
 
-__all__ = ["buffer_hypotheses", "gradient_hypotheses", "read_as_contiguous"]
-
 
 def gradient_hypotheses(step: StepEvidence, *, rate_is_apart: bool = True) -> Iterator[Hypothesis]:
     """Yield (cause, its form, the predicted gradients); several forms of one cause count as one answer.

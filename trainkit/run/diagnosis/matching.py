@@ -9,8 +9,6 @@ from trainkit.run.diagnosis.causes import Cause
 from trainkit.run.diagnosis.differences import Difference, distance
 from trainkit.run.diagnosis.evidence import Tensors
 
-__all__ = ["Hypothesis", "Match", "Matching"]
-
 Hypothesis = tuple[Cause, str, Tensors]
 """(cause, its form, the predicted tensors)."""
 

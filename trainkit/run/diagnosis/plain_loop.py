@@ -25,8 +25,6 @@ from trainkit.strategies.base import SetupRequest, Ticket
 from trainkit.strategies.one_device import OneDevice
 from trainkit.trainer.checkpoint import load, newest_valid
 
-__all__ = ["PlainLoop"]
-
 
 class PlainLoop:
     """A model on one device, and the shards of any step of its training."""

@@ -20,8 +20,6 @@ from trainkit.config.schema import RunConfig
 from trainkit.run.diagnosis.evidence import Expected, Tensors
 from trainkit.trainer.checkpoint import list_complete, load
 
-__all__ = ["MOMENTUM", "gradient_between", "probe_config", "probe_rate", "transitions"]
-
 MOMENTUM: Final = 2.0**-10
 """Small, so that the subtracted part is small; a power of two, so that the product is exact."""
 _MOVE: Final = 0.01

@@ -18,8 +18,6 @@ from trainkit.run.diagnosis.matching import Hypothesis
 from trainkit.run.planning.build import make_optimizer
 from trainkit.strategies.core.optimizer import restore_optimizer_state
 
-__all__ = ["Replay", "clipped", "update_hypotheses"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Replay:

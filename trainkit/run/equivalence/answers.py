@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from trainkit.run.equivalence.comparing import Comparison, Verdict, worst
 from trainkit.run.equivalence.sameness import Sameness
 
-__all__ = ["Numbers", "Proof"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:

@@ -9,8 +9,6 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-__all__ = ["Comparison", "Verdict", "compare", "is_rounding", "worst"]
-
 Verdict = Literal["equal", "rounding", "different"]
 
 _ULPS: Final = 4096.0

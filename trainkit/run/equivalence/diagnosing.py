@@ -14,8 +14,6 @@ from trainkit.run.equivalence.running import Weights
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here
 
-__all__ = ["Case", "Diagnosis", "diagnose"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Case:

@@ -29,8 +29,6 @@ from trainkit.run.planning.plan import RunPlan, make_plan
 from trainkit.storage import reporting
 from trainkit.strategies.capabilities import proof_problems
 
-__all__ = ["prove"]
-
 _ONE_DEVICE: Final = "trainkit.strategies.one_device.OneDevice"
 _TEMPORARY: Final = "TMPDIR=FOLDER chooses where prove keeps the weights of its trainings."
 

@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError, DataError
 from trainkit.run.runner import train
 from trainkit.trainer.checkpoint import list_complete, load
 
-__all__ = ["Weights", "bare", "last_weights", "reference_weights", "weights_by_step", "with_precision"]
-
 Weights = Mapping[int, Mapping[str, Tensor]]
 """Updates -> `param/...` or `buffer/...` -> tensor."""
 

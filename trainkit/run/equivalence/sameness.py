@@ -11,8 +11,6 @@ from trainkit.run.planning.coupling import Coupling
 from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import changes_maths_here
 
-__all__ = ["Sameness", "same_training"]
-
 _CUT: Final = ("batch.micro_size", "batch.accumulation")
 """Keys that cut a step into shards."""
 _ANOTHER: Final = "this strategy is another training than that of one_device"

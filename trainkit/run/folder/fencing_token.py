@@ -22,8 +22,6 @@ from trainkit.errors import ConfigError, Problem, TrainingError, UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 
-__all__ = ["VARIABLE", "FencingToken"]
-
 VARIABLE: Final = "TRAINKIT_FENCE"
 """The environment variable with the token of a worker's group."""
 

@@ -23,8 +23,6 @@ from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import list_complete
 from trainkit.trainer.ownership import FOLDERS, MARK, OwnershipToken, free_name, print_notice, set_aside
 
-__all__ = ["discard_lock", "locked", "take_over_folder"]
-
 if sys.platform == "win32":  # untested there
     import msvcrt
 else:

@@ -20,17 +20,6 @@ from trainkit.config.targets.allowed import package_environ
 from trainkit.redaction import mask, redacted_argument
 from trainkit.run.folder.run_folder import RunFolder, write_atomically, write_json_atomically
 
-__all__ = [
-    "git_state",
-    "num_cores",
-    "own_cores",
-    "packages",
-    "threads_of",
-    "worker_environ",
-    "write_environment",
-    "write_resolved",
-]
-
 _OURS: Final = ("trainkit", "torch", "numpy", "safetensors", "hydra-core", "omegaconf")
 _GIT_TIMEOUT_S: Final = 2.0
 

@@ -30,8 +30,6 @@ from trainkit.trainer.checkpoint.saving import untied
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, write_tensors
 from trainkit.trainer.manifest import FileRecord, is_checkpoint
 
-__all__ = ["Which", "load_model", "load_run", "write_model"]
-
 Which = Literal["best", "last"]
 """Name of a checkpoint of a run."""
 

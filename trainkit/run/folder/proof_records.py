@@ -28,8 +28,6 @@ from trainkit.reading import read_json
 from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.run.planning.plan import RunPlan
 
-__all__ = ["keep_proof", "key_of", "last_proof", "proofs_folder"]
-
 _VERSION: Final = 1
 _LARGEST: Final = 16 * 1024
 """Size limit of a file in bytes."""

@@ -20,8 +20,6 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import open_regular, read_lines
 from trainkit.redaction import mask
 
-__all__ = ["FILE", "Restart", "record_restart", "restarts_of"]
-
 FILE: Final = "restarts.jsonl"
 """Its name in the run folder."""
 _LISTED: Final = 1000

@@ -15,8 +15,6 @@ from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import write_json_atomically
 from trainkit.trainer.left_out import Suspect
 
-__all__ = ["FILE", "record_rollback", "rollbacks_of", "suspect_checkpoint_of"]
-
 FILE: Final = "rollbacks.json"
 """Its name in the run folder."""
 _MOST: Final = 1000

@@ -35,8 +35,6 @@ from trainkit.run.folder.restart_record import restarts_of
 from trainkit.storage import naming, sync_folder
 from trainkit.trainer.ownership import MARK, OwnershipToken, set_aside
 
-__all__ = ["RunFolder", "write_atomically", "write_json_atomically"]
-
 _RESERVE_BYTES: Final = 64 * 1024
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 _LIVE: Final = re.compile(r"\.?(rank_\d+|trained|evaluated)(\..*)?")

@@ -10,8 +10,6 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.trainer.manifest import list_complete
 
-__all__ = ["skipped_in"]
-
 
 def skipped_in(checkpoints: Path) -> dict[str, Any]:
     """Return `skipped_steps` for result.json from the newest complete checkpoint; an empty list if there is none."""

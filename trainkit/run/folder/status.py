@@ -24,8 +24,6 @@ from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.signals import EXIT_CODES, status_of_error
 
-__all__ = ["ENDED", "FILE", "RunStatus", "StatusFile", "read_status"]
-
 FILE: Final = "status.json"
 ENDED: Final = frozenset({*EXIT_CODES, "failed"} - {"resized"})
 """States of a run that has ended: the statuses of `result.json`."""

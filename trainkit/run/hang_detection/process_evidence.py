@@ -18,8 +18,6 @@ from trainkit.cluster.host import ProcessId
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import ErrorReport, read_error_report
 
-__all__ = ["MemoryEvents", "ProcessEvidence", "ThreadTimes", "children_of", "thread_times", "waited_s"]
-
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _HELD: Final[Mapping[str, str]] = {"T": "stopped by a signal", "t": "held by a debugger"}
 

@@ -14,8 +14,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import children_of
 from trainkit.run.process.worker_group import WorkerGroup
 
-__all__ = ["stacks_of"]
-
 _ANSWER_S: Final = 0.3
 _SIZE: Final = 1 << 16
 

@@ -20,8 +20,6 @@ from trainkit.run.hang_detection.process_evidence import ThreadTimes, children_o
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
 from trainkit.trainer.failpoints import Phase
 
-__all__ = ["FLOOR_S", "Limit", "OverdueRank", "TimeLimits", "Watch", "threads_of"]
-
 _POLL_S: Final = 0.5
 _ALONE: Final = frozenset({"start", "join", "load", "save", "data", "compile", "end"})
 """Phases in which a rank waits for no other, or for one in the same phase."""

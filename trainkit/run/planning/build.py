@@ -27,18 +27,6 @@ from trainkit.strategies.base import LossWeighting, Numerics, Strategy
 from trainkit.strategies.model_transforms import ModelTransforms, apply_transforms
 from trainkit.trainer.events import Callback
 
-__all__ = [
-    "Components",
-    "build_callbacks",
-    "build_components",
-    "build_model",
-    "make_optimizer",
-    "matching_groups",
-    "model_transforms_of",
-    "numerics_of",
-    "transformed_model",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Components:

@@ -23,8 +23,6 @@ from trainkit.data.reading.collate import collate
 from trainkit.numerics.generators import HostStates, seed_host
 from trainkit.objectives.base import Objective
 
-__all__ = ["COUPLES", "DRAWS", "MODEL", "OBJECTIVE", "Coupling", "Pass", "Shard", "kept_generators", "probe"]
-
 DRAWS: Final = "draws random numbers"
 COUPLES: Final = "couples the samples of a shard"
 _KEEPS: Final = "keeps statistics of a shard in its buffers"

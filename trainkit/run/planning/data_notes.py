@@ -11,8 +11,6 @@ from trainkit.objectives.base import Objective, Supervised
 from trainkit.objectives.fields import named_fields, unused_fields
 from trainkit.run.planning.build import Components
 
-__all__ = ["data_notes", "refuse_unknown_fields"]
-
 
 def data_notes(parts: Components) -> list[str]:
     """Return notes for the user about fields that neither the model nor the loss receives."""

@@ -12,8 +12,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.run.planning.build import matching_groups
 from trainkit.run.planning.plan import RunPlan
 
-__all__ = ["is_never_given", "key_notes"]
-
 _SHOWN: Final = 6
 """Names of parameters in a note."""
 

@@ -14,8 +14,6 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.strategies.capabilities import estimate_memory
 from trainkit.trainer.checkpoint import bytes_needed
 
-__all__ = ["Memory", "checkpoint_bytes", "memory_of", "meta_model"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:

@@ -23,8 +23,6 @@ from trainkit.strategies.capabilities import changes_maths_here, notes_of, valid
 from trainkit.strategies.model_transforms import shaping_notes, shaping_problems
 from trainkit.strategies.tensors.layouts import layout_problems
 
-__all__ = ["coupling_of", "cut_notes", "model_notes"]
-
 
 def model_notes(plan: RunPlan, model: nn.Module, is_given: Callable[[str], bool] = is_never_given) -> list[str]:
     """Return notes for the user about the data, about this strategy, and about this model under it.

@@ -24,14 +24,12 @@ from trainkit.config.schema import RunConfig
 from trainkit.config.targets.build import TARGET, build, resolve_target
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
-from trainkit.report.numbers import num_bytes
 from trainkit.run.planning.build import model_transforms_of
 from trainkit.run.planning.memory import Memory, memory_of, meta_model
 from trainkit.run.planning.plan import RunPlan, make_plan
+from trainkit.storage import num_bytes
 from trainkit.strategies.capabilities import ShardsModel, validate_model
 from trainkit.strategies.model_transforms import shaping_problems
-
-__all__ = ["MemoryKind", "explain_oom", "is_out_of_memory", "memory_kind"]
 
 _FEWEST: Final = 3
 """Number of remedies to name, if there are so many."""

@@ -31,8 +31,6 @@ from trainkit.strategies.capabilities import (
     runs_loop,
 )
 
-__all__ = ["RunPlan", "make_plan"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:

@@ -14,8 +14,6 @@ from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import model_notes
 from trainkit.run.planning.plan import make_plan
 
-__all__ = ["plan_all_points"]
-
 
 def plan_all_points(compositions: Sequence[Composition], *, num_gpus: int | None = None) -> list[int]:
     """Plan all compositions, and start none.

@@ -35,16 +35,6 @@ from trainkit.redaction import mask
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.heartbeat import HeartbeatReading, read_heartbeat
 
-__all__ = [
-    "ErrorReport",
-    "Reporter",
-    "error_report",
-    "is_after_effect",
-    "read_error_report",
-    "report_from_json",
-    "write_error_report",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorReport:

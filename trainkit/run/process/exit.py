@@ -8,8 +8,6 @@ import os
 import sys
 from typing import NoReturn
 
-__all__ = ["exit_without_teardown"]
-
 
 def exit_without_teardown(code: int) -> NoReturn:
     """Exit without destroying torch's objects.

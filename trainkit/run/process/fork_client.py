@@ -27,8 +27,6 @@ from trainkit.run.folder.metadata import num_cores
 from trainkit.run.process.fork_server import HEADER, send
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["ENTRY", "Fork", "ForkServerClient", "ForkedGroup", "can_fork", "worker_group_factory"]
-
 _JOIN_TIMEOUT_S: Final = 1.0
 
 

@@ -31,8 +31,6 @@ from trainkit.run.process import parent_death_pipe
 from trainkit.run.signals import stop_signals
 from trainkit.trainer import failpoints
 
-__all__ = ["HEADER", "ForkServer", "SpawnRequest", "enter_child", "preload", "send"]
-
 HEADER: Final = struct.Struct("!I")
 """The length of a message, which precedes it."""
 

@@ -18,8 +18,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.trainer import failpoints
 from trainkit.trainer.failpoints import PHASES, Phase
 
-__all__ = ["Beats", "Heartbeat", "HeartbeatReading", "Pauses", "beats_of", "read_heartbeat"]
-
 _BEAT: Final = struct.Struct("<dqd?")
 """Time on the machine's monotonic clock, step and phase in one number, the longest pause, whether it is the
 first step.

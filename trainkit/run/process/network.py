@@ -14,8 +14,6 @@ from trainkit.cluster.launch import LaunchEnvironment
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["interface_of", "own_address", "reachable", "socket_environ"]
-
 _SIOCGIFADDR: Final = 0x8915  # a Linux constant without a name in Python
 _UNREACHED: Final = "192.0.2.1"
 """An address of the range for documentation (RFC 5737): no packet is sent to it."""

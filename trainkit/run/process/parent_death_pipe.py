@@ -19,8 +19,6 @@ from typing import Final
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["VARIABLE", "arm_kill_on_parent_death", "watch_parent"]
-
 VARIABLE: Final = "TRAINKIT_LIFELINE"
 """The environment variable with the file descriptor of the read end."""
 

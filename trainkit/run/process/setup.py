@@ -15,8 +15,6 @@ from trainkit.reading import open_regular
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.process.network import own_address, socket_environ
 
-__all__ = ["announce_log", "configure_network", "identity_for", "redirect_output"]
-
 
 def configure_network(launch: LaunchEnvironment) -> None:
     """Set the environment variables for the network of this process."""

@@ -12,8 +12,6 @@ from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.errors import ConfigError, Problem
 from trainkit.run.process.network import own_address
 
-__all__ = ["HostedStore", "Rendezvous", "store_of_launch"]
-
 
 class Rendezvous(Protocol):
     """The interface of a store for the supervisor."""

@@ -21,8 +21,6 @@ from trainkit.report.train_log import unrecorded
 from trainkit.run.process import parent_death_pipe
 from trainkit.run.signals import stop_signals
 
-__all__ = ["Process", "ProcessExit", "WorkerGroup"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessExit:

@@ -30,8 +30,6 @@ from trainkit.run.process.error_report import ErrorReport, error_report, report_
 from trainkit.run.rendezvous.store_client import StoreClient
 from trainkit.run.rendezvous.wait import WaitReporter
 
-__all__ = ["ProcessBarrier", "accept_all", "join"]
-
 T = TypeVar("T")
 
 _POLL_S: Final = 0.05

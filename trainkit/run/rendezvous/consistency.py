@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.run.planning.plan import RunPlan
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 
-__all__ = ["check_same_config", "check_same_plan", "config_digest", "config_mismatches"]
-
 _OWN_KEYS: Final = (("cluster", "task"),)
 """Keys that differ between the processes of a launch by design."""
 

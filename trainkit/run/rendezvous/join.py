@@ -65,8 +65,6 @@ from trainkit.run.task import run_task
 from trainkit.storage import reporting
 from trainkit.trainer import failpoints
 
-__all__ = ["train_external"]
-
 _LOCK_TIMEOUT_S: Final = 10.0
 """How long the previous group may take to die after its launcher has started another in its place."""
 

@@ -41,8 +41,6 @@ from trainkit.strategies.base import Strategy
 from trainkit.strategies.capabilities import restarts_alone
 from trainkit.trainer import failpoints
 
-__all__ = ["job_token", "join_running_job", "late_joining_ranks", "publish_join_info"]
-
 _KEY: Final = "trainkit/open"
 _JOIN_INFO: Final[Mapping[str, Kind]] = {
     **dict.fromkeys(("prefix", "folder", "fence", "token"), str),

@@ -30,8 +30,6 @@ from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 
-__all__ = ["VARIABLE", "LocalWorkerGroup", "launch_environment_from"]
-
 VARIABLE: Final = "TRAINKIT_LAUNCH"
 """Environment variable that holds the launch of a worker, so that it plans the same run as the others."""
 _GRACE_S: Final = 1.0

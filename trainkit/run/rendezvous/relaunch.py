@@ -20,8 +20,6 @@ from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.external_restarts import record_relaunch
 
-__all__ = ["ENDED", "clear_run_folder", "note_restart_of", "record_run_folder", "resume_point_of_launch"]
-
 _KEY: Final = "folder"
 _RAISED: Final[Mapping[str, Kind]] = {"task": str, "rank": int, "step": (int, type(None)), "text": str}
 """What a group stores about the exceptions that ended it."""

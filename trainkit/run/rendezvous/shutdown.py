@@ -27,8 +27,6 @@ from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.rendezvous.barrier import ProcessBarrier
 from trainkit.run.supervisor.failure import root_cause, unresponsive_rank
 
-__all__ = ["finish_together"]
-
 _Processes = Mapping[int, Mapping[str, Any]]
 """The result of `_own_process` on each rank."""
 _GRACE_S: Final = 0.2

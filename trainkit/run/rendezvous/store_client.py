@@ -16,8 +16,6 @@ from trainkit.run.process.store import store_of_launch
 from trainkit.run.rendezvous.wait import WaitReporter
 from trainkit.time_limits import Pending, call_within
 
-__all__ = ["StoreClient"]
-
 T = TypeVar("T")
 
 _POLL_S: Final = 0.2

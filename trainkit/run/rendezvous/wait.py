@@ -9,8 +9,6 @@ from typing import Final
 
 from trainkit.errors import HangError
 
-__all__ = ["WaitReporter"]
-
 _FIRST_S: Final = 3.0
 _LONGEST_S: Final = 60.0
 

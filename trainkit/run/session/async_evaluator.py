@@ -44,8 +44,6 @@ from trainkit.trainer.state import State
 if TYPE_CHECKING:
     from trainkit.report.events import EventFile
 
-__all__ = ["CheckpointEvaluator", "evaluate_checkpoints", "evaluated_so_far", "training_has_ended"]
-
 _MAX_BYTES: Final = 64 << 20
 """Size limit of a manifest."""
 _POLL_INTERVAL_S: Final = 0.5

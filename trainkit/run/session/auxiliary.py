@@ -18,8 +18,6 @@ from trainkit.run.session.restore import make_step_context
 from trainkit.strategies import capabilities as capability
 from trainkit.strategies.base import Data, TaskContext
 
-__all__ = ["run_auxiliary", "unprefetched_loader"]
-
 
 def run_auxiliary(
     plan: RunPlan,

@@ -27,8 +27,6 @@ from trainkit.run.session.outcome import best_and_last
 from trainkit.run.session.session import TaskSession
 from trainkit.run.signals import REASONS
 
-__all__ = ["await_evaluator", "bring_up_to_date", "describe", "evaluate_all", "findings_of"]
-
 _NICENESS: Final = 5
 """`nice` increment of the evaluator on a CPU that it shares with the training."""
 _POLL_S: Final = 0.2

@@ -34,8 +34,6 @@ from trainkit.trainer.manifest import damaged
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["Checkpointer", "LastSave", "leaves_state_whole", "retention_of"]
-
 
 class Checkpointer:
     """Writes the checkpoints of a run, at most one per step; every rank has one, and rank 0's writes the files.

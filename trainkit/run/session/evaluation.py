@@ -13,8 +13,6 @@ from trainkit.trainer.evaluate import evaluate
 from trainkit.trainer.events import Callback, Run
 from trainkit.trainer.manifest import better
 
-__all__ = ["EvalRunner"]
-
 
 class EvalRunner:
     """Evaluates splits and stores their metrics."""

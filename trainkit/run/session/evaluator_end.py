@@ -9,8 +9,6 @@ from trainkit.errors import UnreadableError
 from trainkit.reading import read_map
 from trainkit.run.folder.run_folder import RunFolder, write_json_atomically
 
-__all__ = ["EvaluatorEnd", "report_end", "reported_end"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatorEnd:

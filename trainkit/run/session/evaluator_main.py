@@ -34,8 +34,6 @@ from trainkit.run.session.outcome import best_and_last
 from trainkit.run.signals import EXIT_CODES, StopFlag
 from trainkit.strategies.one_device import OneDevice
 
-__all__ = ["main"]
-
 
 def main(arguments: list[str]) -> int:
     """Evaluate the run of a folder, on a device if one is named; return the exit code. Each allowed package follows

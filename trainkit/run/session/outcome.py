@@ -15,8 +15,6 @@ from trainkit.run.signals import REASONS, status_of_error
 from trainkit.trainer.events import Run
 from trainkit.trainer.manifest import is_checkpoint
 
-__all__ = ["Report", "best_and_last", "failure_of", "progress_of", "reported", "status_of", "unless_exit"]
-
 Report = Callable[[BaseException], ErrorReport]
 """Reports an error to the parent and the other ranks."""
 

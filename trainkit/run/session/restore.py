@@ -30,8 +30,6 @@ from trainkit.trainer.left_out import LeftOutSteps
 from trainkit.trainer.ownership import OwnershipToken
 from trainkit.trainer.state import State
 
-__all__ = ["loader_of", "make_run_view", "make_step_context", "restore_or_init", "samples_of"]
-
 
 class RestoreTarget(Protocol):
     """The part of a session that restores a checkpoint."""

@@ -9,8 +9,6 @@ from trainkit.bounded_json import Kind, expect_map, expect_maps
 from trainkit.trainer.checkpoint import Loaded
 from trainkit.trainer.manifest import damaged
 
-__all__ = ["refuse_malformed"]
-
 _META: Final[Mapping[str, Kind]] = {"state": dict, "loss_scale": dict, "callbacks": dict}
 _LATER: Final[Mapping[str, Kind]] = {"data": (dict, type(None)), "strategy": dict, "evaluation_due": bool}
 """Keys that earlier versions did not write."""

@@ -35,8 +35,6 @@ from trainkit.trainer.loop import Trigger, TriggerSchedule, train
 from trainkit.trainer.metrics_accumulator import MetricsAccumulator
 from trainkit.trainer.stop_consensus import StopSaveConsensus
 
-__all__ = ["TaskSession", "at_sync_points", "every_n_steps", "every_steps_or_epochs"]
-
 
 class TaskSession:
     """The state of one rank between the first and the last step."""

@@ -28,8 +28,6 @@ from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.restart_policy import TaskRestarter
 from trainkit.storage import Presence
 
-__all__ = ["AttemptRunner", "wait_for_owner_save"]
-
 _GRACE_S: Final = 0.1
 """How long the other ranks have to write their error reports after one has failed."""
 _GRACE_AFTER_LOSS_S: Final = 1.0

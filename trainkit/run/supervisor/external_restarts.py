@@ -16,8 +16,6 @@ from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.supervisor.restart_policy import RaisedError, raised_by, repeated
 from trainkit.trainer.manifest import list_complete
 
-__all__ = ["ExternalRestart", "record_relaunch"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalRestart:

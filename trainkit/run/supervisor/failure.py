@@ -25,8 +25,6 @@ from trainkit.run.process.worker_group import ProcessExit
 from trainkit.run.signals import EXIT_CODES
 from trainkit.strategies.collective_records import waited_for
 
-__all__ = ["Failure", "Kind", "hanging", "is_clean", "root_cause", "unresponsive_rank"]
-
 _LOG_LINES: Final = 20
 _LOG_BYTES: Final = 1 << 16
 _CLEAN: Final = frozenset(EXIT_CODES.values())

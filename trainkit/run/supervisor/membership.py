@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 
 from trainkit.cluster.tasks import Task
 
-__all__ = ["ReplicaMembership"]
-
 
 @dataclass(slots=True)
 class _Member:

@@ -33,8 +33,6 @@ from trainkit.run.process.heartbeat import Heartbeat, HeartbeatReading, read_hea
 from trainkit.run.session.evaluator_end import EvaluatorEnd, report_end
 from trainkit.run.supervisor.failure import Failure
 
-__all__ = ["Fault", "RaisedError", "RestartPolicy", "TaskRestarter", "fault_of", "raised_by", "repeated"]
-
 _OURS: Final = frozenset({"TrainkitError", "RankError"})
 """Classes of trainkit's own errors, and the one that reports a dead process to a process backend."""
 _ADDRESS: Final = re.compile(r"0x[0-9a-fA-F]+")

@@ -28,8 +28,6 @@ from trainkit.run.process.heartbeat import Beats, HeartbeatReading, Pauses
 from trainkit.run.supervisor.failure import hanging
 from trainkit.trainer.failpoints import Phase
 
-__all__ = ["BeatCounter", "SelfWatch"]
-
 _GRACE_S: Final = 10.0
 """Seconds that the main thread has to handle the interrupt."""
 _ENDING_S: Final = 60.0

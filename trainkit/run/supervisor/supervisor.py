@@ -41,8 +41,6 @@ from trainkit.run.supervisor.restart_policy import Fault, RestartPolicy, fault_o
 from trainkit.storage import Presence, as_storage_error, refuse_unwritable
 from trainkit.trainer.manifest import list_complete
 
-__all__ = ["supervise"]
-
 
 def supervise(
     resolved: Path,

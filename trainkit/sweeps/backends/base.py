@@ -16,8 +16,6 @@ from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.fields import placement
 from trainkit.run.folder.metadata import num_cores
 
-__all__ = ["Handle", "JobBackend", "Submitter"]
-
 _WHERE = "hydra.launcher"
 
 

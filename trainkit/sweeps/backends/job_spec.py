@@ -25,8 +25,6 @@ from trainkit.run.folder.lock import discard_lock
 from trainkit.run.folder.run_folder import write_atomically
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["Driver", "JobSpec", "exit_code_file", "exit_with_driver", "run_described", "signals_file"]
-
 _POLL_S: Final = 0.2
 _BEGUN: Final = "resolved.yaml"
 _NOW: Final[list[WorkerGroup]] = []

@@ -11,8 +11,6 @@ from typing import Any, ClassVar
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import Driver, exit_with_driver, run_described
 
-__all__ = ["Joblib"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Joblib(JobBackend):

@@ -22,8 +22,6 @@ from trainkit.sweeps.launching import Launching
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.sweep import Sweep
 
-__all__ = ["ENGINES", "EngineLaunching"]
-
 ENGINES: Final[Mapping[str, tuple[str, str]]] = {
     "joblib": ("joblib_workers", "Joblib"),
     "ray": ("ray_tasks", "RayTasks"),

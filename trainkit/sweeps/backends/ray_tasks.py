@@ -14,8 +14,6 @@ from trainkit.run.backends.ray import ray_session
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described
 
-__all__ = ["RayTasks"]
-
 _MANY: Final = 256
 
 

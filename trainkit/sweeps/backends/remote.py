@@ -20,8 +20,6 @@ from trainkit.sweeps.backends.base import Handle, Submitter
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, signals_file
 from trainkit.sweeps.loop.processes import JobCommand
 
-__all__ = ["FOLDER", "Remote"]
-
 FOLDER: Final = ".jobs"
 """The subfolder of a sweep's folder with the descriptions of its jobs."""
 

@@ -18,8 +18,6 @@ from trainkit.fields import placement
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import run_described
 
-__all__ = ["SubmititLocal", "SubmititSlurm"]
-
 _GATHER_S: Final = 0.5
 """Jobs submitted within this time of one another form one array."""
 _MANY: Final = 256

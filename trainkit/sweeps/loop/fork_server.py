@@ -11,8 +11,6 @@ from typing import Any, Final
 from trainkit.run.process.fork_client import ForkedGroup, ForkServerClient
 from trainkit.sweeps.loop.processes import JobCommand, JobProcess, started_in
 
-__all__ = ["WarmStarter"]
-
 _ENTRY: Final = (sys.executable, "-m", "trainkit")
 
 

@@ -16,8 +16,6 @@ from typing import Any, Final
 
 from trainkit.run.process.fork_server import ForkServer, enter_child, preload
 
-__all__ = ["main"]
-
 _IMPORTED: Final = (
     "torch._dynamo",  # creating an optimizer imports it
     "trainkit.__main__", "trainkit.cli", "trainkit.verbs.running.train", "trainkit.api", "trainkit.config.check",

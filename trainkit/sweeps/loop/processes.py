@@ -11,8 +11,6 @@ from typing import Protocol
 
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 
-__all__ = ["JobCommand", "JobProcess", "Starter", "start_fresh", "started_in"]
-
 
 class JobProcess(Protocol):
     """A running job."""

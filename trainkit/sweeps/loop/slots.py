@@ -9,8 +9,6 @@ from typing import Final
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["SlotLease", "Slots", "numbering_problems"]
-
 _VISIBLE: Final = "CUDA_VISIBLE_DEVICES"
 _THREADS: Final = "OMP_NUM_THREADS"
 

@@ -12,8 +12,6 @@ from typing import Final
 from trainkit.errors import ConfigError, DataError, HangupError, StoppedError, TerminatedError
 from trainkit.run.signals import is_ignored
 
-__all__ = ["HANGUP", "NOT_TRIED_AGAIN", "STOPPED", "died", "signals_to"]
-
 HANGUP: Final = getattr(signal, "SIGHUP", None)
 """The terminal was closed; Windows has no such signal."""
 STOPPED: Final = (

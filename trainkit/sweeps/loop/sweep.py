@@ -15,13 +15,11 @@ from trainkit.sweeps.job_sources import JobSource, SweepJob
 from trainkit.sweeps.loop.processes import Starter, start_fresh
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.stopping import STOPPED
-from trainkit.sweeps.loop.sweep_loop import LOG, SweepLoop
+from trainkit.sweeps.loop.sweep_loop import SweepLoop
 from trainkit.sweeps.results.job_results import PRUNED
 from trainkit.sweeps.results.leaderboard import collect, write
 from trainkit.sweeps.results.sweep_state import SweepState
 from trainkit.sweeps.screen import Screen, screen_for
-
-__all__ = ["LOG", "Sweep"]
 
 
 class Sweep:

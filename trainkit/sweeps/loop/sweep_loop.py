@@ -32,8 +32,6 @@ from trainkit.sweeps.results.metric_stream import Watch, last_line
 from trainkit.sweeps.results.sweep_state import SweepState, is_complete
 from trainkit.sweeps.screen import JobLine, Screen, State, View
 
-__all__ = ["LOG", "SweepLoop"]
-
 LOG: Final = "output.log"
 """The file for the output of a job, in its folder."""
 

@@ -27,10 +27,9 @@ from trainkit.objectives.base import Objective, Supervised
 from trainkit.run.folder.model_file import Which, load_run, write_model
 from trainkit.strategies.base import LocalModel
 from trainkit.strategies.groups.collective import LocalCollective
-from trainkit.sweeps.results.leaderboard import JobResult, Leaderboard
+from trainkit.sweeps.results.job_results import JobResult
+from trainkit.sweeps.results.leaderboard import Leaderboard
 from trainkit.trainer.evaluate import evaluate
-
-__all__ = ["Candidate", "Combined", "best_of", "combine", "export", "score"]
 
 _SAME: Final = ("data", "objective", "cv", "precision")
 """Keys that members must share: they are scored on the same samples, by the same loss, in the same precision."""

@@ -8,8 +8,6 @@ from statistics import fmean, stdev
 
 from trainkit.sweeps.results.job_results import JobResult
 
-__all__ = ["by_point"]
-
 _FOLD = "cv.fold="
 
 

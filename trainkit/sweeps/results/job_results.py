@@ -13,19 +13,6 @@ from trainkit.config.schema import MonitoredMetric, load_resolved
 from trainkit.errors import AbsentFileError, ConfigError, UnreadableError
 from trainkit.reading import read_map
 
-__all__ = [
-    "NOT_RUN",
-    "PRUNED",
-    "SWEEP_FILE",
-    "JobResult",
-    "goal_of",
-    "read_entries",
-    "read_entry",
-    "read_jobs",
-    "relative",
-    "varied_overrides",
-]
-
 NOT_RUN: Final = "not run"
 PRUNED: Final = "pruned"
 """The status of a job that a search ended because others did better: not a failure, and not a complete training."""

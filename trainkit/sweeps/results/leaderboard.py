@@ -32,12 +32,8 @@ from trainkit.sweeps.results.job_results import (
     JobResult,
     goal_of,
     read_entries,
-    read_entry,
     relative,
-    varied_overrides,
 )
-
-__all__ = ["JobResult", "Leaderboard", "collect", "goal_of", "read_entry", "varied_overrides", "write"]
 
 _TIE = MonitoredMetric.of(EvalConfig())
 """The tie-breaker between equal values: the validation loss, which is finer than an accuracy."""

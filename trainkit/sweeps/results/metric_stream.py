@@ -13,8 +13,6 @@ from trainkit.config.schema import MonitoredMetric, RunConfig, load_resolved
 from trainkit.errors import ConfigError, UnreadableError
 from trainkit.reading import read_lines, read_tail, size_of
 
-__all__ = ["MetricRows", "Progress", "Watch", "figure_at", "last_line"]
-
 _TAIL_BYTES: Final = 1 << 13
 
 

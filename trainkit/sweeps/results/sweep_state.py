@@ -15,8 +15,6 @@ from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.job_results import SWEEP_FILE, read_jobs
 from trainkit.trainer.ownership import set_aside
 
-__all__ = ["FILE", "Row", "SweepState", "is_complete"]
-
 FILE: Final = SWEEP_FILE
 
 

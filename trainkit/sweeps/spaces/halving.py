@@ -17,8 +17,6 @@ from trainkit.redaction import redacted_argument
 from trainkit.sweeps.job_sources import SweepJob
 from trainkit.sweeps.results.metric_stream import figure_at
 
-__all__ = ["Halving", "JobOf", "num_rungs", "rung_steps"]
-
 
 class JobOf(Protocol):
     """Creates the job of a point."""

@@ -7,8 +7,6 @@ import random
 
 from trainkit.config.compose.space import Choices, Interval, Space
 
-__all__ = ["sample"]
-
 
 def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
     """Draw the arguments of random points: listed values with equal probability, intervals uniformly, or log-uniformly

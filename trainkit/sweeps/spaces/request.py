@@ -17,8 +17,6 @@ from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.halving import num_rungs
 from trainkit.sweeps.spaces.random_search import sample
 
-__all__ = ["SweepRequest", "read_request"]
-
 _SEARCHES: Final = ("random", "optuna", "halving")
 
 

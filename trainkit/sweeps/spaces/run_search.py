@@ -16,8 +16,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.sweeps.job_sources import JobSource, SweepJob
 from trainkit.sweeps.spaces.request import SweepRequest, read_request
 
-__all__ = ["sweep"]
-
 
 def sweep(sweeper: str, *, launcher: Any, composer: Composer, config: DictConfig, arguments: Sequence[str]) -> Any:
     """Run a sweep to its end.

@@ -32,8 +32,6 @@ from trainkit.sweeps.results.job_results import read_entry
 from trainkit.sweeps.results.metric_stream import MetricRows
 from trainkit.sweeps.spaces.halving import JobOf
 
-__all__ = ["Trials", "distributions", "open_study"]
-
 _STOPPED: Final = (StoppedError.exit_code, TerminatedError.exit_code, HangupError.exit_code)
 _FILE: Final = "optuna.db"
 

@@ -17,8 +17,6 @@ from trainkit.trainer.cleanup import owner_of
 from trainkit.trainer.manifest import Checkpoint
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["BackgroundSaver"]
-
 
 class BackgroundSaver:
     """Saves one checkpoint at a time in a background thread.

@@ -18,8 +18,6 @@ from trainkit.errors import StorageError
 from trainkit.storage import Free, file_limit, num_bytes, reason_and_room, remedy_of, storage_error
 from trainkit.trainer.manifest import list_complete
 
-__all__ = ["bytes_needed", "refuse_lack_of_room", "refuse_small_disk", "unwritten"]
-
 _FIXED_BYTES: Final = 32 * 1024
 """Manifest, meta, the two indexes, rounding to blocks, and a few rows of metrics."""
 _BYTES_A_TENSOR: Final = 512

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from trainkit.errors import CheckpointError
 
-__all__ = ["DTYPES", "NAMES", "bytes_of", "refuse_unwritable"]
-
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "F64": torch.float64,
     "F32": torch.float32,

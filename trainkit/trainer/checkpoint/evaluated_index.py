@@ -27,8 +27,6 @@ from trainkit.trainer.manifest import Checkpoint
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["EvaluatedIndex", "exclusive", "swap_in"]
-
 _NAME: Final = "evaluated.json"
 _LOCK_TIMEOUT_S: Final = 1.0
 """How long the training waits for an evaluator that was stopped while it held the lock."""

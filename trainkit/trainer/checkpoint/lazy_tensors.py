@@ -16,8 +16,6 @@ from trainkit.strategies.tensors.sharded import coverage_error
 from trainkit.trainer.checkpoint.dtypes import DTYPES
 from trainkit.trainer.checkpoint.tensor_file import TensorFile, lengths_in
 
-__all__ = ["StoredTensors"]
-
 _MAX_PIECES: Final = 1 << 14
 """Limit of the pieces of one tensor: one per rank that held a part of it."""
 

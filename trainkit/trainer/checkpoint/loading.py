@@ -26,8 +26,6 @@ from trainkit.trainer.manifest import (
     read_manifest,
 )
 
-__all__ = ["Loaded", "load", "load_below", "newest_valid", "note_foreign"]
-
 _MAX_BYTES: Final = 1 << 30
 """Size limit of an index, which has about a hundred bytes for each piece of a tensor."""
 

@@ -12,8 +12,6 @@ from trainkit.trainer.cleanup import delete, owner_of, set_aside_newer
 from trainkit.trainer.manifest import Checkpoint, list_complete
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["Retention"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Retention:

@@ -32,8 +32,6 @@ from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import MANIFEST, Checkpoint, FileRecord, folder_name, manifest_bytes
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["CheckpointPart", "begin", "commit", "file_key", "prune", "save", "write_part"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointPart:

@@ -29,8 +29,6 @@ from trainkit.trainer.failpoints import hit
 from trainkit.trainer.manifest import Checkpoint
 from trainkit.trainer.ownership import OwnershipToken
 
-__all__ = ["ShardedSaver"]
-
 _T = TypeVar("_T")
 _VISIBLE_TIMEOUT_S: Final = 10.0
 """A network file system may show a new folder late to another host."""

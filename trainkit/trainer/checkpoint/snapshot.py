@@ -7,8 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["Snapshot"]
-
 
 class Snapshot:
     """The latest copies by name; they take the memory of one checkpoint, and a second one allocates nothing."""

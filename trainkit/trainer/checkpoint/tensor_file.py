@@ -29,8 +29,6 @@ from trainkit.reading import open_regular
 from trainkit.trainer.checkpoint.dtypes import DTYPES, NAMES, bytes_of
 from trainkit.trainer.manifest import FileRecord, damaged
 
-__all__ = ["TensorFile", "lengths_in", "write_bytes", "write_tensors"]
-
 _CHUNK: Final = 8 << 20
 _MAX_HEADER: Final = 100_000_000  # the format's own limit
 _MAX_DIMS: Final = 64  # torch's own limit

@@ -11,8 +11,6 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.tensors.sharded import ShardedState, iter_gather_full
 from trainkit.trainer.checkpoint.dtypes import bytes_of
 
-__all__ = ["sha256_of_pieces", "weights_sha256"]
-
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 over parameters and buffers: little-endian bytes, sorted by canonical names.

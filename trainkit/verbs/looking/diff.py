@@ -11,8 +11,6 @@ from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.errors import ConfigError, Problem, yaml_text
 from trainkit.verbs.support.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "run"]
-
 USAGE: Final = "RUN RUN       (run folders or resolved.yaml files)"
 FLAGS: Final[Mapping[str, Flag]] = {}
 

@@ -12,8 +12,6 @@ from trainkit.fields import Tag
 from trainkit.redaction import REDACTED
 from trainkit.verbs.support.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "explanation", "run"]
-
 USAGE: Final = "KEY OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {}
 _MEANINGS: Final = {

@@ -13,8 +13,6 @@ from trainkit.config.yaml_documents import Document, read_document, shown_text
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "run"]
-
 USAGE: Final = "[GROUP [CHOICE] | RUNS]"
 FLAGS: Final[Mapping[str, Flag]] = {}
 

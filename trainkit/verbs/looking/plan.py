@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 from trainkit.config.texts import whole_number
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
-from trainkit.report.numbers import num_bytes
 from trainkit.report.tables import print_rows, print_summary
+from trainkit.storage import num_bytes
 from trainkit.verbs.support.call import Call, Flag
 
 if TYPE_CHECKING:
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from trainkit.run.planning.memory import Memory
     from trainkit.run.planning.plan import RunPlan
     from trainkit.strategies.base import StagePart
-
-__all__ = ["FLAGS", "USAGE", "run"]
 
 USAGE: Final = "OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {"world": Flag(help="plan for a host with this many GPUs", value="N")}

@@ -18,8 +18,6 @@ from trainkit.verbs.support.call import Call, Flag
 if TYPE_CHECKING:
     from trainkit.sweeps.results.leaderboard import Leaderboard
 
-__all__ = ["FLAGS", "USAGE", "ranked", "run"]
-
 USAGE: Final = "DIR [--then OVERRIDES]"
 FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="how many; all without it", value="N"),

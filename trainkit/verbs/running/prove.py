@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from trainkit.config.composition import Composition
     from trainkit.run.equivalence import Comparison, Numbers, Proof, Sameness
 
-__all__ = ["FLAGS", "USAGE", "prove_points", "report_lines", "run"]
-
 USAGE: Final = "strategy=A[,B...] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {
     "steps": Flag(help="optimizer steps to compare; 10 without", value="N"),

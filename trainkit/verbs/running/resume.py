@@ -10,8 +10,6 @@ from trainkit.errors import ConfigError
 from trainkit.verbs.running.train import exit_code
 from trainkit.verbs.support.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "run"]
-
 USAGE: Final = "RUN [strategy=... stop_at_step=... and other placement]"
 FLAGS: Final[Mapping[str, Flag]] = {}
 

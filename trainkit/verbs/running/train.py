@@ -17,8 +17,6 @@ from trainkit.verbs.support.call import Call, Flag
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
-__all__ = ["FLAGS", "USAGE", "exit_code", "run", "sweep_job"]
-
 USAGE: Final = "[-m] OVERRIDES"
 FLAGS: Final[Mapping[str, Flag]] = {}
 

@@ -9,8 +9,6 @@ from typing import Final
 from trainkit.errors import ConfigError, Problem
 from trainkit.verbs.support.call import VERBS, Call, verb_module
 
-__all__ = ["answer", "candidates"]
-
 _BASH: Final = """\
 _trainkit() {
     local words

@@ -22,8 +22,6 @@ from trainkit.verbs.support.call import Call, Flag
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
-__all__ = ["FLAGS", "USAGE", "WORDS", "run"]
-
 USAGE: Final = f"{{{','.join(ENGINES)}}} [--hosts N] [--gpus-per-host N] [--flags] OVERRIDES"
 WORDS: Final = tuple(ENGINES)
 """The possible values of its argument, for completion."""

@@ -17,8 +17,6 @@ from trainkit.errors import ConfigError, Problem
 from trainkit.storage import naming
 from trainkit.verbs.support.call import Call, Flag
 
-__all__ = ["FLAGS", "USAGE", "run", "write_package"]
-
 USAGE: Final = "NAME"
 FLAGS: Final[Mapping[str, Flag]] = {}
 _PLACEHOLDER: Final = "own_package"

@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from trainkit.config.composition import Composition
 
-__all__ = ["VERBS", "Call", "Flag", "verb_module"]
-
 VERBS: Final[Mapping[str, str]] = {
     "train": "train; what no verb means. -m runs every combination of comma lists",
     "plan": "print the whole run before anything starts: tasks, batch, rates, memory",

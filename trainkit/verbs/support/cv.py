@@ -14,8 +14,6 @@ from trainkit.errors import ConfigError
 if TYPE_CHECKING:
     from trainkit.verbs.support.call import Call
 
-__all__ = ["expand_folds", "refuse_open_folds"]
-
 _LISTING: Final = ("basic", "grid", "random")
 """Sweepers that know all their points in advance."""
 

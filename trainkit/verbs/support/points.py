@@ -13,8 +13,6 @@ from trainkit.config.secrets.keys import secret_keys
 from trainkit.errors import ConfigError, Problem
 from trainkit.redaction import REDACTED, is_secret
 
-__all__ = ["checked_points", "sweep_points"]
-
 
 def checked_points(overrides: Sequence[str], config_dirs: Sequence[Path], packages: Sequence[str]) -> list[Composition]:
     """Compose and check every combination of the comma lists of some arguments."""

@@ -14,8 +14,6 @@ from trainkit.report.tables import row_lines
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, RunStatus, read_status
 
-__all__ = ["list_runs", "runs_below"]
-
 _DEEPEST: Final = 6
 _MOST_FOLDERS: Final = 20_000
 

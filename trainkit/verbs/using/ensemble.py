@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from trainkit.run.folder.model_file import Which
     from trainkit.sweeps.results.ensemble import Candidate
 
-__all__ = ["FLAGS", "USAGE", "run"]
-
 USAGE: Final = "DIR"
 FLAGS: Final[Mapping[str, Flag]] = {
     "k": Flag(help="how many of the best are members; 3 without", value="N"),
