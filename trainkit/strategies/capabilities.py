@@ -16,53 +16,6 @@ from trainkit.errors import Problem
 from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, Strategy, TaskContext
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
-__all__ = [
-    "ChecksReplicas",
-    "ConditionalMaths",
-    "DescribesPartition",
-    "EstimatesMemory",
-    "HasNotes",
-    "JsonMap",
-    "KeepsExtraState",
-    "ModelMemory",
-    "PeriodicSync",
-    "PrefersManyShards",
-    "Recovers",
-    "RefreshesModel",
-    "RefusesProof",
-    "ReportsResult",
-    "ResolvesAtStart",
-    "RunsAuxiliaryTasks",
-    "ShardsModel",
-    "ShardsState",
-    "SizesSlots",
-    "Syncs",
-    "Tunes",
-    "ValidatesModel",
-    "changes_maths_here",
-    "check_replicas",
-    "default_shards_per_replica",
-    "describe_partition",
-    "estimate_memory",
-    "load_state_extra",
-    "next_sync_step",
-    "notes_of",
-    "num_slots",
-    "proof_problems",
-    "recover",
-    "refresh_model",
-    "resolve",
-    "restarts_alone",
-    "result_extra",
-    "run_auxiliary",
-    "runs_loop",
-    "sharded_state_dict",
-    "state_dict_extra",
-    "sync",
-    "tune",
-    "validate_model",
-]
-
 JsonMap = Mapping[str, object]
 """What JSON can hold, by key."""
 
