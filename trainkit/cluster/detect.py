@@ -41,10 +41,12 @@ LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | 
 torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; variables that a user sets in a shell are
 inside of the launcher that started the shell.
 """
-_MARKS: Final = {
-    "torchrun": "TORCHELASTIC_RUN_ID", "environment": "RANK and WORLD_SIZE", "tf_config": "TF_CONFIG",
-    "openmpi": "OMPI_COMM_WORLD_SIZE", "mpich": "PMI_SIZE", "slurm": "SLURM_STEP_ID", "pet": "PET_NNODES",
+_MARKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",), "environment": ("RANK", "WORLD_SIZE"),
+    "tf_config": ("TF_CONFIG", "CLUSTER_SPEC"), "openmpi": ("OMPI_COMM_WORLD_SIZE",), "mpich": ("PMI_SIZE",),
+    "slurm": ("SLURM_STEP_ID",), "pet": ("PET_NNODES",),
 }  # fmt: skip
+"""Launcher -> variables that it sets, at least one of them in each of its processes."""
 
 
 def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment | None:
@@ -78,13 +80,12 @@ def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: st
         return None
     if asked != "auto":
         return _forced(asked, environ)
-    for name in LAUNCHERS:
-        if name == "environment" and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
-            continue
-        launch = LAUNCHERS[name](environ)
+    for name, found in LAUNCHERS.items():
+        given = [bool(environ.get(mark)) for mark in _MARKS[name]]
+        launch = found(environ) if any(given) and (name != "environment" or all(given)) else None
         if launch is not None:
             return _shared(launch, environ)
-    if environ.get("WORLD_SIZE") == "1":
+    if environ.get("WORLD_SIZE") == "1" or not any(environ.get(mark) for mark in _MARKS["environment"]):
         return None
     half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
     return None if half is None else _shared(half, environ)
@@ -108,7 +109,7 @@ def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
     launch = LAUNCHERS[name](environ)
     if launch is None:
-        rule = f"this process was not started by it, or is the only one: see {_MARKS[name]}."
+        rule = f"this process was not started by it, or is the only one: see {' and '.join(_MARKS[name])}."
         raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
     return _shared(launch, environ)
 
