@@ -12,6 +12,7 @@ from typing import Any, Literal
 from trainkit.cluster.tasks import Task
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.watch import TimeLimits
+from trainkit.run.supervisor.attempts import SupervisorSettings
 from trainkit.run.supervisor.supervisor import supervise
 
 
@@ -48,11 +49,9 @@ def run_tasks(
     folder: RunFolder, tasks: Sequence[Task], *, hang_timeout_s: float | Literal["auto"] = "auto", **settings: Any
 ) -> dict[str, Any]:
     folder.path.mkdir(exist_ok=True)
-    limits = TimeLimits(hang_timeout_s=hang_timeout_s)
+    given = SupervisorSettings(limits=TimeLimits(hang_timeout_s=hang_timeout_s), **settings)
     command = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), str(folder.resolved)]
-    result = supervise(
-        folder.resolved, tasks, folder=folder, command=command, rendezvous=NoStore(), limits=limits, **settings
-    )
+    result = supervise(folder.resolved, tasks, given, folder=folder, command=command, rendezvous=NoStore())
     return {key: value for key, value in result.items() if key != "restarts"}  # read from the folder where they matter
 
 

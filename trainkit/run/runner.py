@@ -9,13 +9,14 @@ from typing import Any
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import redacted, refuse_to_carry
+from trainkit.config.secrets.secrets import redacted, refuse_to_carry, to_environment
 from trainkit.run.begin import Job, Result, begin_folder, find_start, new_folder, recorded_run, refuse_lack_of_room
 from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.planning.key_notes import is_never_given
 from trainkit.run.planning.memory import meta_model
 from trainkit.run.planning.notes import coupling_of, cut_notes, model_notes
 from trainkit.run.planning.plan import make_plan
+from trainkit.run.planning.shared_plan import plan_to_environ
 from trainkit.run.process.heartbeat import beats_of
 from trainkit.run.signals import StopFlag
 from trainkit.run.supervisor.self_watch import BeatCounter, SelfWatch
@@ -67,8 +68,10 @@ def _train(
 ) -> dict[str, Any]:
     start = find_start(cfg, run_dir)
     plan = make_plan(start.cfg)
-    if plan.engine is not None:
-        refuse_to_carry([*redacted(plan.cfg.to_dict())[1]], plan.engine.name, key=f"cluster={plan.engine.name.lower()}")
+    if plan.backend is not None:
+        refuse_to_carry(
+            [*redacted(plan.cfg.to_dict())[1]], plan.backend.name, key=f"cluster={plan.backend.name.lower()}"
+        )
     model = meta_model(plan)
     refuse_lack_of_room(plan, model, start.folder, run_dir)
     found = [*model_notes(plan, model, is_given), *cut_notes(plan, lambda: coupling_of(plan, model))]
@@ -78,10 +81,10 @@ def _train(
 
         def run() -> Result:
             record.follow_heartbeat()
-            if plan.engine is not None:
+            if plan.backend is not None:
                 from trainkit.run.backends.driver import run_on  # noqa: PLC0415 - most runs have no process backend
 
-                return run_on(plan.engine, plan, folder)
+                return run_on(plan.backend, plan, folder)
             if len(plan.tasks) == 1:
                 identity = Identity.solo(plan.tasks[0].device)
                 beats = BeatCounter(beats_of(identity, folder))
@@ -90,21 +93,20 @@ def _train(
                     return run_task(
                         resolved, identity, folder, stop=stop, plan=plan, follow=record.status.follow, beats=beats
                     )
-            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - one device needs none
+            from trainkit.run.supervisor.attempts import SupervisorSettings  # noqa: PLC0415 - one device needs none
+            from trainkit.run.supervisor.supervisor import supervise  # noqa: PLC0415 - the same
 
-            return supervise(
-                folder.resolved,
-                plan.tasks,
-                folder=folder,
+            settings = SupervisorSettings(
                 max_restarts=cfg.supervisor.max_restarts,
                 min_replicas=cfg.elastic.min_replicas,
                 retry_s=cfg.elastic.retry_s,
                 limits=TimeLimits.of(cfg.supervisor),
                 pass_fds=(lock,),
-                secrets=secrets,
+                environ={**plan_to_environ(plan), **to_environment(secrets)},
                 auxiliary_ranks=plan.auxiliary_ranks,
                 replaceable=plan.replaceable,
             )
+            return supervise(folder.resolved, plan.tasks, settings, folder=folder)
 
         try:
             result = run() if job is None else job(folder.path, run)

@@ -40,7 +40,6 @@ from trainkit.run.process.error_report import Reporter
 from trainkit.run.process.exit import exit_without_teardown
 from trainkit.run.process.heartbeat import Heartbeat
 from trainkit.run.process.store import HostedStore
-from trainkit.run.rendezvous.local_workers import launch_environment_from
 from trainkit.run.signals import EXIT_CODES, StopFlag, stop_signals, worker_signals
 from trainkit.storage import as_storage_error
 from trainkit.trainer import failpoints
@@ -93,15 +92,15 @@ def _run(
     resolved: Path, identity: Identity, folder: RunFolder, stop: StopFlag, report: Reporter
 ) -> dict[str, Any] | None:
     from trainkit.config.schema import RunConfig, load_resolved  # noqa: PLC0415 - slow; the stop flag must be set first
-    from trainkit.run.planning.plan import make_plan  # noqa: PLC0415 - imports torch
+    from trainkit.run.planning.shared_plan import plan_from_environ  # noqa: PLC0415 - imports torch
     from trainkit.run.task import run_task  # noqa: PLC0415 - imports torch
 
     values = restored(load_resolved(resolved).to_dict(), in_environment(os.environ))
     fencing_token = FencingToken.from_environ(folder, os.environ)
     confirm = None if fencing_token is None else fencing_token.check
-    cfg, launch = RunConfig.from_dict(values), launch_environment_from(os.environ)
+    cfg = RunConfig.from_dict(values)
     with allow_packages(packages_from(os.environ)), with_config_dirs(config_dirs_from(os.environ)):
-        plan = None if launch is None else make_plan(cfg, launch=launch)
+        plan = plan_from_environ(os.environ, cfg)
         return run_task(cfg, identity, folder, stop=stop, plan=plan, confirm=confirm, report=report)
 
 

@@ -89,6 +89,11 @@ def from_environment() -> dict[str, Any]:
     return _read(os.environ.get(VARIABLE, ""))
 
 
+def to_environment(secrets: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variable that `in_environment` reads in another process; none without secrets."""
+    return {VARIABLE: json.dumps(dict(secrets))} if secrets else {}
+
+
 def _read(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text or "{}")

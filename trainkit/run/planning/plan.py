@@ -17,7 +17,7 @@ from trainkit.config.sections import NumericsConfig
 from trainkit.config.targets.build import build, resolve_target
 from trainkit.data.splits import size_of
 from trainkit.errors import ConfigError, Problem
-from trainkit.numerics.batch import BatchPlan, BatchSizes, resolve_batch
+from trainkit.numerics.batch import BatchPlan, resolve_batch
 from trainkit.numerics.schedules import LearningRate, scale_lr
 from trainkit.run.backends.base import ProcessBackend
 from trainkit.run.planning.build import Components, build_components
@@ -52,7 +52,7 @@ class RunPlan:
     """The learning rate of every step."""
     facts: PlanContext = field(default_factory=PlanContext)
     """The context that the strategy was validated with."""
-    engine: ProcessBackend | None = None
+    backend: ProcessBackend | None = None
     """The backend that starts the processes, if this machine does not."""
     micro_size_depends_on_replicas: bool = False
     """Whether the cut of a step depends on the number of replicas, because the config leaves it open."""
@@ -166,53 +166,47 @@ def make_plan(
         DataError: a dataset is absent, damaged or empty.
     """
     cluster = build(cfg.cluster, "cluster") if cfg.cluster else None
-    engine = cluster if isinstance(cluster, ProcessBackend) else None
-    gpus = _num_gpus(engine) if num_gpus is None else num_gpus
+    backend = cluster if isinstance(cluster, ProcessBackend) else None
     parts = build_components(cfg, splits)
-    facts = PlanContext(
-        numerics=parts.numerics,
-        num_gpus=gpus,
-        precision=parts.precision.value,
-        optimizer=_class_of(cfg.optimizer),
-        objective=parts.objective,
-        sample=parts.sample,
-        launch=launch,
-    )
+    facts = plan_context(cfg, parts, num_gpus=_num_gpus(backend) if num_gpus is None else num_gpus, launch=launch)
     problems = parts.strategy.validate(facts)
     if not problems:
-        problems += [*_elastic_problems(cfg, parts, facts, engine), *_evaluator_problems(cfg, parts, facts)]
+        problems += [*_elastic_problems(cfg, parts, facts, backend), *_evaluator_problems(cfg, parts, facts)]
     if problems:
         raise ConfigError(problems)
     refuse_unknown_fields(parts)
     replicas = parts.strategy.num_replicas(facts)
-    sizes = _sizes(cfg, replicas, default_shards_per_replica(parts.strategy))
-    num_samples = size_of(parts.datasets["train"])
-    batch = BatchPlan(
-        num_samples=num_samples,
-        global_size=sizes.global_size,
-        micro_size=sizes.micro_size,
-        drop_last=cfg.batch.drop_last,
-    )
-    if batch.steps_per_epoch == 0:
-        rule = f"larger than the {num_samples} training samples, and batch.drop_last leaves the short batch out."
-        raise ConfigError([Problem(key="batch.global_size", value=sizes.global_size, rule=rule)])
+    batch = _batch_plan(cfg, parts, replicas)
     num_steps = cfg.steps or max(1, round((cfg.epochs or 1) * batch.steps_per_epoch))
     resolved = replace(
-        cfg, batch=replace(cfg.batch, global_size=sizes.global_size, micro_size=sizes.micro_size, accumulation=None)
+        cfg, batch=replace(cfg.batch, global_size=batch.global_size, micro_size=batch.micro_size, accumulation=None)
     )
-    if engine is not None:
-        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": gpus})  # a worker sees only its own GPU
+    if backend is not None:  # a worker sees only its own GPU
+        resolved = replace(resolved, cluster={**cfg.cluster, "num_gpus": facts.num_gpus})
     return RunPlan(
         cfg=resolved,
         components=parts,
         tasks=parts.strategy.tasks(facts),
-        facts=replace(facts, micro_size=sizes.micro_size),
-        engine=engine,
+        facts=replace(facts, micro_size=batch.micro_size),
+        backend=backend,
         num_replicas=replicas,
         batch=batch,
         num_steps=num_steps,
         rate=_rate(cfg, parts, batch, num_steps),
         micro_size_depends_on_replicas=cfg.batch.micro_size is None and not cfg.numerics.reproducible,
+    )
+
+
+def plan_context(cfg: RunConfig, parts: Components, *, num_gpus: int, launch: LaunchEnvironment | None) -> PlanContext:
+    """Return what a strategy may judge a config by; the size of a shard is not resolved yet."""
+    return PlanContext(
+        numerics=parts.numerics,
+        num_gpus=num_gpus,
+        precision=parts.precision.value,
+        optimizer=_class_of(cfg.optimizer),
+        objective=parts.objective,
+        sample=parts.sample,
+        launch=launch,
     )
 
 
@@ -222,12 +216,12 @@ def _class_of(node: Mapping[str, Any]) -> type | None:
     return target if isinstance(target, type) else None
 
 
-def _num_gpus(engine: ProcessBackend | None) -> int:
-    return torch.cuda.device_count() if engine is None or engine.num_gpus == "auto" else engine.num_gpus
+def _num_gpus(backend: ProcessBackend | None) -> int:
+    return torch.cuda.device_count() if backend is None or backend.num_gpus == "auto" else backend.num_gpus
 
 
 def _elastic_problems(
-    cfg: RunConfig, parts: Components, facts: PlanContext, engine: ProcessBackend | None
+    cfg: RunConfig, parts: Components, facts: PlanContext, backend: ProcessBackend | None
 ) -> list[Problem]:
     fewest = cfg.elastic.min_replicas
     count = len(parts.strategy.tasks(facts))
@@ -235,8 +229,8 @@ def _elastic_problems(
         return []
     if facts.launch is not None:
         rule = f"has no effect under {facts.launch.kind}, which starts processes again itself: tell it how many."
-    elif engine is not None and not engine.elastic:
-        rule = f"has no effect: {engine.name} starts all processes or none."
+    elif backend is not None and not backend.elastic:
+        rule = f"has no effect: {backend.name} starts all processes or none."
     elif not parts.strategy.traits.elastic:
         rule = "has no effect: this strategy goes on with all its processes or not at all."
     elif fewest > count:
@@ -262,18 +256,28 @@ def _evaluator_problems(cfg: RunConfig, parts: Components, facts: PlanContext) -
     return problems
 
 
-def _sizes(cfg: RunConfig, replicas: int, shards_a_replica: int) -> BatchSizes:
+def _batch_plan(cfg: RunConfig, parts: Components, replicas: int) -> BatchPlan:
     sizes = resolve_batch(
         global_size=cfg.batch.global_size,
         micro_size=cfg.batch.micro_size,
         accumulation=cfg.batch.accumulation,
         num_replicas=replicas,
         lanes=cfg.numerics.lanes if cfg.numerics.reproducible else None,
-        shards_a_replica=shards_a_replica,
+        shards_a_replica=default_shards_per_replica(parts.strategy),
     )
     if isinstance(sizes, list):
         raise ConfigError(sizes)
-    return sizes
+    num_samples = size_of(parts.datasets["train"])
+    batch = BatchPlan(
+        num_samples=num_samples,
+        global_size=sizes.global_size,
+        micro_size=sizes.micro_size,
+        drop_last=cfg.batch.drop_last,
+    )
+    if batch.steps_per_epoch == 0:
+        rule = f"larger than the {num_samples} training samples, and batch.drop_last leaves the short batch out."
+        raise ConfigError([Problem(key="batch.global_size", value=sizes.global_size, rule=rule)])
+    return batch
 
 
 def _rate(cfg: RunConfig, parts: Components, batch: BatchPlan, num_steps: int) -> LearningRate:

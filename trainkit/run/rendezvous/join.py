@@ -106,29 +106,22 @@ def train_external(
         if late and launch.rank == 0:
             publish_join_info(barrier, cfg, plan.cfg.batch, folder=folder, fencing_token=fencing_token, token=token)
 
-        ranks_per_process = len(plan.tasks) // launch.num_ranks
+        per_process = len(plan.tasks) // launch.num_ranks
 
         def run(report: Reporter) -> Result:
-            if ranks_per_process > 1:
-                return _local_worker_group(
-                    barrier, plan, ranks_per_process, fencing_token, redacted(resolved.to_dict())[1]
-                ).run(folder)
+            if per_process > 1:
+                secrets = redacted(resolved.to_dict())[1]
+                return _local_worker_group(barrier, plan, per_process, fencing_token, secrets).run(folder)
             identity = identity_for(launch, plan, store=barrier.address, prefix=barrier.prefix, token=token)
             return _run_rank(resolved, identity, folder, plan=plan, fencing_token=fencing_token, report=report)
 
-        finish = partial(
-            finish_together,
-            barrier,
-            folder,
-            run,
-            confirm=fencing_token.check,
-            runs_local_workers=ranks_per_process > 1,
-        )
+        confirm = fencing_token.check
+        finish = partial(finish_together, barrier, folder, run, confirm=confirm, runs_local_workers=per_process > 1)
         if launch.rank > 0:
             announce_log(launch, log := folder.log_of(launch.rank))
             with redirect_output(log):
                 return {**finish(), "folder": str(folder.path)}
-        with recorded_run(folder, confirm=fencing_token.check) as record:
+        with recorded_run(folder, confirm=confirm) as record:
             record.log.write([launch.line()])  # printed before the folder existed
             record.follow_heartbeat()
             done = (finish() if job is None else job(folder.path, finish)) or {}
@@ -258,8 +251,8 @@ def _local_worker_group(
     first = barrier.launch.rank * ranks_per_process
     return LocalWorkerGroup(
         launch=barrier.launch,
+        plan=plan,
         tasks=plan.tasks[first : first + ranks_per_process],
-        num_ranks=len(plan.tasks),
         store=barrier.address,
         prefix=f"{barrier.prefix}/group",
         token=fencing_token.token,

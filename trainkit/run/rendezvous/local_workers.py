@@ -6,32 +6,30 @@ are not restarted: a failure ends this task, and with it the others.
 
 from __future__ import annotations
 
-import json
 import os
 import queue
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
-from trainkit.config.secrets.secrets import VARIABLE as SECRETS
-from trainkit.errors import TrainkitError
+from trainkit.config.secrets.secrets import to_environment
 from trainkit.run.folder import fencing_token
 from trainkit.run.folder.metadata import num_cores, worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import ProcessEvidence
 from trainkit.run.hang_detection.stacks import stacks_of
 from trainkit.run.hang_detection.watch import TimeLimits, Watch
+from trainkit.run.planning.plan import RunPlan
+from trainkit.run.planning.shared_plan import plan_to_environ
 from trainkit.run.process.fork_client import ENTRY, worker_group_factory
 from trainkit.run.process.worker_group import ProcessExit, WorkerGroup
 from trainkit.run.signals import Reason, StopFlag, signal_of, stop_error
 from trainkit.run.supervisor.failure import Failure, hanging, is_clean, root_cause
 
-VARIABLE: Final = "TRAINKIT_LAUNCH"
-"""Environment variable that holds the launch of a worker, so that it plans the same run as the others."""
 _GRACE_S: Final = 1.0
 
 
@@ -40,10 +38,10 @@ class LocalWorkerGroup:
     """The workers of this host."""
 
     launch: LaunchEnvironment
+    plan: RunPlan
+    """The plan of the run, over all hosts."""
     tasks: tuple[Task, ...]
     """The tasks of this host, with their devices."""
-    num_ranks: int
-    """Ranks of the run, over all hosts."""
     store: tuple[str, int]
     prefix: str
     token: str
@@ -94,7 +92,7 @@ class LocalWorkerGroup:
         """Wait for all to end; return the failures shortly after the first one, or a hang."""
         failed: list[ProcessExit] = []
         deadline = None
-        watch = Watch(self.limits, folder, sees_all=len(self.tasks) == self.num_ranks, pid_of=evidence.pid)
+        watch = Watch(self.limits, folder, sees_all=len(self.tasks) == len(self.plan.tasks), pid_of=evidence.pid)
         while group.running and (deadline is None or time.monotonic() < deadline):
             try:
                 event = events.get(timeout=min(0.2, watch.interval_s))
@@ -118,32 +116,11 @@ class LocalWorkerGroup:
     def _environ(self, task: Task) -> dict[str, str]:
         identity = Identity(
             task=task,
-            num_ranks=self.num_ranks,
+            num_ranks=len(self.plan.tasks),
             store=self.store,
             prefix=self.prefix,
             attempt=self.launch.attempt,
         )
         threads = {"OMP_NUM_THREADS": str(max(1, num_cores() // len(self.tasks)))}
-        inherited = {VARIABLE: json.dumps(asdict(self.launch)), fencing_token.VARIABLE: self.token}
-        secrets = {SECRETS: json.dumps(dict(self.secrets))} if self.secrets else {}
-        return {**worker_environ({**threads, **os.environ}, identity), **inherited, **secrets}
-
-
-def launch_environment_from(environ: Mapping[str, str]) -> LaunchEnvironment | None:
-    """Return the launch that a worker of a host belongs to; None if there is no external launch.
-
-    Raises:
-        TrainkitError: the variable is malformed.
-    """
-    text = environ.get(VARIABLE, "")
-    if not text:
-        return None
-    try:
-        values = json.loads(text)
-        tasks = tuple(Task(**task) for task in values.pop("tasks"))
-        host, port = values.pop("store")
-        return LaunchEnvironment(
-            **{**values, "tasks": tasks, "store": (host, port), "addresses": tuple(values["addresses"])}
-        )
-    except (ValueError, TypeError, KeyError) as error:
-        raise TrainkitError(f"{VARIABLE} holds no launch: {error}") from error
+        inherited = {**plan_to_environ(self.plan), fencing_token.VARIABLE: self.token}
+        return {**worker_environ({**threads, **os.environ}, identity), **inherited, **to_environment(self.secrets)}

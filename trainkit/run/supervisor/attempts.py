@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
-from typing import Any, Final
+from typing import Final
 
 from trainkit.cluster.identity import Identity
 from trainkit.cluster.tasks import Task
-from trainkit.config.secrets.secrets import VARIABLE as SECRETS
 from trainkit.run.folder.metadata import worker_environ
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.hang_detection.process_evidence import MemoryEvents, ProcessEvidence
@@ -40,64 +39,79 @@ _SHUTDOWN_GRACE_S: Final = 5.0
 """How long auxiliary tasks have to end after the training."""
 
 
+def log_to_stderr(line: str) -> None:
+    """Log a line on the terminal."""
+    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisorSettings:
+    """How the ranks of a run are started, watched and restarted."""
+
+    max_restarts: int = 3
+    """Bounds the restarts, see `trainkit.run.supervisor.restart_policy`; 0 never restarts."""
+    min_replicas: int | None = None
+    """The run continues without lost replicas as long as so many are left; None: only with all."""
+    retry_s: float = 60.0
+    """Seconds until a lost replica is tried again."""
+    limits: TimeLimits = TimeLimits()  # noqa: RUF009 - frozen
+    """How long a rank may make no progress."""
+    pass_fds: Sequence[int] = ()
+    """File descriptors that every worker inherits: the lock of the folder."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the workers besides those of this process: the plan, and the secrets, which are in no file."""
+    auxiliary_ranks: Collection[int] = ()
+    """Ranks that serve the rank that trains, and end with it."""
+    replaceable: Collection[int] = ()
+    """Ranks that are restarted alone when they die, while the others continue."""
+    log: Callable[[str], None] = log_to_stderr
+    """Logs restarts, and replicas lost and tried again."""
+
+
 class AttemptRunner:
     """Starts the ranks of a run, once for every attempt.
 
     Args:
         membership: the replicas that take part.
+        settings: how they are started, watched and restarted.
         folder: the run folder.
         command: the command to start, the same for every rank.
         groups: creates the worker group of an attempt, not started: (attempt number, callback for exits) -> group.
         rendezvous: the store of the ranks.
-        limits: how long a rank may make no progress.
-        secrets: values that the workers need and that are in no file.
-        auxiliary_ranks: auxiliary ranks: they serve the rank that trains, and end with it.
-        replaceable: ranks that are restarted alone when they die.
-        max_restarts: deaths of such a rank in a row, without progress, that are tolerated.
-        log: logs a line about such a death.
-        memory: counts processes that the kernel killed for lack of memory; by default those of this cgroup.
     """
 
     def __init__(
         self,
         membership: ReplicaMembership,
+        settings: SupervisorSettings,
         *,
         folder: RunFolder,
         command: Sequence[str],
         groups: Callable[[int, Callable[[ProcessExit], None]], WorkerGroup],
         rendezvous: Rendezvous,
-        limits: TimeLimits,
-        secrets: Mapping[str, Any],
-        auxiliary_ranks: Collection[int] = (),
-        replaceable: Collection[int] = (),
-        max_restarts: int = 0,
-        log: Callable[[str], None] = print,
-        memory: MemoryEvents | None = None,
     ) -> None:
         self._membership = membership
+        self._settings = settings
         self._folder = folder
         self._command = command
         self._groups = groups
         self._rendezvous = rendezvous
-        self._limits = limits
-        self._environ = {**os.environ, **({SECRETS: json.dumps(secrets)} if secrets else {})}
+        self._environ = {**os.environ, **settings.environ}
         self._token = token_hex(32)
-        self._auxiliary_ranks = frozenset(auxiliary_ranks)
-        alone = frozenset(task.rank for task in membership.tasks if max_restarts or task.is_evaluator)
-        self._replaceable = frozenset(replaceable) & alone  # an evaluator never ends a run
-        self._max_restarts, self._log = max_restarts, log
-        self._memory = memory or MemoryEvents()
+        self._auxiliary_ranks = frozenset(settings.auxiliary_ranks)
+        alone = frozenset(task.rank for task in membership.tasks if settings.max_restarts or task.is_evaluator)
+        self._replaceable = frozenset(settings.replaceable) & alone  # an evaluator never ends a run
+        self._memory = MemoryEvents()
         self._presence = Presence(folder.path)
         self._begin()
-        self.events: queue.SimpleQueue[ProcessExit | Reason] = (
-            queue.SimpleQueue()
-        )  # its put is safe in a signal handler
+        # Its put is safe in a signal handler.
+        self.events: queue.SimpleQueue[ProcessExit | Reason] = queue.SimpleQueue()
         self.stop = StopFlag()
 
     def _begin(self) -> None:
         """Reset the state that belongs to one attempt."""
         self._evidence = ProcessEvidence(self._folder, memory=self._memory)
-        self._watcher = Watch(self._limits, self._folder)
+        self._watcher = Watch(self._settings.limits, self._folder)
         self._asked_to_resize = False
         self._trained_at: float | None = None  # when the training ended, if there are auxiliary ranks
         self._rank0_ended_at: float | None = None  # when rank 0 ended cleanly
@@ -106,8 +120,8 @@ class AttemptRunner:
         self._replacing = TaskRestarter(
             [task for task in self._membership.tasks if task.rank in self._replaceable],
             folder=self._folder,
-            max_restarts=self._max_restarts,
-            log=self._log,
+            max_restarts=self._settings.max_restarts,
+            log=self._settings.log,
         )
 
     def run(self, attempt: int, *, continues_at: int | None) -> Failure | None:
@@ -121,7 +135,7 @@ class AttemptRunner:
         with self._groups(attempt, self.events.put) as group:
             self._evidence = ProcessEvidence(self._folder, lambda: group.marks, memory=self._memory)
             self._watcher = Watch(
-                self._limits, self._folder, auxiliary_ranks=self._auxiliary_ranks, pid_of=self._evidence.pid
+                self._settings.limits, self._folder, auxiliary_ranks=self._auxiliary_ranks, pid_of=self._evidence.pid
             )
             for task in self._membership.tasks:
                 self._start(group, task, attempt)
@@ -246,7 +260,7 @@ class AttemptRunner:
             self._end(group, rank)
         if left & kept and self._rank0_ended_at is None and not self._announced_waiting:
             self._announced_waiting = True
-            self._log("The training has ended. Waiting for the evaluator to finish.")
+            self._settings.log("The training has ended. Waiting for the evaluator to finish.")
 
     @property
     def _evaluators(self) -> frozenset[int]:

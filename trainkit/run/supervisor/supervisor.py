@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,10 @@ from trainkit.errors import CrashLoopError, StoppedError, StorageError, Trainkit
 from trainkit.run.folder.restart_record import Restart, record_restart
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.skipped import skipped_in
-from trainkit.run.hang_detection.watch import TimeLimits
 from trainkit.run.process.fork_client import ENTRY, worker_group_factory
 from trainkit.run.process.store import HostedStore, Rendezvous
 from trainkit.run.signals import REASONS, Reason, StopFlag, status_of_error, stop_error
-from trainkit.run.supervisor.attempts import AttemptRunner
+from trainkit.run.supervisor.attempts import AttemptRunner, SupervisorSettings
 from trainkit.run.supervisor.failure import Failure
 from trainkit.run.supervisor.membership import ReplicaMembership
 from trainkit.run.supervisor.restart_policy import Fault, RestartPolicy, fault_of
@@ -45,19 +43,11 @@ from trainkit.trainer.manifest import list_complete
 def supervise(
     resolved: Path,
     tasks: Sequence[Task],
+    settings: SupervisorSettings = SupervisorSettings(),  # noqa: B008 - frozen
     *,
     folder: RunFolder,
-    max_restarts: int = 3,
-    min_replicas: int | None = None,
-    retry_s: float = 60.0,
-    limits: TimeLimits = TimeLimits(),  # noqa: B008 - frozen
-    pass_fds: Sequence[int] = (),
-    secrets: Mapping[str, Any] | None = None,
-    auxiliary_ranks: Collection[int] = (),
-    replaceable: Collection[int] = (),
     command: Sequence[str] | None = None,
     rendezvous: Rendezvous | None = None,
-    log: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Run all tasks of a run on this machine, each in its own process, until they have ended.
 
@@ -67,18 +57,10 @@ def supervise(
     Args:
         resolved: the config file that the workers read.
         tasks: one per process; rank 0 writes the run folder, and its output goes to the terminal.
+        settings: how they are started, watched and restarted.
         folder: the run folder; the caller holds its lock.
-        max_restarts: bounds the restarts, see `trainkit.run.supervisor.restart_policy`; 0 never restarts.
-        min_replicas: the run continues without lost replicas as long as so many are left; None: only with all.
-        retry_s: seconds until a lost replica is tried again.
-        limits: how long a rank may make no progress.
-        pass_fds: file descriptors that every worker inherits: the lock of the folder.
-        secrets: values that `resolved` does not hold, by full key; from `write_resolved`.
-        auxiliary_ranks: auxiliary ranks: they serve rank 0 and end with it.
-        replaceable: ranks that are restarted alone when they die, while the others continue.
         command: the command to start instead of `python -m trainkit.run.worker_main RESOLVED`; tests use it.
         rendezvous: the store of the ranks; by default one on the loopback interface, for this run alone.
-        log: logs restarts, and replicas lost and tried again; by default a line on stderr.
 
     Returns:
         The content of `result.json`.
@@ -89,26 +71,20 @@ def supervise(
         HangError: a rank hangs, and there is no checkpoint to restart from.
         TrainkitError: a worker raised it; TrainingError for any other failure.
     """
+    command = command or [*ENTRY, str(resolved)]
     with ExitStack() as stack:
-        store = rendezvous or stack.enter_context(HostedStore())
-        membership = ReplicaMembership(tasks, min_replicas=min_replicas, retry_s=retry_s)
-        command = command or [*ENTRY, str(resolved)]
+        membership = ReplicaMembership(tasks, min_replicas=settings.min_replicas, retry_s=settings.retry_s)
         attempts = AttemptRunner(
             membership,
+            settings,
             folder=folder,
             command=command,
-            groups=stack.enter_context(worker_group_factory(command, tasks, pass_fds=pass_fds)),
-            rendezvous=store,
-            limits=limits,
-            secrets=secrets or {},
-            auxiliary_ranks=auxiliary_ranks,
-            replaceable=replaceable,
-            max_restarts=max_restarts,
-            log=log or _log_to_stderr,
+            groups=stack.enter_context(worker_group_factory(command, tasks, pass_fds=settings.pass_fds)),
+            rendezvous=rendezvous or stack.enter_context(HostedStore()),
         )
         attempts.stop = stack.enter_context(StopFlag(attempts.events.put))
         try:
-            return _until_done(attempts, membership, folder, max_restarts=max_restarts, log=log or _log_to_stderr)
+            return _until_done(attempts, membership, folder, settings)
         except KeyboardInterrupt:
             stopped = StoppedError(f"stopped at once. {_last_checkpoint_note(folder)}")
             _record(folder, stopped)
@@ -135,13 +111,9 @@ def _record(folder: RunFolder, error: TrainkitError) -> None:
 
 
 def _until_done(
-    attempts: AttemptRunner,
-    membership: ReplicaMembership,
-    folder: RunFolder,
-    *,
-    max_restarts: int,
-    log: Callable[[str], None],
+    attempts: AttemptRunner, membership: ReplicaMembership, folder: RunFolder, settings: SupervisorSettings
 ) -> dict[str, Any]:
+    max_restarts, log = settings.max_restarts, settings.log
     best, rule, resized = _newest_step(folder), RestartPolicy(max_restarts), False
     for attempt in itertools.count():
         for line in membership.next_members():
@@ -237,7 +209,3 @@ def _newest_step(folder: RunFolder) -> int | None:
 def _last_checkpoint_note(folder: RunFolder) -> str:
     step = _newest_step(folder)
     return "There is no checkpoint." if step is None else f"The last checkpoint is that of step {step}."
-
-
-def _log_to_stderr(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)  # noqa: T201 - the terminal is where it is read
