@@ -5,8 +5,8 @@ import pytest
 
 import trainkit
 from trainkit.errors import ConfigError
+from trainkit.verbs.running.train import expand_folds, refuse_open_folds
 from trainkit.verbs.support.call import Call
-from trainkit.verbs.support.cv import expand_folds, refuse_open_folds
 
 
 def overrides(*given: str) -> tuple[str, ...]:

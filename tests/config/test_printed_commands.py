@@ -9,7 +9,7 @@ from trainkit.config.compose import compose
 from trainkit.config.paths import config_dir_arguments, with_config_dirs
 from trainkit.config.resume import compose_resumed
 from trainkit.verbs.running.prove import _command
-from trainkit.verbs.support.cv import expand_folds
+from trainkit.verbs.running.train import expand_folds
 
 
 def test_the_fold_of_each_run_replaces_what_the_person_gave() -> None:

@@ -27,7 +27,7 @@ from trainkit.run.folder.metadata import git_state, packages, write_environment,
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.process.error_report import error_report
 from trainkit.run.rendezvous.consistency import config_digest
-from trainkit.sweeps.resuming import identity
+from trainkit.sweeps.launching import identity
 
 ANYWHERE = """
 api_key apikey apiKey API_KEY wandb_api_key password db_passwd pwd secret client_secret secret_key token

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from trainkit.callbacks.tensorboard import grid, png_bytes
 from trainkit.report.events import EventFile
-from trainkit.report.png import grid, png_bytes
 
 if TYPE_CHECKING:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -17,7 +17,7 @@ from trainkit.errors import HangupError
 from trainkit.run.folder import status
 from trainkit.run.folder.run_folder import RunFolder
 from trainkit.run.folder.status import FILE, StatusFile, read_status
-from trainkit.verbs.support.runs import list_runs
+from trainkit.verbs.looking.ls import list_runs
 
 
 @pytest.fixture

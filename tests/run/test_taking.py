@@ -180,7 +180,7 @@ ALLOWED = {
     "report/curves.py": "a picture, set aside before the first run (run/folder/lock.py)",
     "callbacks/metrics_file.py": "metrics.jsonl, set aside before the first run (run/folder/lock.py)",
     "data/reading/files.py": "a download in a temporary folder of its own; its target was absent",
-    "sweeps/backends/remote.py": "the description of a job that this process wrote",
+    "sweeps/backends/launching.py": "the description of a job that this process wrote",
     "run/backends/attempt.py": ".attempts and .stop, set aside before the first run (run/folder/lock.py)",
     "run/supervisor/restart_policy.py": "an error report in the live folder of the run",
     "run/rendezvous/relaunch.py": "the record of this launch, whose content names this run folder",

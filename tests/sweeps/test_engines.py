@@ -25,8 +25,7 @@ from trainkit.config.compose.loader import ComposedConfigLoader
 from trainkit.errors import ConfigError, MissingExtraError
 from trainkit.sweeps.backends.base import JobBackend
 from trainkit.sweeps.backends.job_spec import Driver, JobSpec, exit_code_file, run_described
-from trainkit.sweeps.backends.launching import ENGINES
-from trainkit.sweeps.backends.remote import Remote
+from trainkit.sweeps.backends.launching import ENGINES, Remote
 from trainkit.sweeps.loop.processes import JobCommand
 
 WAITS = "import time; time.sleep(60)"

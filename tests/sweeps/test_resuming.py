@@ -13,8 +13,8 @@ from tests.sweeps.support import FRAIL, RUN, job, run, sweep_in
 from trainkit.config.schema import RunConfig
 from trainkit.config.sections import EvalConfig
 from trainkit.sweeps.job_sources import SweepJob
+from trainkit.sweeps.launching import identity
 from trainkit.sweeps.loop.slots import Slots
-from trainkit.sweeps.resuming import identity
 
 SLOW = "import time; time.sleep(0.2)\n" + RUN
 LONG_ENOUGH = 8

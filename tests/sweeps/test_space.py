@@ -4,7 +4,7 @@ import pytest
 
 from trainkit.config.compose import Composer
 from trainkit.errors import ConfigError
-from trainkit.sweeps.spaces import random_search as drawing
+from trainkit.sweeps.spaces import request as drawing
 from trainkit.sweeps.spaces.request import read_request
 
 

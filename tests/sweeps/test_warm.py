@@ -16,7 +16,7 @@ import pytest
 from tests.support.settings import latest
 from tests.sweeps.support import run, sweep_in
 from trainkit.sweeps.job_sources import SweepJob
-from trainkit.sweeps.loop.fork_server import WarmStarter
+from trainkit.sweeps.launching import WarmStarter
 from trainkit.sweeps.loop.processes import JobCommand
 from trainkit.sweeps.loop.slots import Slots
 from trainkit.sweeps.loop.sweep_loop import LOG

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
@@ -16,20 +18,48 @@ from hydra.types import HydraContext
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.identity import tag_of
+from trainkit.config.provenance import dotted, leaves
 from trainkit.config.schema import RunConfig
-from trainkit.config.secrets.secrets import missing_secrets
+from trainkit.config.secrets.keys import secret_keys
+from trainkit.config.secrets.secrets import missing_secrets, redacted
 from trainkit.config.sections import SweepConfig as Settings
 from trainkit.config.texts import path_rule
 from trainkit.errors import ConfigError, Problem
-from trainkit.redaction import REDACTED, redacted_argument
+from trainkit.fields import Tag
+from trainkit.moved import with_original_targets
+from trainkit.redaction import REDACTED, redacted_argument, variable_of
 from trainkit.run.folder.metadata import num_cores
+from trainkit.run.process.fork_client import ForkedGroup, ForkServerClient
 from trainkit.sweeps.job_sources import JobList, JobSource, SweepJob, free_folder
-from trainkit.sweeps.loop.fork_server import WarmStarter
-from trainkit.sweeps.loop.processes import start_fresh
+from trainkit.sweeps.loop.processes import JobCommand, JobProcess, start_fresh, started_in
 from trainkit.sweeps.loop.slots import Slots, numbering_problems
 from trainkit.sweeps.loop.sweep import Sweep
 from trainkit.sweeps.results.sweep_state import FILE
-from trainkit.sweeps.resuming import identity
+
+_ENTRY: Final = (sys.executable, "-m", "trainkit")
+
+
+class WarmStarter(ForkServerClient):
+    """Starts trainkit jobs as forks of one process that has imported their modules, and other jobs as new processes.
+
+    The preloaded process starts and ends with the block; a job that is started before it is ready waits.
+
+    Args:
+        environ: environment variables of every job in addition to those of this process: its number of threads.
+    """
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        whole = {**os.environ, **environ, "PYTHONUNBUFFERED": "1"}
+        super().__init__("trainkit.sweeps.loop.fork_server_main", whole, log=Path(os.devnull))
+
+    def __call__(self, job: JobCommand) -> JobProcess:
+        """Start a job."""
+        return started_in(ForkedGroup(self, _ENTRY, job.number, job.report), job)
+
+    def keep(self, data: Mapping[str, Any]) -> None:
+        """Share a dataset between all later jobs if it can be shared; otherwise each job reads its own."""
+        self.broadcast({"data": dict(data)})
 
 
 class Launching:
@@ -250,3 +280,34 @@ def _returned(config: DictConfig, job: SweepJob, code: int | None) -> JobReturn:
 
 def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the user's screen
+
+
+_OF_THE_SWEEP: Final = "sweep"
+
+
+def identity(cfg: RunConfig) -> str:
+    """Return a hash that is equal for two configs if the result of one can stand for the other's.
+
+    `name`, keys of logging and saving, and keys about the sweep as a whole do not count. Placement and speed do count,
+    unlike in the fingerprint: a sweep over strategies has separate points. Secrets do not count.
+
+    Example:
+        >>> one, other = RunConfig(name="a"), RunConfig(name="b", log_every_steps=3)
+        >>> identity(one) == identity(other) != identity(RunConfig(seed=1))
+        True
+    """
+    secrets = secret_keys(cfg.to_dict())
+    counted = {
+        dotted(path): _canonical(value)
+        for path, value in leaves(redacted(cfg.to_dict())[0])
+        if path not in secrets
+        and variable_of(value) is None
+        and path[0] != _OF_THE_SWEEP
+        and tag_of(cfg, path).tag is not Tag.cosmetic
+    }
+    text = json.dumps(with_original_targets(counted), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _canonical(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value

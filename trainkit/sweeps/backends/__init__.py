@@ -4,8 +4,7 @@ The sweep loop is the same as with the launcher `slots`: it decides what is retr
 backend only starts jobs: it receives one module-level function and the path of a file that describes the job.
 
     job_spec        what a backend runs: the function, and the file that describes a job
-    remote          the sweep's side: describes jobs, submits them, and reads how they end
     base            the interface of a backend
     joblib_workers, ray_tasks, submitit_jobs    the backends
-    launching       the launchers of the backends
+    launching       the launchers of the backends: describe jobs, submit them, and read how they end
 """

@@ -25,11 +25,11 @@ from trainkit.report.drawing import Drawing, sweep_request
 from trainkit.report.numbers import count, duration, figure
 from trainkit.run.folder.run_folder import write_atomically
 from trainkit.strategies import ALL_DEVICES
-from trainkit.sweeps.results.folds import by_point
 from trainkit.sweeps.results.job_results import (
     NOT_RUN,
     PRUNED,
     JobResult,
+    by_point,
     goal_of,
     read_entries,
     relative,

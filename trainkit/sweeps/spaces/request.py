@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from trainkit.config.compose import Composer
-from trainkit.config.compose.space import Choices, Space
+from trainkit.config.compose.space import Choices, Interval, Space
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.sections import MOST_JOBS
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.sweeps.spaces.halving import num_rungs
-from trainkit.sweeps.spaces.random_search import sample
 
 _SEARCHES: Final = ("random", "optuna", "halving")
 
@@ -115,3 +116,40 @@ def read_request(composer: Composer, overrides: Sequence[str], *, sweeper: str |
     if problems := list(found.problems()):
         raise ConfigError(problems)
     return found
+
+
+def sample(space: Space, *, trials: int, seed: int) -> list[list[str]]:
+    """Draw the arguments of random points: listed values with equal probability, intervals uniformly, or log-uniformly
+    under `log`.
+
+    Every value depends only on the seed, the number of its point and its key: a search with more trials begins with the
+    same points, and a further key does not change the values of the others.
+
+    Example:
+        >>> axis = Interval(key="optimizer.lr", low=0.001, high=0.1, log=True)
+        >>> space = Space(lines={"optimizer.lr": ""}, axes=(axis,))
+        >>> sample(space, trials=3, seed=0)[:2] == sample(space, trials=2, seed=0)
+        True
+
+    Source: Bergstra and Bengio 2012, jmlr.org/papers/v13/bergstra12a.html.
+    """
+    return [_point(space, f"{seed}/{number}") for number in range(trials)]
+
+
+def _point(space: Space, key: str) -> list[str]:
+    values: dict[str, str] = {}
+    for axis in space.axes:
+        if isinstance(axis, Choices):
+            rng = random.Random(f"{key}/{axis.keys[0]}")  # noqa: S311 - a search, no secret
+            values |= zip(axis.keys, rng.choice(axis.rows), strict=True)
+        else:
+            rng = random.Random(f"{key}/{axis.key}")  # noqa: S311 - the same
+            values[axis.key] = axis.text(_number(axis, rng.random()))
+    return space.point(values)
+
+
+def _number(axis: Interval, share: float) -> float:
+    """Return the number at a fraction of an interval; integers share it equally."""
+    low, high = axis.low, axis.high + (1 if axis.whole else 0)
+    value = low * (high / low) ** share if axis.log else low + (high - low) * share
+    return min(math.floor(value), axis.high) if axis.whole else value

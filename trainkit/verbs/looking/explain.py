@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import itertools
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
 from typing import Any, Final
@@ -75,7 +79,6 @@ def explanation(call: Call) -> Iterator[str]:
 
 
 def _doc_and_tag(cfg: Any, path: tuple[str, ...]) -> tuple[str, str]:
-    from trainkit.config.field_docs import doc_line  # noqa: PLC0415
     from trainkit.config.identity import tag_of  # noqa: PLC0415
     from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of  # noqa: PLC0415
     from trainkit.config.targets.build import TARGET, resolve_target  # noqa: PLC0415 - imports the target
@@ -94,3 +97,43 @@ def _doc_and_tag(cfg: Any, path: tuple[str, ...]) -> tuple[str, str]:
         kind = hint if is_dataclass(hint) else None
     doc = doc_line(kind, names[-1]) if kind is not None and names else ""
     return doc, _MEANINGS[tag_of(cfg, path).tag]
+
+
+def doc_lines(kind: Any) -> dict[str, str]:
+    """Return field -> first line of the docstring under it, with inherited fields; empty for a class without source.
+
+    Example:
+        >>> from trainkit.config.sections import ClipConfig
+        >>> doc_lines(ClipConfig)
+        {'max_norm': "Largest global norm of a step's gradient; null does not clip."}
+    """
+    found: dict[str, str] = {}
+    for base in reversed(getattr(kind, "__mro__", ())):
+        found.update(_own_lines(base))
+    return found
+
+
+def doc_line(kind: Any, name: str) -> str:
+    """Return the docstring line of one field, or an empty text."""
+    return doc_lines(kind).get(name, "")
+
+
+def _own_lines(kind: Any) -> dict[str, str]:
+    if not getattr(kind, "__module__", "").startswith("trainkit"):
+        return {}
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(kind)))
+    except (OSError, TypeError, SyntaxError):
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    found = {}
+    for field, text in itertools.pairwise(body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(text, ast.Expr)
+            and isinstance(text.value, ast.Constant)
+            and isinstance(text.value.value, str)
+        ):
+            found[field.target.id] = text.value.value.strip().splitlines()[0]
+    return found

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from trainkit.cluster.detect import VARIABLE, detect
+from trainkit.config.grammar import refusal, replacing
 from trainkit.config.texts import whole_number
 from trainkit.config.values import MOST_PROCESSES
 from trainkit.errors import ConfigError, Problem
@@ -50,7 +52,6 @@ def _sweep(call: Call) -> int:
     """Check every point, then pass the sweep to Hydra's sweeper and the cluster's launcher."""
     from trainkit.config.compose.jobs import multirun  # noqa: PLC0415 - for sweeps only
     from trainkit.report.train_log import lasting_output  # noqa: PLC0415 - the same
-    from trainkit.verbs.support.cv import expand_folds, refuse_open_folds  # noqa: PLC0415 - for sweeps only
     from trainkit.verbs.support.points import sweep_points  # noqa: PLC0415 - the same
 
     _refuse_launch()
@@ -132,3 +133,47 @@ def _exit_code(outcome: Any) -> int:
     jobs = [job for batch in outcome or () for job in batch]
     codes = [job.return_value for job in jobs]
     return 0 if all(code in (0, None) or not isinstance(code, int) for code in codes) else 1
+
+
+_LISTING: Final = ("basic", "grid", "random")
+"""Sweepers that know all their points in advance."""
+
+
+def expand_folds(call: Call) -> Call:
+    """Return the call with `cv.fold` swept over all folds, where it asks for cross-validation without naming a fold.
+
+    Raises:
+        ConfigError: a sweep would give its points different folds, or only some of them.
+    """
+    from trainkit.config.compose import Composer  # noqa: PLC0415 - for sweeps only
+
+    composer = Composer(call.config_dirs, call.packages)
+    parsed, _ = composer.parse(call.overrides)
+    swept = {item.key_or_group for item in parsed if item.is_sweep_override()}
+    if "cv.folds" in swept:
+        raise refusal("cv.folds", "is one number: a sweep compares points on the same folds.")
+    single = [item.input_line or "" for item in parsed if not item.is_sweep_override()]
+    composition = composer.compose(single, for_others=True)
+    cv = composition.values.get("cv") or {}
+    folds = cv.get("folds")
+    # The check reports what is wrong with it, together with all other problems.
+    if not isinstance(folds, int) or folds < 2 or cv.get("fold") is not None or "cv.fold" in swept:
+        return call
+    if composition.sweeper not in _LISTING:
+        rule = (
+            f"{composition.sweeper} learns from one run after another, and a point has one a fold. Use grid or random."
+        )
+        raise refusal("hydra/sweeper", rule)
+    return replace(call, overrides=replacing(call.overrides, f"cv.fold=range({folds})"))
+
+
+def refuse_open_folds(points: Iterable[Composition]) -> None:
+    """Refuse points of a sweep that are cross-validations themselves, of several runs each.
+
+    Raises:
+        ConfigError: a recipe among several sets cv.folds.
+    """
+    for point in points:
+        if point.asks_for_folds:
+            rule = "only some points of the sweep ask for it. Give it on the command line, or cv.fold too."
+            raise ConfigError([point.problem("cv.folds", rule, value=point.values["cv"]["folds"])])
