@@ -42,11 +42,10 @@ def compose(
         >>> compose(["recipe=null", "epochs=3"]).cfg.epochs
         3
     """
-    from trainkit.config.check import check_names  # noqa: PLC0415 - Hydra only where one composes
+    from trainkit.config.check import check_names, fitted  # noqa: PLC0415 - Hydra only where one composes
     from trainkit.config.compose import compose as compose_run  # noqa: PLC0415
 
-    composition = compose_run(overrides, config_dirs=config_dirs, packages=packages)
-    problems = check_names(composition)
+    composition, problems = fitted(compose_run(overrides, config_dirs=config_dirs, packages=packages), check_names)
     if problems:
         raise ConfigError(problems)
     return composition
@@ -70,13 +69,13 @@ def train(run: Composition | RunConfig, *, run_dir: str | Path | None = None) ->
         result = train(compose(["epochs=1"]))
         result["metrics"]["val/accuracy"]
     """
-    from trainkit.config.check import check  # noqa: PLC0415 - imports the targets, and torch with them
+    from trainkit.config.check import checked  # noqa: PLC0415 - imports the targets, and torch with them
 
     composition = run if isinstance(run, Composition) else Composition(values=run.to_dict(), overrides=("recipe=null",))
     if composition.is_sweep:
         raise ConfigError([_several(composition)])
     with allow_packages(composition.packages), with_config_dirs(composition.config_dirs):
-        return _train_checked(composition.with_notes(check(composition)), run_dir)
+        return _train_checked(checked(composition), run_dir)
 
 
 def _train_checked(composition: Composition, run_dir: str | Path | None) -> dict[str, Any]:

@@ -281,8 +281,14 @@ def test_a_bad_argument_is_refused_in_these_words(
         (
             ("-m", "strategy=one_device,mirrored", "strategy.replics=2"),
             [
-                "strategy.replics: no such key in one_device. There are: device. (command line)",
-                "strategy.replics: no such key in mirrored. Did you mean strategy.replicas? (command line)",
+                (
+                    "strategy.replics: no such key in one_device. There are: device. "
+                    "In the point strategy=one_device. (command line)"
+                ),
+                (
+                    "strategy.replics: no such key in mirrored. Did you mean strategy.replicas? "
+                    "In the point strategy=mirrored. (command line)"
+                ),
             ],
         ),
         (("-m", "seed=1,x"), ["seed=x: must be a whole number. (command line)"]),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass, replace
+from functools import partial
 from typing import Any, Final
 
+from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.provenance import KeyPath, dotted, is_path_key, leaves, lookup
@@ -22,7 +24,16 @@ from trainkit.config.texts import path_rule
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["beyond_64_bits", "check", "check_names", "check_values", "paths_too_long"]
+__all__ = [
+    "beyond_64_bits",
+    "check",
+    "check_both",
+    "check_names",
+    "check_values",
+    "checked",
+    "fitted",
+    "paths_too_long",
+]
 
 _OPTIONAL: Final = ("cluster", *LIST_GROUPS)
 
@@ -41,13 +52,33 @@ def check(composition: Composition, *, multirun: bool = False) -> tuple[str, ...
     Raises:
         ConfigError: every problem of the first phase; if there are none, those of the second.
     """
-    for phase in (check_names(composition, multirun=multirun), check_values(composition)):
-        if phase:
-            raise ConfigError(phase)
+    if problems := check_both(composition, multirun=multirun):
+        raise ConfigError(problems)
+    return _notes(composition, multirun=multirun)
+
+
+def checked(composition: Composition, *, multirun: bool = False) -> Composition:
+    """Run both phases; return the composition with notes, and without keys of a recipe that the user's make impossible.
+
+    Arguments and errors are those of `check`.
+    """
+    composition, problems = fitted(composition, partial(check_both, multirun=multirun))
+    if problems:
+        raise ConfigError(problems)
+    return composition.with_notes(_notes(composition, multirun=multirun))
+
+
+def _notes(composition: Composition, *, multirun: bool) -> tuple[str, ...]:
+    """Return notes about keys that have no effect, and about keys that are not checked."""
     with allow_packages(composition.packages):
         unchecked = [key for path, node in _nodes(composition) for key in unchecked_keys(path, node)]
     taken = [f"{key}: not checked, its class takes any key" for key in unchecked]
     return (*unused_keys(composition, multirun=multirun)[1], *taken)
+
+
+def check_both(composition: Composition, *, multirun: bool = False) -> list[Problem]:
+    """Return the problems of the first phase; if there are none, those of the second."""
+    return check_names(composition, multirun=multirun) or check_values(composition)
 
 
 def check_names(composition: Composition, *, multirun: bool = False) -> list[Problem]:

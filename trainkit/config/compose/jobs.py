@@ -136,7 +136,7 @@ def multirun(
     config_dirs: Sequence[str | Path],
     packages: Sequence[str],
     task: Callable[[DictConfig], Any],
-    check: Callable[[Composition], None],
+    check: Callable[[Composition], Composition],
 ) -> Any:
     """Run a sweep with Hydra's sweeper, and its jobs with the launcher that the cluster chose.
 
@@ -145,7 +145,7 @@ def multirun(
         config_dirs: the user's config folders.
         packages: further packages that targets may come from.
         task: a module-level function that runs one job; launchers may pickle it.
-        check: raises if a point that the sweeper proposes is invalid.
+        check: returns a point that the sweeper proposes as it is run; raises if it is invalid.
 
     Returns:
         What the sweeper returns: for the basic one a list of lists of `JobReturn`.

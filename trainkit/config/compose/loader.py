@@ -40,7 +40,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
     """Hydra's config loader, with the values from trainkit's composition."""
 
     def __init__(
-        self, composer: Composer, check: Callable[[Composition], None] | None = None, *, lenient: bool = False
+        self, composer: Composer, check: Callable[[Composition], Composition] | None = None, *, lenient: bool = False
     ) -> None:
         super().__init__(composer.loader.config_search_path)
         self.composer = composer
@@ -48,7 +48,7 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         self.hydra_arguments: list[str] = []
         """Arguments for Hydra of the sweep, with their secrets, which the config of a sweep does not hold."""
         self.check = check
-        """Called with every composition that a sweep makes."""
+        """Called with every composition that a sweep makes; returns the one to use."""
         self.lenient = lenient
         """Whether a composition with problems is accepted: completion reads lines that are still being typed."""
 
@@ -65,10 +65,10 @@ class ComposedConfigLoader(ConfigLoaderImpl):
         parsed, problems = self.composer.parse(overrides)
         single = [item for item in parsed if not item.is_sweep_override()]
         composition = self.composer.compose([item.input_line or "" for item in single], for_others=True)
+        if self.check is not None and len(single) == len(parsed):
+            composition = self.check(composition)
         if (problems or composition.problems) and not self.lenient:
             raise ConfigError([*problems, *composition.problems])
-        if self.check is not None and len(single) == len(parsed):
-            self.check(composition)
         return self.configuration(composition, parsed, run_mode)
 
     def configuration(self, composition: Composition, parsed: Sequence[Override], run_mode: RunMode) -> DictConfig:

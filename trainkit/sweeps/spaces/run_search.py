@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from hydra.core.utils import JobReturn, JobStatus, setup_globals
 from omegaconf import DictConfig, OmegaConf
 
+from trainkit.config.check import check_names, fitted
 from trainkit.config.compose import Composer
 from trainkit.config.grammar import COMMAND_LINE
 from trainkit.config.schema import MonitoredMetric
@@ -84,7 +86,9 @@ def _lengths(composer: Composer, points: Sequence[Sequence[str]]) -> list[int]:
     """Return the steps for which each point would train."""
     from trainkit.run.planning.plan_all import plan_all_points  # noqa: PLC0415 - imports torch
 
-    return plan_all_points([composer.compose(point, for_others=True) for point in points])
+    composed = (composer.compose(point, for_others=True) for point in points)
+    find = functools.partial(check_names, multirun=True)
+    return plan_all_points([fitted(composition, find)[0] for composition in composed])
 
 
 def _returns(done: Any) -> list[JobReturn]:

@@ -102,12 +102,13 @@ def _refuse_shared_folder(call: Call, count: int) -> None:
         raise ConfigError([Problem(key="hydra.run.dir", value=value, rule=rule, origin="command line")])
 
 
-def _check_point(composition: Any) -> None:
-    from trainkit.config.check import check_names  # noqa: PLC0415 - for sweeps only
+def _check_point(composition: Composition) -> Composition:
+    from trainkit.config.check import check_names, fitted  # noqa: PLC0415 - for sweeps only
 
-    problems = check_names(composition, multirun=True)
+    composition, problems = fitted(composition, functools.partial(check_names, multirun=True))
     if problems:
         raise ConfigError(problems)
+    return composition
 
 
 def sweep_job(cfg: Any, *, packages: tuple[str, ...] = ()) -> int:

@@ -78,11 +78,11 @@ class Call:
         Raises:
             ConfigError: every problem of the first phase that finds any.
         """
-        from trainkit.config.check import check  # noqa: PLC0415 - a verb that composes nothing needs neither
+        from trainkit.config.check import checked  # noqa: PLC0415 - a verb that composes nothing needs neither
         from trainkit.config.compose import compose  # noqa: PLC0415
 
         composition = compose(self.overrides, config_dirs=self.config_dirs, packages=self.packages)
-        return composition.with_notes(check(composition))
+        return checked(composition)
 
     def compose_points(self) -> list[Composition]:
         """Compose and check every combination of the comma lists; a group's keys apply to the choices that have them.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from trainkit.config.check import check_names, check_values
+from trainkit.config.check import check_both, check_names, fitted
 from trainkit.config.compose import Composer, foreign_keys
 from trainkit.config.composition import Composition, problems_of_points
 from trainkit.config.grammar import COMMAND_LINE
@@ -72,8 +73,10 @@ def _checked(composer: Composer, lines: Sequence[Sequence[str]]) -> list[Composi
         composer.compose(line, for_others=True) if keys else composition
         for line, keys, composition in zip(lines, foreign, plain, strict=True)
     ]
-    for phase in (lambda one: check_names(one, multirun=True), check_values):
-        found = problems_of_points(compositions, [phase(composition) for composition in compositions])
+    for phase in (partial(check_names, multirun=True), partial(check_both, multirun=True)):
+        found_of = [fitted(composition, phase) for composition in compositions]
+        compositions = [composition for composition, _ in found_of]
+        found = problems_of_points(compositions, [own for _, own in found_of])
         problems = list({str(problem): problem for problem in [*problems, *found]}.values())
         if problems:
             raise ConfigError(problems)

@@ -1,0 +1,134 @@
+"""Keys that the user did not set and that the user's own keys make impossible: they are left out, with a note.
+
+Two kinds: keys of a recipe, which never stands in the way, and keys of a choice whose `_target_` the user replaced. A
+key that the user set is never left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from trainkit.config.compose import Composer
+from trainkit.config.composition import Composition, path_of
+from trainkit.config.grammar import COMMAND_LINE, key_of
+from trainkit.config.provenance import KeyPath, Level, Origin, TrackedTree, dotted, lookup
+from trainkit.config.targets.allowed import TARGET
+from trainkit.errors import Problem
+
+__all__ = ["fitted"]
+
+Find = Callable[[Composition], list[Problem]]
+"""Finds the problems of a composition."""
+
+
+def fitted(composition: Composition, find: Find) -> tuple[Composition, list[Problem]]:
+    """Return the composition without keys that the user's keys make impossible, and the other problems.
+
+    A key of a recipe is impossible if it has a problem that it does not have in the recipe alone; the value of the
+    choice or of the defaults takes its place. A key of a choice is impossible if the class that the user named in place
+    of the choice's does not take it.
+
+    Args:
+        composition: the result of `compose`.
+        find: finds the problems.
+    """
+    problems = find(composition)
+    broken: set[str] | None = None
+    while True:
+        of_files = [one for one in problems if one.origin != COMMAND_LINE]  # the mistake is not in an argument itself
+        displaced = {one.key: one for one in of_files if _replaced_node(composition, path_of(one.key))}
+        found = {one.key: one for one in of_files if _is_of_recipe_alone(composition, path_of(one.key))}
+        if found.keys() - displaced.keys() and broken is None:
+            broken = _broken_by_itself(composition, find)
+        impossible = [one for key, one in found.items() if key not in displaced and key not in (broken or ())]
+        if not displaced and not impossible:
+            return composition, problems
+        composition = _without_recipe_keys(_without_old_keys(composition, [*displaced]), impossible)
+        problems = find(composition)
+
+
+def _replaced_node(composition: Composition, path: KeyPath) -> KeyPath | None:
+    """Return the node above a key whose class the user replaced, if others set the key for the class before."""
+    if not _is_of_others(composition, path):
+        return None
+    nodes = (path[:length] for length in range(len(path) - 1, 0, -1))
+    node = next((node for node in nodes if (*node, TARGET) in composition.origins), None)
+    return node if node and composition.origins[(*node, TARGET)].level is Level.command_line else None
+
+
+def _is_of_others(composition: Composition, path: KeyPath, level: Level = Level.recipe) -> bool:
+    """Return whether no source above a level set a key, or a key below it."""
+    below = [origin for key, origin in composition.origins.items() if key[: len(path)] == path]
+    return path in composition.origins and all(origin.level <= level for origin in below)
+
+
+def _is_of_recipe_alone(composition: Composition, path: KeyPath) -> bool:
+    """Return whether a recipe set a key, and no other source what is below it."""
+    return _is_of_others(composition, path) and composition.origins[path].level is Level.recipe
+
+
+def _broken_by_itself(composition: Composition, find: Find) -> set[str]:
+    """Return the keys that have problems in the recipe alone: the user's keys did not cause them."""
+    recipe = [line for line in composition.overrides if key_of(line) == "recipe"]
+    alone = Composer(composition.config_dirs, composition.packages).compose(recipe)
+    return {problem.key for problem in find(alone)}
+
+
+def _without_old_keys(composition: Composition, keys: Sequence[str]) -> Composition:
+    """Return the composition without keys of choices whose class the user replaced, and a note for each choice."""
+    nodes: dict[KeyPath, list[str]] = {}
+    for key in keys:
+        node = _replaced_node(composition, path_of(key))
+        assert node is not None  # the caller has found one
+        nodes.setdefault(node, []).append(key)
+    tree, notes = _tree_of(composition), list(composition.notes)
+    for node, gone in nodes.items():
+        for key in gone:
+            tree.remove(path_of(key))
+        values = lookup(tree.values, node)
+        kept = [name for name in values if _is_of_others(composition, (*node, name)) and name != TARGET]
+        note = f"{dotted(node)}.{TARGET}={values[TARGET]} does not take {', '.join(gone)}: left out"
+        notes.append(f"{note}. It keeps {', '.join(f'{dotted(node)}.{name}' for name in kept)}" if kept else note)
+    return _replaced(composition, tree, notes, keys)
+
+
+def _without_recipe_keys(composition: Composition, impossible: Sequence[Problem]) -> Composition:
+    """Return the composition with other values in place of keys of its recipe, and a note for each."""
+    tree, notes = _tree_of(composition), list(composition.notes)
+    for problem in impossible:
+        path = path_of(problem.key)
+        value = lookup(composition.values, path)
+        rule = f"is left out of the recipe: {problem.rule}"
+        notes.append(str(composition.problem(path, rule, value=value, show_value=not isinstance(value, dict))))
+        tree.remove(path)
+        if (below := _value_below(composition, path)) is not None:
+            tree.put(path, *below)
+    return _replaced(composition, tree, notes, [problem.key for problem in impossible])
+
+
+def _tree_of(composition: Composition) -> TrackedTree:
+    tree = TrackedTree()
+    tree.values, tree.origins = copy.deepcopy(composition.values), dict(composition.origins)
+    return tree
+
+
+def _replaced(composition: Composition, tree: TrackedTree, notes: Sequence[str], keys: Sequence[str]) -> Composition:
+    problems = tuple(one for one in composition.problems if one.key not in keys)
+    return replace(composition, values=tree.values, origins=tree.origins, notes=tuple(notes), problems=problems)
+
+
+def _value_below(composition: Composition, path: KeyPath) -> tuple[Any, Origin] | None:
+    """Return the value of a key, and its origin, that the files below the recipe set; None if they set none."""
+    for rank, file in reversed(list(enumerate(composition.files))):
+        inner = path[len(file.package) :]
+        if file.level >= Level.recipe or path[: len(file.package)] != file.package or not inner:
+            continue
+        node = lookup(file.document.values, inner[:-1])
+        if isinstance(node, dict) and inner[-1] in node:
+            where = f"{file.document.file}:{file.document.lines.get(inner, 1)}"
+            origin = Origin(level=file.level, where=where, file_rank=rank, shipped=file.shipped)
+            return copy.deepcopy(node[inner[-1]]), origin
+    return None
