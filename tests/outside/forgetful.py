@@ -1,6 +1,6 @@
-"""A model whose training depends on what no checkpoint has."""
+"""A model whose training depends on what no checkpoint has, and one of which a part of a parameter has no gradient."""
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainkit.models.mlp import Mlp
 
@@ -13,3 +13,16 @@ class Forgetful(Mlp):
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += self.training
         return super().forward(inputs) * (1 + self.calls)
+
+
+class Attending(nn.Module):
+    """A transformer over the rows of an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.layer(images.reshape(-1, 8, 8)).flatten(1))
+        return scores

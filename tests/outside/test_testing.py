@@ -10,6 +10,7 @@ from trainkit.testing import assert_resumes, assert_same_training
 SMALL = ["recipe=null", "optimizer=sgd", "optimizer.lr=0.1", "steps=4", "callbacks=[]", "logger=[]"]
 THREADS = "central_storage strategy.compute_devices=[cpu,cpu]"
 MEANS = "one_device strategy._target_=tests.end_to_end.wrong.MeanOfMeans batch.micro_size=24"
+KEYS_OF_MLP = ("in_features", "hidden", "out_features", "activation", "dropout", "batch_norm")
 FORGETFUL = "model._target_=tests.outside.forgetful.Forgetful"
 
 
@@ -33,6 +34,12 @@ def test_a_cut_that_a_model_depends_on_is_another_training_unless_only_the_numbe
     with pytest.raises(AssertionError, match=r"both are the same training with batch\.micro_size=32"):
         assert_same_training(drawing, strategies=[THREADS], steps=1)
     assert_same_training(drawing, strategies=[THREADS], steps=1, same_cut=True)
+
+
+def test_attention_is_proved_whose_key_bias_has_no_gradient_but_rounding() -> None:
+    attending = [line for line in SMALL if not line.startswith("optimizer")] + ["optimizer=adamw", "batch.micro_size=5"]
+    model = ["model._target_=tests.outside.forgetful.Attending", *(f"~model.{key}" for key in KEYS_OF_MLP)]
+    assert_same_training([*attending, *model], strategies=[THREADS], steps=4, packages=["tests"])
 
 
 def test_a_config_with_problems_is_refused_as_on_the_command_line() -> None:

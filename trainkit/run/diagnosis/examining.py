@@ -75,6 +75,12 @@ class Examiner:
             name for name in loop.params if norm(first.gradient.get(name)) < _NO_GRADIENT * whole
         )
         """The parameters whose gradient in the first step is zero except for rounding."""
+        self.elements_without_gradient: dict[str, Tensor] = {
+            name: mask
+            for name, grad in first.gradient.items()
+            if name not in self.without_gradient and (mask := grad.abs() < _NO_GRADIENT * whole).any()
+        }
+        """Parameter -> mask of the elements of which the same is true; only parameters that have other elements."""
 
     def probe(self, candidate: RunConfig, *, num_replicas: int, folder: Path) -> Probed:
         """Train a candidate a few steps under plain SGD, and compare every step's gradients and buffers."""

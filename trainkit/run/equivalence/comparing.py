@@ -49,6 +49,7 @@ def compare(
     found: Mapping[int, Mapping[str, Tensor]],
     *,
     no_gradient: frozenset[str] = frozenset(),
+    without_gradient: Mapping[str, Tensor] | None = None,
     allowed: float = 0.0,
     exact: bool = False,
 ) -> Iterator[Comparison]:
@@ -58,7 +59,9 @@ def compare(
         expected: the reference: updates -> name -> tensor.
         found: the same of the candidate.
         no_gradient: names whose true gradient is zero.
-        allowed: the absolute tolerance for those, and for buffers if the model has such parameters.
+        without_gradient: name -> mask of the elements whose true gradient is zero (the key bias of attention, which
+            torch keeps in one parameter with two others).
+        allowed: the absolute tolerance for both, and for buffers if the model has such parameters.
         exact: whether equal bits are promised, so that rounding is a difference.
 
     Example:
@@ -68,6 +71,7 @@ def compare(
     """
     # Batch statistics after a parameter without gradient inherit its rounding.
     loose = bool(no_gradient)
+    masks = without_gradient or {}
     for name in next(iter(expected.values())):
         error, unequal, beyond = 0.0, None, None
         for number, right in found.items():
@@ -76,9 +80,8 @@ def compare(
                 continue
             unequal = unequal or number
             error = max(error, _relative(one, other))
-            if exact or not _close(
-                one, other, allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
-            ):
+            absolute = allowed if name in no_gradient or (loose and name.startswith("buffer/")) else 0.0
+            if exact or not _close(one, _without(masks.get(name), one, other, allowed), absolute):
                 beyond = beyond or number
         verdict: Verdict = "different" if beyond else "rounding" if unequal else "equal"
         yield Comparison(
@@ -88,6 +91,13 @@ def compare(
             first_step=beyond or unequal,
             no_gradient=name in no_gradient,
         )
+
+
+def _without(mask: Tensor | None, expected: Tensor, found: Tensor, allowed: float) -> Tensor:
+    """Return the found tensor, with its masked elements replaced by the expected ones where they are close enough."""
+    if mask is None:
+        return found
+    return torch.where(mask & ((found - expected).abs() <= allowed), expected, found)
 
 
 def _relative(expected: Tensor, found: Tensor) -> float:

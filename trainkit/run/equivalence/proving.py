@@ -86,6 +86,7 @@ def prove(
         reference = with_precision(reference, precision)
         examiner = Examiner(reference)
         without = frozenset(f"param/{name}" for name in examiner.without_gradient)
+        elements = {f"param/{name}": mask for name, mask in examiner.elements_without_gradient.items()}
         for number, one in enumerate(judged):
             log(f"{one.label} on {one.plan.num_replicas} replica{'' if one.plan.num_replicas == 1 else 's'}")
             cfg = with_precision(replace(one.plan.cfg, batch=sizes), precision)
@@ -99,7 +100,16 @@ def prove(
                 candidate=cfg,
                 expected=expected,
                 found=found,
-                comparisons=tuple(compare(expected, found, no_gradient=without, allowed=allowed, exact=exact)),
+                comparisons=tuple(
+                    compare(
+                        expected,
+                        found,
+                        no_gradient=without,
+                        without_gradient=elements,
+                        allowed=allowed,
+                        exact=exact,
+                    )
+                ),
             )
             proof = _proof(one, case, diagnose(case, examiner, Path(folder) / str(number)))
             proofs.append(proof)
