@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from torch import Tensor
 
 from tests.data.samples import CPU, make_loader
 from trainkit.config.sections import LoaderConfig as LoaderSettings
@@ -121,3 +123,23 @@ def test_validation_has_its_own_source_and_is_shared_by_ranks() -> None:
 
     assert shared == [[[0, 1], [4]], [[2, 3]]]
     assert Stream.splits({"val_source": None}) == ("train",)
+
+
+class Drawn:
+    """Gives random numbers."""
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for _ in range(5):
+            yield torch.rand(2), 0
+
+
+def test_an_evaluation_draws_the_same_numbers_on_any_number_of_ranks() -> None:
+    stream = Stream(source=Drawn(), num_samples=5)
+
+    def drawn(rank: int, num_ranks: int) -> list[list[list[float]]]:
+        settings = LoaderSettings()
+        batches = EvalBatches(stream, batch_size=2, rank=rank, num_ranks=num_ranks, device=CPU, settings=settings)
+        return [numbers.tolist() for numbers, _ in batches]
+
+    alone = drawn(0, 1)
+    assert [drawn(0, 2), drawn(1, 2)] == [alone[::2], alone[1::2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -105,8 +106,10 @@ class EvalBatches:
         for start, stop in self._ranges:
             if start < position:  # a repeated batch
                 items, position = stream.items(0), 0
+            with Untouched(seed=0):
+                deque(islice(items, start - position), maxlen=0)  # batches of other ranks
             with Untouched(seed=sample_key(0, 0, start)):
-                samples = list(islice(items, start - position, stop - position))
+                samples = list(islice(items, stop - start))
             if len(samples) < stop - start:
                 raise stream.too_short(start + len(samples))
             yield collate(samples, range(start, stop))
