@@ -50,7 +50,7 @@ def test_no_kernel_is_called_directly_while_a_slot_has_other_strides() -> None:
     stepper = OptimizerStepper(optimizer, [param])
     stepper.step([torch.ones(5, 7)], 1.0)
     optimizer.state[param]["exp_avg"] = torch.zeros(5, 7)
-    stepper.invalidate_cache()
+    stepper._kernels = None
     stepper._find_kernels([torch.ones(5, 7)])
     assert (stepper._kernels, optimizer.param_groups[0]["fused"]) == (None, False)
 

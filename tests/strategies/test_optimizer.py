@@ -46,3 +46,35 @@ def test_a_parameter_that_a_step_does_not_use_is_left_out_as_torch_does(
     ours = stepped(make, steps, through_stepper=True)
 
     assert torch.equal(ours, stepped(make, steps, through_stepper=False))
+
+
+class SlotsFromTheStart(torch.optim.SGD):
+    """Makes its state in its constructor, as torch's Adagrad did up to 2.9; SGD does so in the first step."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        for param in params:
+            self.state[param]["momentum_buffer"] = torch.full_like(param, 0.5)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_parameter_without_saved_slots_gets_those_of_a_new_optimizer(steps: int) -> None:
+    params = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(3))}
+    stepper = OptimizerStepper(SlotsFromTheStart(list(params.values())), list(params.values()))
+    for _ in range(steps):
+        stepper.step([torch.ones(3), torch.ones(3)], 1.0)
+
+    stepper.restore(params, {"optimizer/momentum_buffer/a": torch.full((3,), 2.0)})
+
+    slots = {name: stepper.optimizer.state[param]["momentum_buffer"][0].item() for name, param in params.items()}
+    assert slots == {"a": 2.0, "b": 0.5}
+
+
+def test_slots_of_later_steps_are_gone_after_a_return_to_a_checkpoint_without_any() -> None:
+    param = nn.Parameter(torch.ones(3))
+    stepper = OptimizerStepper(torch.optim.SGD([param], lr=0.1, momentum=0.9), [param])
+    stepper.step([torch.ones(3)], 1.0)
+
+    stepper.restore({"a": param}, {})
+
+    assert not stepper.optimizer.state

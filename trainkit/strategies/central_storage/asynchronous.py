@@ -25,7 +25,7 @@ from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.central_storage.executor import CentralExecutor
 from trainkit.strategies.central_storage.step import computed, moved
 from trainkit.strategies.central_storage.variables import CentralVariables, ThreadWork
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.update import apply_update
 
@@ -159,8 +159,7 @@ class AsyncCentralExecutor(CentralExecutor):
         restore_replica(variables, state)
         for place, stepper in enumerate(self._steppers[1:], start=1):
             own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
-            restore_optimizer_state(stepper.optimizer, variables.masters, own or state)
-            stepper.invalidate_cache()
+            stepper.restore(variables.masters, own or state)
         self._central.refresh(frozen=True)
 
     def recover(self, step: int) -> bool:

@@ -32,6 +32,8 @@ class OptimizerStepper:
         self._place = {id(param): place for place, param in enumerate(params)}
         self._params = list(params)
         self._strides = [param.stride() for param in params]
+        self._initial = {param: _copied(slots) for param, slots in optimizer.state.items()}
+        """What the constructor of the optimizer has made; most optimizers make their slots in the first step."""
         self._kernels: list[Callable[[list[Tensor], float], None]] | None = None
         self._places: list[list[int]] = []
         self._counters: list[Tensor] = []
@@ -69,8 +71,14 @@ class OptimizerStepper:
             for grad, strides in zip(grads, self._strides, strict=True)
         ]
 
-    def invalidate_cache(self) -> None:
-        """Look for the kernels anew: the optimizer's state was replaced."""
+    def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+        """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none.
+
+        Args:
+            params: the parameters by canonical name.
+            tensors: a checkpoint.
+        """
+        restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
         self._kernels = None
 
     def _unfuse(self) -> None:
@@ -202,19 +210,34 @@ def optimizer_state(optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Pa
 
 
 def restore_optimizer_state(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer,
+    params: Mapping[str, nn.Parameter],
+    tensors: Mapping[str, Tensor],
+    *,
+    initial: Mapping[Tensor, Mapping[str, Any]] | None = None,
 ) -> None:
     """Give the optimizer the state that `optimizer_state` saved, every slot in the strides of its parameter.
 
     Group settings (rates, decay) stay those of the config: only what the optimizer has accumulated is restored.
+
+    Args:
+        optimizer: its state is replaced.
+        params: the parameters by canonical name.
+        tensors: a checkpoint; a tensor that is not of these parameters is not read.
+        initial: the slots of parameters of which the checkpoint has none; None: those that they have.
     """
-    slots: dict[str, dict[str, Tensor]] = {}
+    slots: dict[str, Mapping[str, Any]] = {}
+    known = optimizer.state if initial is None else initial
+    for name, param in params.items():
+        if param in known:
+            slots[name] = _copied(known[param])
+    saved: dict[str, dict[str, Tensor]] = {}
     for key in tensors:
         kind, _, rest = key.partition("/")
         slot, _, name = rest.partition("/")
-        # A tensor that is not asked for need not be read; a slot with a place in it is another copy's.
-        if kind == "optimizer" and name in params and "@" not in slot:
-            slots.setdefault(name, {})[slot] = tensors[key]
+        if kind == "optimizer" and name in params and "@" not in slot:  # `NAME@COPY` is the slot of another copy
+            saved.setdefault(name, {})[slot] = tensors[key]
+    slots |= saved
     state = optimizer.state_dict()
     names = {id(param): name for name, param in params.items()}
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]
@@ -224,3 +247,7 @@ def restore_optimizer_state(
         for slot, value in own.items():
             if isinstance(value, Tensor) and value.shape == param.shape:
                 own[slot] = in_layout(value, param.stride())
+
+
+def _copied(slots: Mapping[str, Any]) -> dict[str, Any]:
+    return {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in slots.items()}

@@ -18,7 +18,7 @@ from trainkit.numerics.randomness import BlockKeys
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.core.placement import Placement
 from trainkit.strategies.reducers import Overlapping, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
@@ -269,8 +269,7 @@ def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
         for key, tensor in own.items():
             tensor.copy_(tensors[key])
     replica.refresh_params()
-    restore_optimizer_state(replica.stepper.optimizer, replica.masters, tensors)
-    replica.stepper.invalidate_cache()
+    replica.stepper.restore(replica.masters, tensors)
 
 
 _LIKE_PARAM: Final = frozenset(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trainkit.strategies.base import Batch
-from trainkit.strategies.core.optimizer import optimizer_state, restore_optimizer_state
+from trainkit.strategies.core.optimizer import optimizer_state
 from trainkit.strategies.core.replica import Replica, ReplicaParts, refuse_mismatch
 from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice, local_part
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
@@ -107,8 +107,7 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
         for key, buffer in buffers.items():
             buffer.copy_(tensors[key])
     replica.refresh_params()
-    restore_optimizer_state(replica.stepper.optimizer, replica.masters, _Local(tensors, replica.cuts))
-    replica.stepper.invalidate_cache()
+    replica.stepper.restore(replica.masters, _Local(tensors, replica.cuts))
     replica.reload()
 
 

@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor, nn
 
-from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state, restore_optimizer_state
+from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPool, Parts
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
@@ -150,8 +150,7 @@ class ServerShard:
         for piece, tensor in zip(self.pieces, self._tensors(), strict=True):
             tensor.copy_(tensors[piece.variable.key])
         if self._stepper is not None:
-            restore_optimizer_state(self._stepper.optimizer, self.masters, tensors)
-            self._stepper.invalidate_cache()
+            self._stepper.restore(self.masters, tensors)
         self._rounded.clear()
         self.version = version
         self.loads += 1
