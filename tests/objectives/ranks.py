@@ -24,14 +24,14 @@ class Alone:
 class Threaded:
     """One of several ranks, each a thread; shapes must agree, as they must in a process group."""
 
-    def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, desk: list[Any]) -> None:
+    def __init__(self, rank: int, num_ranks: int, barrier: threading.Barrier, given: list[Any]) -> None:
         self.rank, self.num_ranks = rank, num_ranks
-        self._barrier, self._desk = barrier, desk
+        self._barrier, self._given = barrier, given
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._desk[self.rank] = tensor.clone()
+        self._given[self.rank] = tensor.clone()
         self._barrier.wait(10)
-        found = list(self._desk)
+        found = list(self._given)
         self._barrier.wait(10)
         assert len({(part.shape, part.dtype) for part in found}) == 1
         return found
@@ -43,12 +43,12 @@ class Threaded:
 
 def on_ranks(num_ranks: int, work: Callable[[Threaded], Any]) -> list[Any]:
     """What each rank's work gives."""
-    barrier, desk = threading.Barrier(num_ranks), [None] * num_ranks
+    barrier, given = threading.Barrier(num_ranks), [None] * num_ranks
     results: list[Any] = [None] * num_ranks
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(Threaded(rank, num_ranks, barrier, desk))
+            results[rank] = work(Threaded(rank, num_ranks, barrier, given))
         except Exception as error:  # noqa: BLE001 - the test looks at what comes back
             results[rank] = error
             barrier.abort()

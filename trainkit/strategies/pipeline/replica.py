@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,8 +76,6 @@ class PipelineReplica(Replica, MicrobatchHooks):
         self.cut, self.num_stage_ranks, self.place = layout.cut, layout.num_stage_ranks, layout.place
         self.schedule, self.groups, self.holders = layout.schedule, layout.groups, layout.holders
         self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
-        self.whole_forward = parts.held.model.forward
-        """The forward pass of the model as a whole; calling the model goes through the stages instead."""
         self.clock = BusyTimer()
         self.settled = False
         """Whether the first step has shown which buffers are updated and which parameters are used."""
@@ -150,27 +147,17 @@ class PipelineReplica(Replica, MicrobatchHooks):
             self._own_code = contents_outside(self.model, self.cut.units)
 
     def _program(self, inputs: Any, *, grad: bool) -> Program:
-        with self.as_a_whole():
-            try:
-                return trace(
-                    self.model,
-                    self.cut.units,
-                    inputs,
-                    device=self.device,
-                    autocast=self.precision.autocast(self.device_types),
-                    grad=grad,
-                )
-            except CannotCut as error:
-                raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
-
-    @contextmanager
-    def as_a_whole(self) -> Iterator[None]:
-        """Let a call of the model be its own forward pass."""
-        staged, self.model.forward = self.model.forward, self.whole_forward
         try:
-            yield
-        finally:
-            self.model.forward = staged
+            return trace(
+                self.model,
+                self.cut.units,
+                inputs,
+                device=self.device,
+                autocast=self.precision.autocast(self.device_types),
+                grad=grad,
+            )
+        except CannotCut as error:
+            raise TrainingError(f"the model cannot be cut into stages: {error}. {error.remedy}") from error
 
     def schedule_of(self, traced: Traced, count: int) -> tuple[Any, list[ChunkStage]]:
         """Return the schedule for `count` microbatches of one shape, and the stages on this rank; cached."""

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.strategies.pipeline.replica import PipelineReplica
 from trainkit.strategies.pipeline.tracing.program import Program
+from trainkit.strategies.pipeline.tracing.recorder import is_fake
 from trainkit.strategies.pipeline.tracing.stage_module import filled
 
 __all__ = ["StagedForward"]
@@ -20,14 +21,16 @@ class StagedForward:
     """The forward pass of a staged model, which replaces its own: `model.forward = StagedForward(replica)`.
 
     For evaluation and sampling: one batch at a time, without gradients. Collective over the ranks of a replica; all
-    pass the same inputs, and receive the outputs.
+    pass the same inputs, and receive the outputs. A trace, whose tensors have no data, runs the model's own forward.
     """
 
     def __init__(self, replica: PipelineReplica) -> None:
-        self._replica = replica
+        self._replica, self._whole = replica, replica.model.forward
 
     def __call__(self, inputs: Any) -> Any:
         """Run the model on its inputs."""
+        if any(map(is_fake, tree_flatten(inputs)[0])):
+            return self._whole(inputs)
         replica = self._replica
         with torch.no_grad():
             traced = replica.trace(inputs)

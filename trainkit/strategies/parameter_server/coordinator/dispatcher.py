@@ -142,7 +142,7 @@ class UpdateDispatcher:
             self._on_worker_lost(worker.name)
 
     def _on_report(self, worker: WorkerHandle, report: WorkReport) -> None:
-        worker.order = None
+        worker.finish_order()
         if report.number not in self.scheduler.running:  # it was computed before a rollback
             self.servers.discard_staged(gradient_keys(report.number, len(report.weights)))
             return

@@ -39,6 +39,10 @@ class WorkerHandle:
         self.order, self.since = order, time.monotonic()
         self.send(order)
 
+    def finish_order(self) -> None:
+        """Note that the worker has reported, and has no work now."""
+        self.order = None
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvent:

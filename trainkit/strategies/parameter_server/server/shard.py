@@ -25,6 +25,14 @@ class _Memory:
     readers: int = 0
     """Number of clients that read it; while there are any, it does not change."""
 
+    def add_reader(self) -> None:
+        """Count a client that begins to read."""
+        self.readers += 1
+
+    def remove_reader(self) -> None:
+        """Count a client that has finished."""
+        self.readers -= 1
+
 
 @dataclass(frozen=True, slots=True)
 class ReadLease:
@@ -84,7 +92,7 @@ class ServerShard:
         memory = self._memory if dtype is self._packing.dtype else None
         flat = self._memory.flat if memory is not None else self._rounded_to(dtype)
         if memory is not None:
-            memory.readers += 1
+            memory.add_reader()
         rest = [tensor.clone() for tensor, flag in zip(self._rest, chosen[count:], strict=True) if flag]
         assert self.version is not None
         return ReadLease(self.version, self.loads, [*self._contiguous_views(flat, chosen[:count]), *rest], memory)
@@ -93,7 +101,7 @@ class ServerShard:
         """End a lease, so that its memory may change again."""
         memory = lease.memory
         if memory is not None:
-            memory.readers -= 1
+            memory.remove_reader()
             if not memory.readers and memory is not self._memory:
                 self._pool.give(memory.flat)
 

@@ -46,7 +46,7 @@ class Computed:
 
 @dataclass(kw_only=True)
 class _ReplicaShards:
-    """The work of a replica that is computed at once."""
+    """The work of a replica that is computed at once, and its result."""
 
     place: int
     """The position of its first shard in the work order."""
@@ -54,6 +54,14 @@ class _ReplicaShards:
     """The rank of the replica."""
     work: ThreadWork
     sums: _Sums = ()
+
+    def compute(self) -> None:
+        """Compute the sums, on the device of the replica."""
+        ((_, self.sums),) = computed(self.work)
+
+    def move(self, device: torch.device) -> None:
+        """Move the sums to a device."""
+        self.sums = moved(self.sums, device)
 
 
 class WorkerReplicas:
@@ -145,10 +153,10 @@ class WorkerReplicas:
         for one in running:
             one.result()
         for part in parts:
-            part.sums = moved(part.sums, self.first.device)
+            part.move(self.first.device)
 
 
 def _compute(parts: Sequence[_ReplicaShards]) -> None:
     """Compute the parts of one thread."""
     for part in parts:
-        ((_, part.sums),) = computed(part.work)
+        part.compute()

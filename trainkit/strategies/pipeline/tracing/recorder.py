@@ -19,7 +19,7 @@ from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.tracing.program import Modes, ParamRef, Program, RecordedCall, TensorMeta, Value
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, refused_object
 
-__all__ = ["CannotCut", "Recorder", "whole_functions"]
+__all__ = ["CannotCut", "Recorder", "is_fake", "whole_functions"]
 
 _LOST: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
 """Methods of tensors with side effects and without a tensor result: a list of calls does not represent them."""
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(leaf, Tensor):
             return leaf
         known = self._names.get(id(leaf))
-        if known is None and type(leaf).__name__ == "FakeTensor":
+        if known is None and is_fake(leaf):
             raise CannotCut(
                 "its own code uses a tensor that no call has returned to it: an attribute or an object has kept it",
                 remedy="Return it from the block that makes it, or use strategy=mirrored.",
@@ -211,6 +211,11 @@ class Recorder(TorchFunctionMode):
             written=self._written,
             storages={ref.number: _storage(one) for ref, one in self._tensors.items() if isinstance(ref, Value)},
         )
+
+
+def is_fake(value: Any) -> bool:
+    """Return whether a value is a tensor of a recorded pass, which has no data."""
+    return type(value).__name__ == "FakeTensor"  # importing the class would slow every start
 
 
 @dataclass(frozen=True)
