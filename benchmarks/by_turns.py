@@ -44,7 +44,7 @@ from trainkit.strategies.base import (
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.data_parallel.base import DataParallelExecutor, broadcast_initial
+from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, broadcast_initial
 from trainkit.strategies.reducers import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")

@@ -34,7 +34,7 @@ from trainkit.cluster.tasks import Task
 from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.data_parallel.options import Reduce
+from trainkit.strategies.data_parallel.strategy import Reduce
 from trainkit.strategies.reducers import Closing
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 

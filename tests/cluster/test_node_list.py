@@ -1,6 +1,6 @@
 import pytest
 
-from trainkit.cluster.launchers.node_list import node_names, tasks_per_node
+from trainkit.cluster.launchers.slurm import node_names, tasks_per_node
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,7 @@ def test_an_error_of_a_ranks_own_is_not_excused_by_its_text(error: Exception) ->
         raised_in_c(RuntimeError, TIMED_OUT),
         raised_in_c(RuntimeError, "NCCL error: ncclRemoteError: remote process exited or there was a network error"),
         raised(LinkError("ps:0 is gone"), module="trainkit.strategies.parameter_server.wire.transport"),
-        raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.ring"),
+        raised(ConnectionResetError(104, "gone"), module="trainkit.strategies.reducers.flat"),
         raised(RuntimeError("wait timeout after 1000ms, keys: /0"), module="torch.distributed.distributed_c10d"),
     ],
 )
@@ -147,7 +147,7 @@ def test_a_cause_that_was_never_raised_belongs_to_the_error_that_names_it(folder
             return is_after_effect(error)
         raise AssertionError
 
-    assert fail("trainkit.strategies.reducers.shared_segment")
+    assert fail("trainkit.strategies.reducers.shared_memory")
     assert not fail("my_package.model")
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from trainkit.models.gpt import Gpt
 from trainkit.models.resnet import ResNet
 from trainkit.strategies.base import Numerics, PlanContext
-from trainkit.strategies.fsdp.sharded.elementwise import is_elementwise
-from trainkit.strategies.fsdp.sharded.wrap_policy import blocks_of_model, modules_above, without_shared
+from trainkit.strategies.core.refusals import is_elementwise
+from trainkit.strategies.core.sharded.fully import blocks_of_model, modules_above, without_shared
 from trainkit.strategies.fsdp.strategy import Fsdp
 
 CPU = PlanContext()

@@ -20,7 +20,7 @@ from trainkit.strategies.capabilities import load_state_extra, state_dict_extra,
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.collective import GroupCollective
 from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
-from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
+from trainkit.strategies.reducers.flat import HierarchicalTransport
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")

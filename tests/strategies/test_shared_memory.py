@@ -17,8 +17,7 @@ from trainkit.cluster.host import ProcessId
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.groups.collective import GroupCollective
-from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
-from trainkit.strategies.reducers.shared_segment import SharedMemorySegment
+from trainkit.strategies.reducers.shared_memory import SharedMemorySegment, SharedMemoryTransport
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")

@@ -2,7 +2,7 @@
 
 import torch
 
-from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
+from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions
 
 
 def drawn(place: int) -> list[float]:

@@ -12,6 +12,7 @@ from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
@@ -20,7 +21,6 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.groups.single_process import launch_problems
 
 __all__ = ["OneDevice"]
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.numerics.deferred.fake_device import fake_cpu_device
-from trainkit.numerics.deferred.recording import Recorder
+from trainkit.numerics.deferred.recording import Recorder, fake_cpu_device
 from trainkit.numerics.deferred.tape import CannotDeferError, TensorVersion
 
 __all__ = ["InitialValues", "build_deferred", "lazy_init_values"]

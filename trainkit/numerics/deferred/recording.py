@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -10,10 +12,46 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainkit.numerics.deferred.fake_device import without_numbers
 from trainkit.numerics.deferred.tape import CannotDeferError, Tape, TapeEntry, TensorVersion, memory
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "fake_cpu_device", "without_numbers"]
+
+_DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is hidden inside `fake_cpu_device`
+
+
+def without_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor is really on the meta device, whatever it reports."""
+    return bool(_DEVICE.__get__(tensor).type == "meta")
+
+
+@contextmanager
+def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
+    """Let tensors of the meta device for which `fakes_cpu` holds report the CPU inside of the block.
+
+    `nn.init` skips tensors on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may do the same; then
+    no operation would be recorded, and the values would differ. Torch's own modules still see the real device, which
+    they use to allocate.
+
+    Args:
+        fakes_cpu: whether a tensor of the meta device reports the CPU.
+    """
+
+    def is_meta(tensor: Tensor) -> bool:
+        return without_numbers(tensor) and not fakes_cpu(tensor)
+
+    def device(tensor: Tensor) -> torch.device:
+        found: torch.device = _DEVICE.__get__(tensor)
+        if found.type != "meta" or not fakes_cpu(tensor):
+            return found
+        asking = sys._getframe(1).f_globals.get("__name__", "")  # noqa: SLF001 - has no public name
+        return found if asking == "torch" or asking.startswith("torch.") else torch.device("cpu")
+
+    Tensor.is_meta, Tensor.device = property(is_meta), property(device)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del Tensor.is_meta, Tensor.device
+
 
 _OVERWRITING: Final = frozenset(
     {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "geometric_", "cauchy_", "bernoulli_"}

@@ -16,7 +16,7 @@ from trainkit.run.planning.plan import RunPlan
 from trainkit.run.session.evaluation import EvalRunner
 from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
-from trainkit.strategies.groups.gather_objects import all_gather_object
+from trainkit.strategies.groups.collective import all_gather_object
 from trainkit.strategies.tensors.lazy_state import model_weights
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
 from trainkit.trainer.checkpoint import (

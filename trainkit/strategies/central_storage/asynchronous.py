@@ -15,6 +15,7 @@ from trainkit.numerics.batch import Ticket
 from trainkit.strategies.base import (
     Batch,
     LeftOut,
+    LocalModel,
     StateDict,
     Status,
     StepContext,
@@ -23,8 +24,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.central_storage.executor import CentralExecutor
-from trainkit.strategies.central_storage.step import computed, moved
-from trainkit.strategies.central_storage.variables import CentralVariables, ThreadWork
+from trainkit.strategies.core.copies import ComputingCopies, Sums, ThreadWork, moved
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.update import apply_update
@@ -45,7 +45,7 @@ class _Gradient:
     """The result of a step on a copy."""
 
     work: ThreadWork
-    sums: Sequence[Tensor | None]
+    sums: Sums
     version: int
     """Updates that the variables had seen when it was computed from them."""
 
@@ -54,13 +54,20 @@ class AsyncCentralExecutor(CentralExecutor):
     """The variables and the copies, each of which takes whole steps.
 
     Args:
-        central: the variables and the copies.
+        copies: refreshed from the variables.
+        local: the model that is evaluated.
         training: plan, objective and update rule.
         steppers: an optimizer a copy, each over the variables.
     """
 
-    def __init__(self, central: CentralVariables, training: StepContext, steppers: Sequence[OptimizerStepper]) -> None:
-        super().__init__(central, training)
+    def __init__(
+        self,
+        copies: ComputingCopies,
+        local: LocalModel,
+        training: StepContext,
+        steppers: Sequence[OptimizerStepper],
+    ) -> None:
+        super().__init__(copies, local, training)
         self._steppers = list(steppers)
         self._free = list(reversed(range(len(steppers))))
         """Copies without a step, the next one last."""
@@ -105,25 +112,25 @@ class AsyncCentralExecutor(CentralExecutor):
         return self._apply(sent, first.result())
 
     def _send(self, sent: _InFlightStep, batches: Sequence[Batch]) -> None:
-        central = self._central
-        copy = central.copies[sent.copy]
+        copies = self._copies
+        copy = copies.copies[sent.copy]
         work = ThreadWork(copy, sent.ticket, [to_device(batch, copy.device) for batch in batches], self._training)
-        if central.variables.packing is None:
+        if self._variables.packing is None:
             work.agree_on_grad_layout()
-            central.settle(work.replica)
-        self._running[central.threads.submit(self._computed, work)] = sent
+            copies.settle(work.replica)
+        self._running[copies.submit(self._computed, work)] = sent
 
     def _computed(self, work: ThreadWork) -> _Gradient:
         """On a thread: take the variables as they are now, and compute a whole step with them."""
         with self._lock:
-            self._central.refresh(work.replica)
+            self._copies.refresh(work.replica)
             version = self._version
-        ((_, sums),) = computed(work)
+        ((_, sums),) = work.sums()
         return _Gradient(work=work, sums=sums, version=version)
 
     def _apply(self, sent: _InFlightStep, found: _Gradient) -> StepOutcome:
         """Update the variables by the optimizer of the copy that computed."""
-        variables, local, work = self._central.variables, self._central.local, found.work
+        variables, local, work = self._variables, self._local, found.work
         variables.on_phase("update", sent.ticket.step)
         with self._lock:
             variables.use_stepper(self._steppers[sent.copy])
@@ -143,7 +150,7 @@ class AsyncCentralExecutor(CentralExecutor):
 
     def state_dict(self) -> StateDict:
         """Return the variables and the first copy's optimizer; the others' in slots `NAME@COPY`."""
-        variables = self._central.variables
+        variables = self._variables
         variables.use_stepper(self._steppers[0])
         found = replica_state(variables)
         for place, stepper in enumerate(self._steppers[1:], start=1):
@@ -154,13 +161,13 @@ class AsyncCentralExecutor(CentralExecutor):
 
     def load_state_dict(self, state: StateDict) -> None:
         """Restore what `state_dict` returned, or another strategy's state, whose optimizer each copy then continues."""
-        variables = self._central.variables
+        variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
         for place, stepper in enumerate(self._steppers[1:], start=1):
             own = {key.replace(f"@{place}/", "/", 1): state[key] for key in state if f"@{place}/" in key}
             stepper.restore(variables.masters, own or state)
-        self._central.refresh(frozen=True)
+        self._copies.refresh(frozen=True)
 
     def recover(self, step: int) -> bool:
         """Refuse: other threads are in the middle of their steps."""

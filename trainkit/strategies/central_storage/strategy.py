@@ -23,13 +23,12 @@ from trainkit.strategies.base import (
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.central_storage.asynchronous import AsyncCentralExecutor
 from trainkit.strategies.central_storage.executor import CentralExecutor
-from trainkit.strategies.central_storage.variables import CentralVariables, computing_copy
+from trainkit.strategies.core.copies import ComputingCopies, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.refusals import no_rollback
+from trainkit.strategies.core.refusals import launch_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
-from trainkit.strategies.groups.single_process import launch_problems
 
 __all__ = ["CentralStorage"]
 
@@ -93,8 +92,8 @@ class CentralStorage(Strategy):
         if not self.changes_maths_here:
             return ()
         count = len(self._computing(torch.cuda.device_count()))
-        said = f"central_storage: {count} threads update as they come"
-        return (f"{said}: another training than that of one device, and another every time.",)
+        line = f"central_storage: {count} threads update as they come"
+        return (f"{line}: another training than that of one device, and another every time.",)
 
     def num_slots(self, num_gpus: int) -> int:
         """Return the number of devices, or of CPU cores, that compute in a thread of their own."""
@@ -138,12 +137,12 @@ class CentralStorage(Strategy):
             precision=request.precision,
             lanes=variables.lanes,
         )
-        central = CentralVariables(variables, copies, local)
+        computing = ComputingCopies(variables, copies)
         if not is_async:
-            return CentralExecutor(central, request.training)
+            return CentralExecutor(computing, local, request.training)
         masters = variables.masters
         more = [OptimizerStepper(request.make_optimizer(masters), list(masters.values())) for _ in devices[1:]]
-        return AsyncCentralExecutor(central, request.training, [variables.stepper, *more])
+        return AsyncCentralExecutor(computing, local, request.training, [variables.stepper, *more])
 
     def _computing(self, num_gpus: int) -> list[str]:
         """Return the devices of the model copies."""

@@ -1,7 +1,7 @@
 """What Python objects hold: modules' attributes and the containers given to blocks, compared and put back.
 
-Parameters and buffers are tensors that a strategy keeps in step. A counter, a list of losses or a cache that a forward
-pass keeps on a module, or that one block leaves for another, is Python's own.
+Parameters and buffers are tensors that a strategy synchronizes. A counter, a list of losses or a cache that a forward
+pass keeps on a module, or that one block leaves for another, is a Python object.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-__all__ = ["ObjectSnapshot", "class_name"]
+from trainkit.errors import TrainingError
+
+__all__ = ["ObjectSnapshot", "class_name", "refuse_changes", "watch_first_call"]
 
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that `nn.Module` itself keeps: parameters, buffers, children and hooks."""
@@ -162,3 +164,40 @@ def _is_same(one: Any, other: Any) -> bool:
     if type(one) is not type(other) or not isinstance(one, _PLAIN):
         return False
     return bool(one == other) or (one != one and other != other)  # noqa: PLR0124 - two NaN are the same
+
+
+def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
+    """Raise an error where a block has changed a container or an object that it was given.
+
+    Args:
+        given: what its arguments held before its call.
+        block: its name.
+        because: why the change would be lost or made twice.
+
+    Raises:
+        TrainingError: it has.
+    """
+    kind = given.changed_class()
+    if kind is not None:
+        raise TrainingError(
+            f"the block {block} changes the {kind} that it is given, {because}. Return what it adds, or use "
+            "strategy=mirrored."
+        )
+
+
+def watch_first_call(module: nn.Module, block: str, because: str) -> None:
+    """Hold the first call of a block to `refuse_changes`; the hooks are gone afterwards."""
+    given: list[ObjectSnapshot] = []
+
+    def before(_module: nn.Module, args: Any, kwargs: Any) -> None:
+        given.append(ObjectSnapshot([("", (args, kwargs))]))
+
+    def after(_module: nn.Module, _args: Any, _kwargs: Any, _outputs: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        refuse_changes(given[-1], block, because)
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]

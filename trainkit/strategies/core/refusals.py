@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 
-__all__ = ["no_rollback"]
+__all__ = ["is_elementwise", "launch_problems", "no_rollback", "optimizer_problems"]
 
 
 def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
@@ -19,3 +21,54 @@ def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
         return []
     rule = f"trains the same steps again, and {because}: a second pass is another training. Use skip or stop."
     return [Problem(key="numerics.on_nonfinite", value="rollback", rule=rule)]
+
+
+def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
+    """Return the problem of processes that an external launcher started and that have no work.
+
+    Args:
+        context: what the config says.
+        named: the strategy's name in the config.
+        called: what the message calls the strategy.
+    """
+    if context.launch is None or context.launch.num_ranks == 1:
+        return []
+    started = f"{context.launch.kind} started {context.launch.num_ranks} processes"
+    rule = f"{started}, and {called} has work for one. Use strategy=multi_worker_mirrored."
+    return [Problem(key="strategy", value=named, rule=rule)]
+
+
+# By the name of the class, of torch's and of the packages that have one: matrices (Muon, Shampoo, SOAP), norms of whole
+# tensors (LAMB, LARS, NovoGrad), averages over rows and columns (Adafactor), the whole model (LBFGS).
+_WHOLE: Final = frozenset(
+    {"adafactor", "adafactorbigvision", "lamb", "lars", "larc", "lbfgs", "lion8bit", "muon", "nvnovograd", "novograd",
+     "shampoo", "distributedshampoo", "soap", "adamini", "adammini", "galore", "galoreadamw"}
+)  # fmt: skip
+
+
+def is_elementwise(kind: type) -> bool:
+    """Return whether an optimizer updates each element of a parameter from that element's gradient and state alone.
+
+    A class of the user that is not elementwise must declare it: `elementwise = False`.
+
+    Example:
+        >>> import torch
+        >>> is_elementwise(torch.optim.AdamW), is_elementwise(torch.optim.Adafactor)
+        (True, False)
+    """
+    declared = getattr(kind, "elementwise", None)
+    if declared is not None:
+        return bool(declared)
+    return not any(one.__name__.replace("_", "").lower() in _WHOLE for one in kind.__mro__)
+
+
+def optimizer_problems(facts: PlanContext) -> list[Problem]:
+    """Return a problem if the run's optimizer cannot update parts of parameters."""
+    kind = facts.optimizer
+    if kind is None or is_elementwise(kind):
+        return []
+    rule = (
+        f"{kind.__name__} looks at whole parameters, and here a rank has parts of them. Use an elementwise optimizer "
+        "(torch.optim.AdamW), or strategy=mirrored."
+    )
+    return [Problem(key="optimizer._target_", value=f"{kind.__module__}.{kind.__qualname__}", rule=rule)]

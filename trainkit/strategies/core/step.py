@@ -19,10 +19,9 @@ from trainkit.moved import moved_attribute
 from trainkit.numerics.batch import Ticket
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, LossWeighting, StepContext
-from trainkit.strategies.core.grad_exchange import agree_on_exchanged_grads, scatter_to_all_params
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.sparse import find_sparse
+from trainkit.strategies.core.sparse import agree_on_exchanged_grads, find_sparse, scatter_to_all_params
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
 

@@ -39,7 +39,7 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.groups.ranks import RankGroup, SingleRank
+from trainkit.strategies.groups.collective import RankGroup, SingleRank
 from trainkit.strategies.reducers import Closing, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
 

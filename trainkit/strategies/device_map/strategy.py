@@ -17,6 +17,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StagePart, Strategy
 from trainkit.strategies.capabilities import ModelMemory
+from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
@@ -25,7 +26,6 @@ from trainkit.strategies.core.synchronous import (
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
-from trainkit.strategies.groups.single_process import launch_problems
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.solver import PartitionSolver, model_bytes

@@ -16,8 +16,7 @@ from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.placement import Placement
-from trainkit.strategies.core.synchronous import build_parts, no_reducer
-from trainkit.strategies.fsdp.sharded.base import (
+from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
     cut_and_cast,
     cuts_of,
@@ -25,15 +24,18 @@ from trainkit.strategies.fsdp.sharded.base import (
     unsharded_model_problems,
     without_order,
 )
-from trainkit.strategies.fsdp.sharded.fully import Sharding, fully_sharded, gathers_anew, reduces_when
-from trainkit.strategies.fsdp.sharded.norms import joined_norms
-from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
-from trainkit.strategies.fsdp.sharded.wrap_policy import (
+from trainkit.strategies.core.sharded.fully import (
+    Sharding,
     blocks_of_model,
+    fully_sharded,
+    gathers_anew,
     modules_above,
     modules_of_classes,
+    reduces_when,
     without_shared,
 )
+from trainkit.strategies.core.sharded.replica import ShardedReplica, joined_norms
+from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 

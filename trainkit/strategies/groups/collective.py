@@ -1,15 +1,19 @@
-"""Sums and gathers of small tensors over the data ranks of a run."""
+"""Sums and gathers of small tensors and of JSON over the ranks of a run."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import json
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["GroupCollective", "LocalCollective", "broadcast_values"]
+from trainkit.bounded_json import parse_json
+from trainkit.objectives.base import Collective
+
+__all__ = ["GroupCollective", "LocalCollective", "RankGroup", "SingleRank", "all_gather_object", "broadcast_values"]
 
 _T = TypeVar("_T")
 
@@ -50,16 +54,16 @@ class LocalCollective:
 class GroupCollective:
     """The ranks of a process group, or the data ranks that they make up.
 
-    Where several ranks compute one replica, all of them take part and get the same answer, but only one of each
-    replica is heard.
+    Where several ranks compute one replica, all of them take part and get the same answer, but only the tensor of one
+    rank of each replica counts.
     """
 
     rank: int
     """Of this process; the data rank, where several ranks compute a replica."""
     num_ranks: int
     device: torch.device
-    voices: tuple[int, ...] = ()
-    """The rank of the group that speaks for each data rank, by data rank; empty: every rank for itself."""
+    representatives: tuple[int, ...] = ()
+    """The rank of the group whose tensor counts for each data rank; empty: every rank is a data rank."""
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the elementwise sum over ranks, added in rank order; collective.
@@ -78,17 +82,64 @@ class GroupCollective:
         sizes = self._exchange_all(torch.tensor([here.shape[0] if here.dim() else 1], device=self.device))
         lengths = [int(size.item()) for size in sizes]
         if len(set(lengths)) == 1:
-            return [part.to(tensor.device) for part in self._heard(self._exchange_all(here))]
+            return [part.to(tensor.device) for part in self._of_data_ranks(self._exchange_all(here))]
         padded = here.new_zeros((max(lengths), *here.shape[1:]))
         padded[: here.shape[0]] = here
-        parts = self._heard(self._exchange_all(padded))
-        return [part[:length].to(tensor.device) for part, length in zip(parts, self._heard(lengths), strict=True)]
+        parts = self._of_data_ranks(self._exchange_all(padded))
+        return [
+            part[:length].to(tensor.device) for part, length in zip(parts, self._of_data_ranks(lengths), strict=True)
+        ]
 
-    def _heard(self, parts: list[_T]) -> list[_T]:
-        return [parts[rank] for rank in self.voices] if self.voices else parts
+    def _of_data_ranks(self, parts: list[_T]) -> list[_T]:
+        return [parts[rank] for rank in self.representatives] if self.representatives else parts
 
     def _exchange_all(self, tensor: Tensor) -> list[Tensor]:
         held = tensor.contiguous()
         parts = [torch.empty_like(held) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, held)
         return parts
+
+
+def all_gather_object(content: Any, all_ranks: Collective) -> list[Any]:
+    """Gather an object from every rank, in rank order; collective.
+
+    Example:
+        >>> from trainkit.strategies.groups.collective import LocalCollective
+        >>> all_gather_object({"written": True}, LocalCollective())
+        [{'written': True}]
+    """
+    content_bytes = torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+    return [parse_json(part.cpu().numpy().tobytes()) for part in all_ranks.gather(content_bytes)]
+
+
+class RankGroup(Protocol):
+    """The connections of a task to the others."""
+
+    @property
+    def data_ranks(self) -> Collective:
+        """Sums of small tensors over the data ranks."""
+        ...
+
+    @property
+    def all_ranks(self) -> Collective:
+        """The same over all processes."""
+        ...
+
+    def close(self, *, failed: bool) -> None:
+        """Leave the others.
+
+        Args:
+            failed: whether to break the connections without waiting for them.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleRank:
+    """The group of a task that computes alone."""
+
+    data_ranks: Collective = field(default_factory=LocalCollective)
+    all_ranks: Collective = field(default_factory=LocalCollective)
+
+    def close(self, *, failed: bool) -> None:
+        """Do nothing: there is no connection."""

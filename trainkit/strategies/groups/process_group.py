@@ -19,9 +19,8 @@ from trainkit.errors import Problem
 from trainkit.fields import placement
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.groups.collective import GroupCollective
+from trainkit.strategies.groups.collective import GroupCollective, RankGroup, SingleRank
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
-from trainkit.strategies.groups.ranks import RankGroup, SingleRank
 from trainkit.strategies.rendezvous_store import store_client
 
 __all__ = ["ProcessGroupOptions", "ProcessRanks"]
@@ -220,7 +219,7 @@ class ProcessGroupOptions:
             rank=identity.task.rank // each,
             num_ranks=identity.num_ranks // each,
             device=device,
-            voices=tuple(first + self.loss_rank for first in ranks),
+            representatives=tuple(first + self.loss_rank for first in ranks),
         )
         return ProcessRanks(data_ranks=data, all_ranks=every)
 

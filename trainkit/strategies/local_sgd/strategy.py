@@ -33,11 +33,9 @@ from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.data_parallel.base import backend_or_lanes, broadcast_initial
-from trainkit.strategies.groups.collective import LocalCollective
-from trainkit.strategies.groups.gather_objects import all_gather_object
+from trainkit.strategies.data_parallel.strategy import backend_or_lanes, broadcast_initial
+from trainkit.strategies.groups.collective import LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.groups.ranks import RankGroup
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
 from trainkit.strategies.reducers import LocalReducer
 
@@ -62,7 +60,7 @@ class _OwnPart(BatchPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSgd(ProcessGroupOptions, Strategy):
-    """Replicas that step alone and average every few steps: another training than that of one device, and said so.
+    """Replicas that step alone and average every few steps, which is another training than that of one device.
 
     In a step every replica updates its own copy by its own shards. After every `average_every` steps parameters and
     optimizer state become their mean, weighted by targets. With `outer.lr` an outer optimizer steps by what the mean
@@ -130,8 +128,8 @@ class LocalSgd(ProcessGroupOptions, Strategy):
             if self.replicas == 1
             else f"{self.replicas} replicas step alone and average"
         )
-        said = f"local_sgd: {many} every {steps}{first}{outer}"
-        return (f"{said}: another training than that of one device.",)
+        line = f"local_sgd: {many} every {steps}{first}{outer}"
+        return (f"{line}: another training than that of one device.",)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
         """Return a whole replica and the flat vector of an average: parameters and two moments; the outer optimizer."""
@@ -148,7 +146,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         parts = build_parts(request, ranks=ranks, make_reducer=backend_or_lanes)
         replica = Replica(parts)
         broadcast_initial(replica)
-        # Where this rank steps alone it computes with the same model, optimizer and buffers, and sums with nobody.
+        # Where this rank steps alone, it computes with the same model, optimizer and buffers, and sums over no rank.
         alone = LocalCollective()
         apart = Replica(replace(parts, data_ranks=alone, all_ranks=alone, reducer=LocalReducer()))
         return LocalSgdExecutor(self, replica, apart, request.training, ranks)

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from trainkit.numerics.drawing import Drawing, Draws
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import keys_of
-from trainkit.strategies.core.input_guard import refuse_changes
-from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
 
 __all__ = ["Recomputed"]
 

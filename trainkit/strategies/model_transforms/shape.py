@@ -3,20 +3,123 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+import torch
 from torch import nn
 
 from trainkit.config.values import closest
 from trainkit.errors import Problem
 from trainkit.numerics.drawing import draws_at_random, draws_nothing
-from trainkit.strategies.model_transforms.blocks import repeated_blocks_of
-from trainkit.strategies.model_transforms.compiling import Compiled
+from trainkit.numerics.randomness import sets_key
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
-__all__ = ["Compiles", "ModelTransforms", "apply_transforms", "shaping_notes", "shaping_problems"]
+__all__ = [
+    "Compiled",
+    "Compiles",
+    "ModelTransforms",
+    "RepeatedBlock",
+    "apply_transforms",
+    "repeated_blocks_of",
+    "shaping_notes",
+    "shaping_problems",
+]
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedBlock:
+    """A module made of modules, which a forward pass calls as a whole."""
+
+    name: str
+    """Its canonical name."""
+    module: nn.Module
+    repeated: bool
+    """Whether it is an element of a container, like the repeated blocks of a deep model."""
+
+
+def repeated_blocks_of(model: nn.Module) -> tuple[RepeatedBlock, ...]:
+    """Return the blocks of a model, in its order: elements of its containers, and other top-level children.
+
+    Containers of containers are searched recursively; a module without children is too small to be a block.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> [(unit.name, unit.repeated) for unit in repeated_blocks_of(model)]
+        [('1', True)]
+    """
+    return tuple(_units(model, "", repeated=isinstance(model, _CONTAINERS)))
+
+
+def _units(parent: nn.Module, prefix: str, *, repeated: bool) -> Iterator[RepeatedBlock]:
+    for name, child in parent.named_children():
+        if _is_row(child):
+            yield from _units(child, f"{prefix}{name}.", repeated=True)
+        elif next(child.children(), None) is not None:
+            yield RepeatedBlock(f"{prefix}{name}", child, repeated)
+
+
+def _is_row(module: nn.Module) -> bool:
+    """Return whether a module is a container of modules that have children themselves."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return True
+    return isinstance(module, nn.Sequential) and any(next(child.children(), None) is not None for child in module)
+
+
+_MOST_VARIANTS = 64
+"""Number of compiled variants of one piece of code before it runs uncompiled: blocks of other widths share
+its limit.
+"""
+
+
+class Compiled:
+    """The compiled forward pass of a module, which replaces its own: `module.forward = Compiled(module, ...)`.
+
+    Compiled at its first call, and again for other shapes and for evaluation.
+
+    Args:
+        module: the module; its current forward is compiled.
+        backend: a backend of torch.compile.
+        mode: a mode of the inductor backend; None for any other.
+    """
+
+    def __init__(self, module: nn.Module, *, backend: str, mode: str | None) -> None:
+        self.module, self.inner = module, module.forward
+        self.backend, self.mode = backend, mode
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled module on its inputs."""
+        if self._compiled is None:
+            self._compiled = self._compile()
+        return self._compiled(*args, **kwargs)
+
+    def _compile(self) -> Callable[..., Any]:
+        config = torch._dynamo.config  # noqa: SLF001 - the public name of the setting
+        config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)
+        # the tracer reads the gradient of inputs that are no leaves, which causes a warning
+        warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
+        for module in self.module.modules():
+            _keep_keys_out(module)
+        made: Callable[..., Any] = torch.compile(self.inner, backend=self.backend, mode=self.mode)
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Drop the compiled code: a copy of the model compiles for itself, because this code uses these parameters."""
+        return {**self.__dict__, "_compiled": None}
+
+
+def _keep_keys_out(module: nn.Module) -> None:
+    """Exclude the hooks that set a block's random key from compilation, which would turn the key into a constant."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):  # noqa: SLF001 - has no public name
+        for number, hook in hooks.items():
+            if sets_key(hook):
+                hooks[number] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
 
 Compiles = Literal["model", "blocks", "nothing"]
 """What a strategy calls as a unit: the whole model, its blocks, or neither in a way that could be compiled."""

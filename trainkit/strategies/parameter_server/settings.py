@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from trainkit.cluster.identity import Identity
 from trainkit.errors import LinkError
 from trainkit.numerics.batch import BatchPlan
 from trainkit.strategies.base import Data, StepContext, TaskContext
@@ -26,8 +25,7 @@ from trainkit.strategies.parameter_server.wire.client import ParameterServerClie
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.parameter_server.wire.variables import variables_of
 from trainkit.strategies.parameter_server.wire.work_channel import RemoteWorkChannel
-from trainkit.strategies.parameter_server.worker.main import Mode, Worker
-from trainkit.strategies.parameter_server.worker.replicas import WorkerReplicas
+from trainkit.strategies.parameter_server.worker import Mode, Worker, WorkerReplicas
 
 __all__ = ["PsSettings", "run_server", "run_worker"]
 
@@ -50,28 +48,23 @@ class PsSettings:
     replay: str | None
     timeout_s: float
 
-    def meet(self, identity: Identity) -> AddressBook:
-        """Return the address book by which the tasks of this run find each other."""
-        return AddressBook.of(identity, self.timeout_s)
-
     def shares(self, replica: Replica) -> VariableShards:
         """Return the partition of the variables over the servers."""
         return VariableShards(variables_of(replica.model, replica.precision.master_dtype), self.num_servers)
 
-    def servers(self, meeting: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
+    def servers(self, addresses: AddressBook, shares: VariableShards, name: str) -> ParameterServerClient:
         """Connect to all servers, for one thread of a task."""
-        addresses = [meeting.find(f"ps:{index}") for index in range(self.num_servers)]
         return ParameterServerClient.connect(
-            addresses,
+            [addresses.find(f"ps:{index}") for index in range(self.num_servers)],
             shares,
-            token=meeting.token,
+            token=addresses.token,
             name=name,
             timeout_s=self.timeout_s,
             transfer=self.transfer,
-            is_over=lambda: meeting.is_over,
+            is_over=lambda: addresses.is_over,
         )
 
-    def team(self, replica: Replica) -> WorkerReplicas:
+    def replicas(self, replica: Replica) -> WorkerReplicas:
         """Return the replicas of a worker: the given one, and copies on the devices after its own."""
         first = replica.device
         numbers = [(first.index or 0) + place for place in range(self.num_devices)]
@@ -81,9 +74,11 @@ class PsSettings:
             replica, [torch.device(first.type, number % torch.cuda.device_count()) for number in numbers]
         )
 
-    def worker(self, team: WorkerReplicas, servers: ParameterServerClient, data: Data, training: StepContext) -> Worker:
+    def worker(
+        self, replicas: WorkerReplicas, servers: ParameterServerClient, data: Data, training: StepContext
+    ) -> Worker:
         """Return the worker that executes work orders."""
-        return Worker(team, servers, data, training, mode=self.mode, mixes=self.replaces)
+        return Worker(replicas, servers, data, training, mode=self.mode, mixes=self.replaces)
 
     def scheduler(self, plan: BatchPlan, until: int | None) -> WorkScheduler:
         """Return the scheduler that assigns work and forms updates."""
@@ -95,55 +90,55 @@ class PsSettings:
         return SyncScheduler(plan=plan, spares=self.spares, width=self.num_devices, replaces=self.replaces, until=until)
 
 
-def run_server(setting: PsSettings, bench: TaskContext) -> None:
+def run_server(settings: PsSettings, context: TaskContext) -> None:
     """Run a server task, until the chief requests the end.
 
     Raises:
         LinkError: the connection to the chief broke.
     """
-    meeting, task = setting.meet(bench.identity), bench.identity.task
-    if meeting.is_over:
+    addresses, task = AddressBook.of(context.identity, settings.timeout_s), context.identity.task
+    if addresses.is_over:
         return
-    model = bench.precision.adapt(bench.model)
-    shares = VariableShards(variables_of(model, bench.precision.master_dtype), setting.num_servers)
-    listener = meeting.listener(str(task))
-    meeting.tell(str(task), listener.address)
-    bench.on_phase("idle", 0)
+    model = context.precision.adapt(context.model)
+    shares = VariableShards(variables_of(model, context.precision.master_dtype), settings.num_servers)
+    listener = addresses.listener(str(task))
+    addresses.publish(str(task), listener.address)
+    context.on_phase("idle", 0)
     serve(
         listener,
         shares,
         task.index,
-        make_optimizer=bench.make_optimizer,
-        on_phase=bench.on_phase,
-        timeout_s=setting.timeout_s,
-        stopped=lambda: meeting.is_over,
+        make_optimizer=context.make_optimizer,
+        on_phase=context.on_phase,
+        timeout_s=settings.timeout_s,
+        stopped=lambda: addresses.is_over,
     )
 
 
-def run_worker(setting: PsSettings, bench: TaskContext, replica: Replica) -> None:
+def run_worker(settings: PsSettings, context: TaskContext, replica: Replica) -> None:
     """Run a worker task in its own process, until the chief requests the end.
 
     Raises:
         LinkError: the connection to the chief or a server broke.
     """
-    meeting, task = setting.meet(bench.identity), bench.identity.task
-    if meeting.is_over:
+    addresses, task = AddressBook.of(context.identity, settings.timeout_s), context.identity.task
+    if addresses.is_over:
         return
-    bench.on_phase("idle", 0)
+    context.on_phase("idle", 0)
     try:
-        with closing(setting.servers(meeting, setting.shares(replica), str(task))) as servers:
-            data = bench.open_data(replica.device)
+        with closing(settings.servers(addresses, settings.shares(replica), str(task))) as servers:
+            data = context.open_data(replica.device)
             link = connect(
-                meeting.find("chief"),
-                token=meeting.token,
+                addresses.find("chief"),
+                token=addresses.token,
                 name=str(task),
                 peer="chief",
-                timeout_s=setting.timeout_s,
-                is_over=lambda: meeting.is_over,
+                timeout_s=settings.timeout_s,
+                is_over=lambda: addresses.is_over,
             )
-            with closing(link), closing(setting.team(replica)) as team:
-                worker = setting.worker(team, servers, data, bench.training)
-                worker.run(RemoteWorkChannel(link), lambda step: bench.on_phase("idle", step))
+            with closing(link), closing(settings.replicas(replica)) as replicas:
+                worker = settings.worker(replicas, servers, data, context.training)
+                worker.run(RemoteWorkChannel(link), lambda step: context.on_phase("idle", step))
     except LinkError:
-        if not meeting.is_over:
+        if not addresses.is_over:
             raise

@@ -27,7 +27,7 @@ from trainkit.strategies.parameter_server.coordinator.update_log import FILE
 from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
 from trainkit.strategies.parameter_server.wire.variables import variables_of
-from trainkit.strategies.parameter_server.worker.sparse_embeddings import sparse_tables
+from trainkit.strategies.parameter_server.worker import sparse_tables
 
 __all__ = ["ParameterServer"]
 
@@ -113,8 +113,8 @@ class ParameterServer(Strategy):
             "the first shards that come make a step": self.spare_mode == "replace" and self.spare_replicas > 0,
             "numbers travel as bfloat16": self.transfer != "full",
         }
-        said = ", ".join(text for text, holds in why.items() if holds)
-        return (f"parameter_server: {said}: another training than that of one device.",)
+        reasons = ", ".join(text for text, holds in why.items() if holds)
+        return (f"parameter_server: {reasons}: another training than that of one device.",)
 
     def num_workers(self, context: PlanContext) -> int:
         """Return the number of processes that compute gradients."""
@@ -125,10 +125,10 @@ class ParameterServer(Strategy):
         return self._count(context, self.servers, ("ps",), 1)
 
     @staticmethod
-    def _count(context: PlanContext, said: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
+    def _count(context: PlanContext, configured: int | Literal["auto"], roles: tuple[str, ...], default: int) -> int:
         if context.launch is not None:
             return sum(task.role in roles for task in context.launch.tasks)
-        return default if said == "auto" else said
+        return default if configured == "auto" else configured
 
     def num_replicas(self, context: PlanContext) -> int:
         """Return the number of worker devices that a step needs; in `async` each worker computes whole steps."""
@@ -172,17 +172,17 @@ class ParameterServer(Strategy):
     def setup(self, request: SetupRequest) -> CoordinatorExecutor:
         """Make the chief's models, one to evaluate and one to compute with, and the links to the servers."""
         computing = _replica(replace(request, model=copy.deepcopy(request.model)))
-        return CoordinatorExecutor(self._setting(), request, _replica(request), computing)
+        return CoordinatorExecutor(self._settings(), request, _replica(request), computing)
 
     def run_auxiliary(self, context: TaskContext) -> None:
         """Do what workers and servers do, until the chief ends them."""
-        setting = self._setting()
+        settings = self._settings()
         if context.identity.task.role == "ps":
-            run_server(setting, context)
+            run_server(settings, context)
         else:
-            run_worker(setting, context, _replica(context))
+            run_worker(settings, context, _replica(context))
 
-    def _setting(self) -> PsSettings:
+    def _settings(self) -> PsSettings:
         return PsSettings(
             num_servers=self.num_servers(PlanContext()),
             num_devices=self.devices_per_worker,

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import StagePart
-from trainkit.strategies.core.input_guard import refuse_changes
-from trainkit.strategies.core.object_snapshot import ObjectSnapshot
+from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
 from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.partition.syntax import collapsed
 

@@ -1,18 +1,289 @@
-"""The running half of a pipeline: a rank with its stages."""
+"""The running half of a pipeline: a rank with its stages, and one try at a step."""
 
 from __future__ import annotations
 
-from trainkit.strategies.base import StateDict, StepContext
-from trainkit.strategies.core.replica import replica_state, restore_replica
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Supervised
+from trainkit.strategies.base import Batch, StateDict, StepContext
+from trainkit.strategies.core.buffers import StepBuffers
+from trainkit.strategies.core.replica import ReplicaParts, replica_state, restore_replica
+from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor
-from trainkit.strategies.groups.ranks import RankGroup
-from trainkit.strategies.pipeline.groups import drifted
-from trainkit.strategies.pipeline.replica import PipelineReplica
-from trainkit.strategies.pipeline.work import PipelineWork
+from trainkit.strategies.groups.collective import RankGroup
+from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
+from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
+from trainkit.strategies.pipeline.replica import PipelineReplica, StageLayout, Traced, shape_key
+from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches
+from trainkit.strategies.pipeline.stage_assignment import StageAssignment
+from trainkit.strategies.pipeline.tracing.program import Program
+from trainkit.strategies.pipeline.tracing.recorder import is_fake
+from trainkit.strategies.pipeline.tracing.stage_module import Blocks, filled
+from trainkit.strategies.tensors.layouts import in_layout
 from trainkit.strategies.tensors.lazy_state import name_in, select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
-__all__ = ["PipelineExecutor"]
+__all__ = ["PipelineExecutor", "PipelineWork", "StagedForward", "assemble"]
+
+
+class StagedForward:
+    """The forward pass of a staged model, which replaces its own: `model.forward = StagedForward(replica)`.
+
+    For evaluation and sampling: one batch at a time, without gradients. Collective over the ranks of a replica; all
+    pass the same inputs, and receive the outputs. A trace, whose tensors have no data, runs the model's own forward.
+    """
+
+    def __init__(self, replica: PipelineReplica) -> None:
+        self._replica, self._whole = replica, replica.model.forward
+
+    def __call__(self, inputs: Any) -> Any:
+        """Run the model on its inputs."""
+        if any(map(is_fake, tree_flatten(inputs)[0])):
+            return self._whole(inputs)
+        replica = self._replica
+        with torch.no_grad():
+            traced = replica.trace(inputs)
+        program, last = traced.program, replica.cut.num_stages - 1
+        tensors = [leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor)]
+        outputs: tuple[Tensor, ...] = ()
+        # The recorded program itself sets the random keys of the model's own code.
+        with torch.no_grad(), replica.keys.at(replica.keys.beginning):
+            for stage in replica.stages_here:
+                received = self._received(program, traced.stretches[stage].received, stage)
+                traced.segments[stage].set_inputs(tensors)
+                outputs = traced.segments[stage](*received)
+                if stage < last:
+                    self._send(outputs, stage + 1)
+            finals = self._broadcast(program, outputs)
+        return filled(program.outputs, dict(zip(program.finals(), finals, strict=True)), {})
+
+    def _received(self, program: Program, numbers: tuple[int, ...], stage: int) -> list[Tensor]:
+        group, ranks = self._replica.groups.replica, self._replica.num_stage_ranks
+        tensors = [program.shapes[number].empty(self._replica.device) for number in numbers]
+        for tensor in tensors:
+            dist.recv(tensor, group=group, group_src=(stage - 1) % ranks)
+        return tensors
+
+    def _send(self, tensors: tuple[Tensor, ...], stage: int) -> None:
+        for tensor in tensors:
+            dist.send(tensor, group=self._replica.groups.replica, group_dst=stage % self._replica.num_stage_ranks)
+
+    def _broadcast(self, program: Program, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Broadcast the outputs of the last stage to every rank."""
+        replica = self._replica
+        is_last = replica.place == replica.num_stage_ranks - 1
+        found = []
+        for at, number in enumerate(program.finals()):
+            tensor = outputs[at] if is_last else program.shapes[number].empty(replica.device)
+            dist.broadcast(tensor, group=replica.groups.replica, group_src=replica.num_stage_ranks - 1)
+            found.append(tensor)
+        return found
+
+
+def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName) -> PipelineReplica:
+    """Make the replica of one rank, and let a call of its model go through all stages; collective.
+
+    Args:
+        parts: what every replica has; other stages' tensors of the model are on the meta device.
+        cut: the stage of each block.
+        stages: ranks of a replica.
+        schedule: how microbatches flow.
+    """
+    all_ranks, model = parts.all_ranks, parts.held.model
+    place = all_ranks.rank % stages
+    holders = holders_of(model, cut, stages)
+    blocks = {stage: _blocks(model, cut, stage) for stage in range(place, cut.num_stages, stages)}
+    buffers = StepBuffers(nn.ModuleList(blocks.values()), parts.precision.master_dtype)
+    names = {id(buffer): name for name, buffer in model.named_buffers()}
+    here = nn.ModuleList(blocks.values()).named_buffers()
+    layout = StageLayout(
+        cut=cut,
+        num_stage_ranks=stages,
+        place=place,
+        schedule=schedule,
+        groups=new_groups(holders, stages=stages, replicas=all_ranks.num_ranks // stages, rank=all_ranks.rank),
+        holders=holders,
+        blocks=blocks,
+        buffer_names=[names[id(buffer)] for _, buffer in here],
+    )
+    replica = PipelineReplica(replace(parts, buffers=buffers), layout)
+    model.forward = StagedForward(replica)
+    return replica
+
+
+def _blocks(model: nn.Module, cut: StageAssignment, stage: int) -> Blocks:
+    inside = {id(tensor) for unit in cut.units for _, tensor in unit.tensors()}
+    owned = {name: tensor for name, tensor in _named(model) if id(tensor) not in inside}
+    members = cut.members(stage)
+    here = {id(tensor) for unit in members for _, tensor in unit.tensors()}
+    within = {name: tensor for name, tensor in _named(model) if id(tensor) in here}
+    return Blocks({unit.name: unit.entries[0] for unit in members}, owned=owned, inside=within)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return chain(model.named_parameters(), model.named_buffers())
+
+
+class PipelineWork(ShardStep):
+    """One try at a step: forward and backward of its shards through the stages, and what they add up to.
+
+    Args:
+        replica: where.
+        ticket: the step and its shards.
+        batches: one a shard; every rank of a replica has them all.
+        training: plan, objective and weighing.
+    """
+
+    replica: PipelineReplica
+
+    def __init__(
+        self, replica: PipelineReplica, ticket: Ticket, batches: Sequence[Batch], training: StepContext
+    ) -> None:
+        super().__init__(replica, ticket, batches, training)
+        self._now: Sequence[Chunk] = ()
+        self._inputs: dict[int, Any] = {}
+
+    def run(self) -> list[Tensor | None]:
+        """Return the step's gradients, updated buffers and counted weight, summed over shards and ranks; collective."""
+        replica = self.replica
+        replica.begin_step(self.ticket.step, self.score)
+        if replica.buffers.names:
+            replica.buffers.begin_step()
+        self._enter("forward")
+        self._measured(self._groups())
+        self._enter("reduce")
+        grads = replica.take_grads()
+        if not replica.settled:
+            _settle(replica, grads)
+        names = list(replica.params)
+        parts = [
+            _zeros_where_used(grad, used, master)
+            for grad, used, master in zip(grads, replica.used, replica.masters.values(), strict=True)
+        ]
+        parts += replica.buffers.take() if replica.buffers.names else []
+        holders = [replica.holders[name] for name in names]
+        holders += [(replica.place,)] * (len(parts) - len(names))
+        sums = replica.groups.sum(parts, holders)
+        return [*sums, *self._counted()]
+
+    def _groups(self) -> list[list[Chunk]]:
+        """Microbatches by shape, in the order of the shards: a schedule takes those of one."""
+        groups: dict[Any, list[Chunk]] = {}
+        objective = self.training.objective
+        assert isinstance(objective, Supervised)
+        for shard, batch in zip(self.ticket.shards, self.batches, strict=True):
+            inputs, targets = objective.split_batch(batch)
+            tensors = tuple(leaf for leaf in tree_flatten(inputs)[0] if isinstance(leaf, Tensor))
+            self._inputs[shard] = inputs
+            chunk = Chunk(shard=shard, inputs=tensors, targets=targets, share=self._shard_fraction(shard))
+            groups.setdefault(shape_key(inputs), []).append(chunk)
+        return list(groups.values())
+
+    def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
+        """Compute the groups, and note the share of the time in which this rank waited for others."""
+        replica = self.replica
+        replica.clock.reset()
+        start = time.perf_counter()
+        ideal_s = total = 0.0
+        for chunks in groups:
+            count = self._through_the_stages(chunks)
+            bubble = ideal_bubble(
+                replica.schedule, count, num_ranks=replica.num_stage_ranks, stages_a_rank=len(replica.blocks)
+            )
+            total += count / (1 - bubble)
+            ideal_s += count / (1 - bubble) * bubble
+        if groups and replica.device.type == "cpu":  # elsewhere the host runs ahead of the device
+            elapsed = time.perf_counter() - start
+            replica.step_metrics["pipeline/bubble"] = max(1.0 - replica.clock.busy_s / elapsed, 0.0)
+        if groups:
+            replica.step_metrics["pipeline/bubble_ideal"] = ideal_s / total
+
+    def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
+        """Forward and backward of microbatches of one shape; how many there were, with the repeats."""
+        replica = self.replica
+        traced = replica.trace(self._inputs[chunks[0].shard])
+        count = padded_microbatches(replica.schedule, len(chunks), replica.num_stage_ranks)
+        schedule, stages = replica.schedule_of(traced, count)
+        self._now = [*chunks, *(_repeat(chunks[0]) for _ in range(count - len(chunks)))]
+        self._program = traced.program
+        for stage in stages:
+            stage.take(self._now)
+        schedule.step(target=torch.arange(count), return_outputs=False)
+        _forget(stages, traced)
+        return count
+
+    def score(self, outputs: Sequence[Tensor], number: int) -> Tensor:
+        """Return the start value of backward for one microbatch on the last stage: its loss scaled for the step."""
+        chunk, replica, objective = self._now[number], self.replica, self.training.objective
+        assert isinstance(objective, Supervised)
+        leaves = dict(zip(self._program.finals(), outputs, strict=True))
+        replica.keys.enter(step=self.ticket.step, shard=chunk.shard, objective=objective, calls=1)
+        with replica.clock.running(), replica.precision.autocast(replica.device_types):
+            loss = objective.score(filled(self._program.outputs, leaves, {}), chunk.targets)
+            total = loss.loss_sum if loss.extra is None else loss.loss_sum + loss.extra * loss.weight
+            if not chunk.counts:
+                return total * 0.0
+            seen = loss.loss_sum.detach()
+            self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
+            self.weight = self.weight + (loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
+            # The factor is what backward begins with: the bits of dividing the loss, without that kernel.
+            return total * (replica.loss_scale.scale / self.divisor.value)
+
+    def _counted(self) -> list[Tensor]:
+        """Return the counted weight, which the last stage knows; collective where it is counted."""
+        if not self.divisor.counted:
+            return []
+        replica = self.replica
+        dtype = replica.precision.master_dtype
+        here = torch.as_tensor(self.weight, dtype=dtype, device=replica.device).reshape(1)
+        return [replica.data_ranks.sum(here)]
+
+
+def _repeat(chunk: Chunk) -> Chunk:
+    return Chunk(shard=chunk.shard, inputs=chunk.inputs, targets=chunk.targets, share=0.0, counts=False)
+
+
+def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
+    """Let go of the step's batches."""
+    for stage in stages:
+        stage.take(())
+        stage.clear_runtime_states()
+    for segment in traced.segments.values():
+        segment.set_inputs(())
+
+
+def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor | None:
+    if grad is not None and grad.is_sparse:
+        grad = grad.to_dense()
+    if grad is None:
+        return torch.zeros_like(master) if used else None
+    return in_layout(grad, master.stride())  # other stages may hold the same parameter
+
+
+def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
+    """Agree with the other ranks on the parameters that get gradients and the buffers that are updated; collective."""
+    places = {name: at for at, name in enumerate(replica.holders)}
+    flags = torch.zeros(len(places), dtype=torch.int64)
+    for name, grad in zip(replica.params, grads, strict=True):
+        flags[places[name]] = int(grad is not None)
+    buffers = replica.buffer_names
+    for name, changed in zip(buffers, replica.changed, strict=False):
+        flags[places[name]] = int(changed)
+    found = torch.stack(replica.all_ranks.gather(flags)).amax(0).tolist()
+    replica.settle(
+        used=[bool(found[places[name]]) for name in replica.params],
+        buffers=[float(found[places[name]]) for name in buffers],
+    )
 
 
 class PipelineExecutor(SynchronousExecutor[PipelineReplica]):

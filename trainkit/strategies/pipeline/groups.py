@@ -16,7 +16,7 @@ from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["Groups", "drifted", "holders_of", "meet"]
+__all__ = ["Groups", "drifted", "holders_of", "new_groups"]
 
 _NO_HASH = torch.zeros((), dtype=torch.int64)
 
@@ -79,7 +79,7 @@ class Groups:
                     broadcast_values(tensors[name], group_src=0, group=group)
 
 
-def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
+def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
     """Create the groups; collective over all ranks.
 
     Args:
@@ -102,18 +102,18 @@ def meet(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, 
 
 
 def drifted(
-    params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], everyone: Collective, *, num_ranks: int
+    params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], all_ranks: Collective, *, num_ranks: int
 ) -> str | None:
     """Return the first parameter that differs between two ranks that hold it, and on which; collective.
 
     Args:
         params: those of this rank.
         holders: from `holders_of`.
-        everyone: all ranks.
+        all_ranks: all ranks.
         num_ranks: ranks of a replica.
     """
     hashes = torch.stack([bits_hash(params[name]) if name in params else _NO_HASH for name in holders])
-    rows = torch.stack(everyone.gather(hashes)).tolist()
+    rows = torch.stack(all_ranks.gather(hashes)).tolist()
     for at, (name, places) in enumerate(holders.items()):
         ranks = [rank for rank in range(len(rows)) if rank % num_ranks in places]
         wrong = [str(rank) for rank in ranks if rows[rank][at] != rows[ranks[0]][at]]

@@ -212,8 +212,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         Raises:
             ConfigError: the map does not fit the model.
         """
-        from trainkit.strategies.pipeline.assembly import assemble  # noqa: PLC0415 - heavy
-        from trainkit.strategies.pipeline.executor import PipelineExecutor  # noqa: PLC0415 - heavy
+        from trainkit.strategies.pipeline.executor import PipelineExecutor, assemble  # noqa: PLC0415 - heavy
 
         ranks = self.join(request.identity)
         kept = self._stage_params(request)

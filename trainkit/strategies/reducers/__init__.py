@@ -2,10 +2,9 @@
 
 from trainkit.strategies.reducers.auto import AutoReducer
 from trainkit.strategies.reducers.backend import BackendReducer
-from trainkit.strategies.reducers.base import Closing, Overlapping, Partials, Reducer
+from trainkit.strategies.reducers.base import Closing, LocalReducer, Overlapping, Partials, Reducer
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
 from trainkit.strategies.reducers.flat import FlatReducer, Transport
-from trainkit.strategies.reducers.local import LocalReducer
 
 __all__ = [
     "AutoReducer",

@@ -1,4 +1,4 @@
-"""The interface of a reducer."""
+"""The base class of reducers, and the reducer of a single rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["Closing", "Overlapping", "Partials", "Reducer"]
+__all__ = ["Closing", "LocalReducer", "Overlapping", "Partials", "Reducer"]
 
 Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
 """(lane, the sums over that lane's shards), computed on iteration."""
@@ -58,3 +58,14 @@ class Closing(Protocol):
     def close(self) -> None:
         """Release the resources; not collective."""
         ...
+
+
+class LocalReducer:
+    """Returns the sums that autograd accumulated."""
+
+    lanes = None
+
+    def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
+        """Return the sums of this rank."""
+        ((_, sums),) = partials
+        return sums

@@ -1,17 +1,28 @@
-"""Reducers that exchange one flat vector: pack, sum by a transport, unpack."""
+"""Reducers that exchange one flat vector, and the transports that sum it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.reducers.base import Partials
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["FlatReducer", "Transport"]
+__all__ = [
+    "FlatReducer",
+    "HierarchicalTransport",
+    "InPlaceVector",
+    "ReduceThenBroadcastTransport",
+    "RingTransport",
+    "Transport",
+]
 
 
 class Transport(Protocol):
@@ -66,3 +77,106 @@ class FlatReducer:
         """Release memory and groups; not collective."""
         self._views.clear()
         self._transport.close()
+
+
+class InPlaceVector:
+    """Reuses one vector in all steps: a new allocation would cost page faults every time."""
+
+    _flat: Tensor | None = None
+
+    def vector(self, packing: FlatBuffer) -> Tensor:
+        """Return the vector for this rank's part."""
+        if self._flat is None:
+            self._flat = packing.empty()
+        return self._flat
+
+    def close(self) -> None:
+        """Release the vector."""
+        self._flat = None
+
+
+class ReduceThenBroadcastTransport(InPlaceVector):
+    """Reduce to rank 0, then broadcast. Useful when rank 0 has the fastest link.
+
+    Source: tf.distribute.ReductionToOneDevice.
+    """
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """Sum over all ranks, in place; collective."""
+        dist.reduce(flat, dst=0, op=dist.ReduceOp.SUM)
+        dist.broadcast(flat, src=0)
+        return flat
+
+
+class HierarchicalTransport(InPlaceVector):
+    """Reduces to the first rank of each host, all-reduces among those ranks, and broadcasts on each host.
+
+    Args:
+        hosts: the host of every rank, by any number; construction is collective.
+        rank: this rank.
+        timeout_s: seconds to wait for another rank in an exchange.
+
+    Source: tf.distribute.HierarchicalCopyAllReduce.
+    """
+
+    def __init__(self, hosts: Sequence[int], *, rank: int, timeout_s: float) -> None:
+        members = {host: [other for other, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
+        timeout = timedelta(seconds=timeout_s)
+        # Every rank creates every group in the same order, as torch requires.
+        groups = {host: dist.new_group(ranks, timeout=timeout) for host, ranks in members.items()}
+        self._leaders = dist.new_group([ranks[0] for ranks in members.values()], timeout=timeout)
+        self._leads = members[hosts[rank]][0] == rank
+        self._leader = members[hosts[rank]][0]
+        self._host = groups[hosts[rank]]
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """Sum over all ranks, in place; collective."""
+        dist.reduce(flat, dst=self._leader, op=dist.ReduceOp.SUM, group=self._host)
+        if self._leads:
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self._leaders)
+        dist.broadcast(flat, src=self._leader, group=self._host)
+        return flat
+
+
+class RingTransport(InPlaceVector):
+    """Reduce-scatter, then all-gather, each in n - 1 rounds of one slice to the right and one from the left.
+
+    Slice *s* is summed in the order of the ranks from *s* on, in one place, so that all ranks end with equal bits.
+
+    Args:
+        collective: the ranks of the default group.
+
+    Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+    """
+
+    def __init__(self, collective: Collective) -> None:
+        self._rank, self._num_ranks = collective.rank, collective.num_ranks
+
+    def vector(self, packing: FlatBuffer) -> Tensor:
+        """Return the vector for this rank's part."""
+        flat = super().vector(packing)
+        self._slices = flat.tensor_split(self._num_ranks)
+        self._received = torch.empty_like(self._slices[0])  # the first slice is the longest
+        return flat
+
+    def sum(self, flat: Tensor) -> Tensor:
+        """Sum over all ranks, in place; collective."""
+        count, slices = self._num_ranks, self._slices
+        for turn in range(count - 1):
+            incoming = slices[(self._rank - turn - 1) % count]
+            received = self._received[: incoming.numel()]
+            self._shift(slices[(self._rank - turn) % count], received)
+            incoming.add_(received)
+        for turn in range(count - 1):
+            self._shift(slices[(self._rank - turn + 1) % count], slices[(self._rank - turn) % count])
+        return flat
+
+    def _shift(self, sent: Tensor, received: Tensor) -> None:
+        """Send one slice to the right and receive one from the left; an empty one is not sent."""
+        operations = []
+        if sent.numel():
+            operations.append(dist.P2POp(dist.isend, sent, (self._rank + 1) % self._num_ranks))
+        if received.numel():
+            operations.append(dist.P2POp(dist.irecv, received, (self._rank - 1) % self._num_ranks))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()

@@ -6,14 +6,183 @@ copies the whole result. There are two barriers per step: all slots are written,
 
 from __future__ import annotations
 
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Final
+
 import torch
 from torch import Tensor
 
+from trainkit.cluster.host import ProcessId, host_id
+from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
-from trainkit.strategies.reducers.shared_segment import SharedMemorySegment
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["SharedMemoryTransport"]
+__all__ = ["SharedMemorySegment", "SharedMemoryTransport"]
+
+_LINE: Final = 64
+"""Size of a cache line: no two ranks write into the same one."""
+_WORDS: Final = _LINE // 8
+_ARRIVED: Final = 0
+"""Index in a rank's line: how often it has arrived at a barrier."""
+_GONE: Final = 1
+"""Index in a rank's line: 1 once it has left."""
+_PAGE: Final = 4096
+_SPINS: Final = 2000
+"""Reads of a counter before the first sleep, about 0.1 ms: a rank that arrives soon costs no wake-up."""
+_SLEEP_S: Final = 5e-5
+_LONGEST_SLEEP_S: Final = 1e-3
+_CHECK_S: Final = 0.05
+"""How often a waiting rank checks whether the other is alive."""
+
+
+class SharedMemorySegment:
+    """One slot per rank and one total, in anonymous memory mapped by all ranks; construction is collective.
+
+    The memory is a memfd of rank 0 that the others open through /proc: it never has a name, so that nothing is left
+    behind however a process ends, and no limit of /dev/shm applies.
+
+    Memory order: a rank writes data, then its own counter (one aligned 8-byte store); another reads the counter (one
+    aligned 8-byte load), then data. x86-64 keeps the order of stores among stores and of loads among loads. Other
+    processors do not; there, releasing and acquiring a lock between the two orders them, because both have release and
+    acquire semantics. Tested on x86-64.
+
+    Args:
+        collective: the ranks.
+        numel: elements of a slot.
+        dtype: of the elements.
+
+    Raises:
+        TrainingError: the ranks are not on one host, or there is not enough memory.
+    """
+
+    def __init__(self, collective: Collective, *, numel: int, dtype: torch.dtype) -> None:
+        self._rank, self._num_ranks = collective.rank, collective.num_ranks
+        stride = -(-numel * dtype.itemsize // _PAGE) * _PAGE
+        head = -(-self._num_ranks * _LINE // _PAGE) * _PAGE
+        self._marks, descriptor = _share_memory(collective, head + (self._num_ranks + 1) * stride)
+        try:
+            memory = mmap.mmap(descriptor, head + (self._num_ranks + 1) * stride)
+        finally:
+            os.close(descriptor)
+        self._words = memoryview(memory)[:head].cast("q")
+        starts = [head + place * stride for place in range(self._num_ranks + 1)]
+        views = [torch.frombuffer(memory, dtype=dtype, count=numel, offset=start) for start in starts]
+        self.slots, self.total = views[:-1], views[-1]
+        self._others = [rank for rank in range(self._num_ranks) if rank != self._rank]
+        self._barriers = 0
+        self._order_lock = threading.Lock()
+
+    def barrier(self, timeout_s: float) -> None:
+        """Barrier: wait until every rank has arrived as often as this one; their earlier writes are visible afterwards.
+
+        Raises:
+            TrainingError: a rank has ended, has left, or did not arrive in time; names it.
+        """
+        self._barriers += 1
+        self._order()
+        self._words[self._rank * _WORDS + _ARRIVED] = self._barriers
+        for rank in self._others:
+            self._await(rank, timeout_s)
+        self._order()
+
+    def _order(self) -> None:
+        """Prevent reordering of memory accesses before and after this call: a release, then an acquire."""
+        for _ in range(2):
+            with self._order_lock:
+                pass
+
+    def _await(self, rank: int, timeout_s: float) -> None:
+        words, place, wanted = self._words, rank * _WORDS + _ARRIVED, self._barriers
+        for _ in range(_SPINS):
+            if words[place] >= wanted:
+                return
+        begun = time.monotonic()
+        looked, pause = begun, _SLEEP_S
+        while words[place] < wanted:
+            time.sleep(pause)
+            now = time.monotonic()
+            if now - looked > _CHECK_S:
+                looked, pause = now, _LONGEST_SLEEP_S
+                self._refuse_absent(rank, now - begun, timeout_s)
+
+    def _refuse_absent(self, rank: int, waited_s: float, timeout_s: float) -> None:
+        lost = self._words[rank * _WORDS + _GONE] == 1 or not self._marks[rank].lives
+        if self._words[rank * _WORDS + _ARRIVED] >= self._barriers:
+            return  # it arrived, and ended afterwards
+        # Both report the end of another rank, not a failure of this one: the cause marks the error as secondary.
+        if lost:
+            cause: ConnectionError = ConnectionResetError(f"rank {rank} is gone")
+            raise TrainingError(f"rank {rank} ended while rank {self._rank} waited for its gradients.") from cause
+        if waited_s > timeout_s:
+            cause = ConnectionAbortedError(f"rank {rank} is silent")
+            raise TrainingError(
+                f"rank {rank} brought no gradients in {timeout_s:g} s (strategy.timeout_s), says rank {self._rank}."
+            ) from cause
+
+    def close(self) -> None:
+        """Mark this rank as gone for the others."""
+        self._words[self._rank * _WORDS + _GONE] = 1
+
+
+def _share_memory(collective: Collective, size: int) -> tuple[list[ProcessId], int]:
+    """Return every rank's process id, and an open descriptor of rank 0's memory; collective."""
+    own = ProcessId.of(os.getpid())
+    descriptor = _make(size) if collective.rank == 0 else -1
+    row = torch.tensor([[host_id(), own.pid, own.started, descriptor]], dtype=torch.int64)
+    rows: list[list[int]] = torch.cat(collective.gather(row)).tolist()
+    host, pid, _, made = rows[0]
+    away = [rank for rank, found in enumerate(rows) if found[0] != host]
+    if collective.rank > 0 and not away and made >= 0:
+        descriptor = _open(f"/proc/{pid}/fd/{made}")
+    could = torch.cat(
+        collective.gather(torch.tensor([int(descriptor >= 0)]))
+    ).tolist()  # rank 0 keeps it open until here
+    if all(could) and not away:
+        return [ProcessId(found[1], found[2]) for found in rows], descriptor
+    if descriptor >= 0:
+        os.close(descriptor)
+    unable = [rank for rank, found in enumerate(could) if not found]
+    raise TrainingError(_why(away, unable, size, made=made))
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _make(size: int) -> int:
+    """Return a descriptor of new, allocated memory; below 0 if there is not enough."""
+    if size > _available_bytes():
+        return -1  # a memfd has no limit of its own: too large a request would make the kernel kill a process
+    descriptor = os.memfd_create("trainkit", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+    except OSError:
+        os.close(descriptor)
+        return -1
+    return descriptor
+
+
+def _available_bytes() -> int:
+    """Return how much new allocations may take without swapping, as estimated by Linux."""
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
+    if away:
+        what = f"rank {away[0]} is not on the host of rank 0, whose memory it would share"
+    elif made < 0:
+        what = f"there are no {size / 2**20:.0f} MiB of memory to share gradients in"
+    else:
+        what = f"rank {unable[0]} may not open the memory that rank 0 would share"
+    return f"{what}. Use strategy.reduce=backend."
 
 
 class SharedMemoryTransport:

@@ -11,17 +11,58 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.nn import functional
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
-from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
+from trainkit.numerics.hashing import mix64, name_id
+from trainkit.strategies.core.sharded.replica import ShardSlice
 from trainkit.strategies.tensor_parallel.plans import MatchedModule, MatchedPlan
 
-__all__ = ["cut_parameters", "exchange_activations"]
+__all__ = ["ActivationRngRegions", "cut_parameters", "exchange_activations"]
+
+
+class ActivationRngRegions:
+    """Sets the keys of the default generators on entering and leaving sharded activations.
+
+    Only the last key is stored between calls: a recomputed block uses the same keys again.
+
+    Args:
+        place: position of this rank in its replica.
+        devices: the devices whose generators the model uses (the CPU's is always included).
+        draws: whether the model may draw random numbers; if not, nothing is done.
+    """
+
+    def __init__(self, *, place: int, devices: Sequence[torch.device], draws: bool) -> None:
+        self._place = place
+        self._generators = [torch.default_generator] if draws else []
+        if draws:
+            self._generators += [torch.cuda.default_generators[d.index or 0] for d in devices if d.type == "cuda"]
+        self._inside: tuple[int, int] | None = None  # the key inside, and the one before
+
+    def enter(self, name: str) -> None:
+        """Set this rank's key, because activations are sharded from here on."""
+        for generator in self._generators[:1]:
+            before = generator.initial_seed()
+            if self._inside is None or before != self._inside[0]:
+                inside = mix64(mix64(before ^ name_id(name)) ^ (self._place + 1)) & 0xFFFFFFFF
+                self._inside = inside, before
+                self._set(inside)
+
+    def leave(self, name: str) -> None:
+        """Set a common key, because activations are full again: every rank draws the same, but other numbers than
+        before.
+        """
+        for generator in self._generators[:1]:
+            if self._inside is not None and generator.initial_seed() == self._inside[0]:
+                self._set(mix64(self._inside[1] ^ name_id(name)) & 0xFFFFFFFF)
+
+    def _set(self, key: int) -> None:
+        for generator in self._generators:
+            generator.manual_seed(key)
 
 
 def cut_parameters(

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from trainkit.numerics.hashing import hash64
 from trainkit.strategies.core.placement import SingleDevicePlacement
 from trainkit.strategies.core.replica_check import bits_hash
-from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
-from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
+from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.groups.mesh import Axes
 

@@ -20,6 +20,22 @@ from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.placement import Placement
 from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.sharded.base import (
+    ShardedExecutor,
+    cut_and_cast,
+    sharding_problems,
+    unsharded_model_problems,
+    without_order,
+)
+from trainkit.strategies.core.sharded.fully import (
+    Sharding,
+    blocks_of_model,
+    fully_sharded,
+    gathers_anew,
+    without_shared,
+)
+from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice, joined_norms
+from trainkit.strategies.core.sharded.work import ShardedWork
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import (
     MakeStep,
@@ -28,24 +44,10 @@ from trainkit.strategies.core.synchronous import (
     no_reducer,
     synchronous_gradient_copies,
 )
-from trainkit.strategies.fsdp.sharded.base import (
-    ShardedExecutor,
-    cut_and_cast,
-    sharding_problems,
-    unsharded_model_problems,
-    without_order,
-)
-from trainkit.strategies.fsdp.sharded.fully import Sharding, fully_sharded, gathers_anew
-from trainkit.strategies.fsdp.sharded.norms import joined_norms
-from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
-from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice
-from trainkit.strategies.fsdp.sharded.work import ShardedWork
-from trainkit.strategies.fsdp.sharded.wrap_policy import blocks_of_model, without_shared
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.reducers import BackendReducer
-from trainkit.strategies.tensor_parallel.activation_rng import ActivationRngRegions
-from trainkit.strategies.tensor_parallel.cutting import cut_parameters, exchange_activations
+from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions, cut_parameters, exchange_activations
 from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.tensor_parallel.replica import OnMesh, begin_alike, drifted_part, within
 
@@ -104,10 +106,10 @@ class TensorParallel(ProcessGroupOptions, Strategy):
             return ()
         whole = sum(param.numel() for name, param in model.named_parameters() if name not in fit.dims)
         count = sum(param.numel() for param in model.parameters())
-        said = f"cut over {self.degree} ranks: {described(fit)}. {whole:,} of {count:,} parameters are whole on each."
+        line = f"cut over {self.degree} ranks: {described(fit)}. {whole:,} of {count:,} parameters are whole on each."
         if not any(draws_at_random(module) for module in model.modules()):
-            return (said,)
-        return (said, "the model draws random numbers: where layers are cut, alike in distribution only.")
+            return (line,)
+        return (line, "the model draws random numbers: where layers are cut, alike in distribution only.")
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return what a rank holds; the vector that replicas exchange, unless backward sums part by part."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.groups.gather_objects import all_gather_object
+from trainkit.strategies.groups.collective import all_gather_object
 
 __all__ = ["ShardedState", "TensorShard", "coverage_error", "gather_full", "iter_gather_full", "nonfinite", "region"]
 
@@ -81,36 +81,36 @@ def nonfinite(pieces: ShardedState) -> list[str]:
     return [name for name in pieces if name in found]
 
 
-def gather_full(pieces: ShardedState, everyone: Collective) -> dict[str, Tensor]:
+def gather_full(pieces: ShardedState, all_ranks: Collective) -> dict[str, Tensor]:
     """Return the full tensors, on every rank; collective. All are in memory at once: for models that fit.
 
     Args:
         pieces: the shards of this rank; each part of a tensor is on exactly one rank.
-        everyone: all processes of the run.
+        all_ranks: all processes of the run.
     """
-    return dict(iter_gather_full(pieces, everyone))
+    return dict(iter_gather_full(pieces, all_ranks))
 
 
 def iter_gather_full(
-    pieces: ShardedState, everyone: Collective, *, order: Callable[[str], Any] | None = None
+    pieces: ShardedState, all_ranks: Collective, *, order: Callable[[str], Any] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each name with its full tensor, on every rank; collective for each name. Memory: one full tensor.
 
     Args:
         pieces: the shards of this rank; each part of a tensor is on exactly one rank.
-        everyone: all processes of the run.
+        all_ranks: all processes of the run.
         order: sort key of the names; None: the names themselves.
 
     Raises:
         ValueError: the shards of a tensor do not cover it exactly.
     """
-    gathered = all_gather_object({name: _pieces_to_json(parts) for name, parts in pieces.items() if parts}, everyone)
+    gathered = all_gather_object({name: _pieces_to_json(parts) for name, parts in pieces.items() if parts}, all_ranks)
     for name in sorted({name for rank in gathered for name in rank}, key=order):
-        told = [(rank, said[name]) for rank, said in enumerate(gathered) if name in said]
-        cuts = [(cut["offset"], cut["size"]) for _, said in told for cut in said["cuts"]]
-        if wrong := coverage_error(told[0][1]["shape"], cuts):
+        holders = [(rank, names[name]) for rank, names in enumerate(gathered) if name in names]
+        cuts = [(cut["offset"], cut["size"]) for _, entry in holders for cut in entry["cuts"]]
+        if wrong := coverage_error(holders[0][1]["shape"], cuts):
             raise ValueError(f"{name}: {wrong}")
-        yield name, _gathered(told, pieces.get(name, ()), everyone)
+        yield name, _gathered(holders, pieces.get(name, ()), all_ranks)
 
 
 def coverage_error(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
@@ -171,18 +171,18 @@ def _pieces_to_json(parts: Sequence[TensorShard]) -> dict[str, Any]:
 
 
 def _gathered(
-    told: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[TensorShard], everyone: Collective
+    holders: Sequence[tuple[int, Mapping[str, Any]]], own: Sequence[TensorShard], all_ranks: Collective
 ) -> Tensor:
     """Return a full tensor; on the host, except on a single rank, which may return its own tensor."""
-    first = told[0][1]
-    if everyone.num_ranks == 1 and len(own) == 1:
+    first = holders[0][1]
+    if all_ranks.num_ranks == 1 and len(own) == 1:
         return own[0].tensor.detach()
     dtype: torch.dtype = getattr(torch, first["dtype"])
     whole = torch.empty(first["shape"], dtype=dtype)
-    for rank, said in told:
-        for place, cut in enumerate(said["cuts"]):
-            part = own[place].tensor.detach() if rank == everyone.rank else torch.empty(cut["size"], dtype=dtype)
-            whole[region(cut["offset"], cut["size"])] = part if everyone.num_ranks == 1 else _broadcast(part, rank)
+    for rank, entry in holders:
+        for place, cut in enumerate(entry["cuts"]):
+            part = own[place].tensor.detach() if rank == all_ranks.rank else torch.empty(cut["size"], dtype=dtype)
+            whole[region(cut["offset"], cut["size"])] = part if all_ranks.num_ranks == 1 else _broadcast(part, rank)
     return whole
 
 

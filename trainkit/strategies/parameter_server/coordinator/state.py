@@ -23,6 +23,7 @@ from trainkit.strategies.parameter_server.coordinator.scheduler import WorkSched
 from trainkit.strategies.parameter_server.coordinator.staleness import staleness_summary
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE, UpdateLog
 from trainkit.strategies.parameter_server.settings import PsSettings
+from trainkit.strategies.parameter_server.wire.address_book import AddressBook
 from trainkit.strategies.parameter_server.wire.variables import tensors_of, unsaved_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel
 
@@ -33,7 +34,7 @@ class CoordinatorExecutor(Executor):
     """What the chief works with.
 
     Args:
-        setting: what the tasks agree on.
+        settings: what the tasks agree on.
         request: of the chief.
         eval_model: the model that is evaluated and sampled from; up to date after `refresh_model`.
         computing: the model of the chief's own worker.
@@ -42,14 +43,14 @@ class CoordinatorExecutor(Executor):
         LinkError: a server has not come.
     """
 
-    def __init__(self, setting: PsSettings, request: SetupRequest, eval_model: Replica, computing: Replica) -> None:
-        self._setting, self._request = setting, request
+    def __init__(self, settings: PsSettings, request: SetupRequest, eval_model: Replica, computing: Replica) -> None:
+        self._settings, self._request = settings, request
         self._eval_model, self._computing = eval_model, computing
-        self._meeting = setting.meet(request.identity)
-        self._shares = setting.shares(eval_model)
-        self._servers = setting.servers(self._meeting, self._shares, "chief")
+        self._addresses = AddressBook.of(request.identity, settings.timeout_s)
+        self._shares = settings.shares(eval_model)
+        self._servers = settings.servers(self._addresses, self._shares, "chief")
         """The links that give orders."""
-        self._listener = self._meeting.listener("chief")
+        self._listener = self._addresses.listener("chief")
         """Where workers of other processes come to."""
         numerics = eval_model.numerics
         self._lanes = numerics.lanes if numerics.reproducible else None
@@ -129,7 +130,7 @@ class CoordinatorExecutor(Executor):
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - the others wait for no exchange
         """End the other tasks, and close all links."""
-        self._meeting.end()
+        self._addresses.end()
         if self._chief is not None:
             self._chief.close()
         with suppress(LinkError):
@@ -139,7 +140,7 @@ class CoordinatorExecutor(Executor):
 
     def _start(self, version: int, until: int | None) -> None:
         """Prepare the scheduler, and send the servers the variables; again after a rollback."""
-        self._scheduler = self._setting.scheduler(self._request.training.plan, until)
+        self._scheduler = self._settings.scheduler(self._request.training.plan, until)
         try:
             self._scheduler.recall(self._recalled, version)
         except (ValueError, TypeError) as error:
@@ -163,16 +164,16 @@ class CoordinatorExecutor(Executor):
             servers=self._servers,
             registry=registry,
             record=record,
-            mode=self._setting.mode,
+            mode=self._settings.mode,
             lanes=self._lanes,
             leaves_out=numerics.leaves_out,
-            mixes=self._setting.replaces,
-            timeout_s=self._setting.timeout_s,
+            mixes=self._settings.replaces,
+            timeout_s=self._settings.timeout_s,
         )
-        if self._setting.mode == "async" and record is not None:
+        if self._settings.mode == "async" and record is not None:
             chief.staleness.update(line.staleness for line in record.kept)
         self._listener.serve(registry.serve_connection)
-        self._meeting.tell("chief", self._listener.address)
+        self._addresses.publish("chief", self._listener.address)
         registry.start_local_worker(self._work)
         return chief
 
@@ -183,6 +184,6 @@ class CoordinatorExecutor(Executor):
     def _work(self, channel: WorkChannel) -> None:
         """On a thread: what a worker does in a process of its own."""
         data = self._request.open_data(self._eval_model.device)
-        servers = self._setting.servers(self._meeting, self._shares, "worker:chief")
-        with closing(servers), closing(self._setting.team(self._computing)) as team:
-            self._setting.worker(team, servers, data, self._request.training).run(channel)
+        servers = self._settings.servers(self._addresses, self._shares, "worker:chief")
+        with closing(servers), closing(self._settings.replicas(self._computing)) as replicas:
+            self._settings.worker(replicas, servers, data, self._request.training).run(channel)

@@ -48,7 +48,7 @@ class AddressBook:
         """Create a listener that accepts only tasks of this run."""
         return AuthenticatedListener(name, token=self.token, host=self.host, timeout_s=self.timeout_s)
 
-    def tell(self, name: str, address: tuple[str, int]) -> None:
+    def publish(self, name: str, address: tuple[str, int]) -> None:
         """Publish the address of a task."""
         self._store.set(name, f"{address[0]}:{address[1]}")
 

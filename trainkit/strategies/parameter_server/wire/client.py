@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from trainkit.strategies.core.replica import refuse_mismatch
-from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions
-from trainkit.strategies.parameter_server.server.norms import Norms, joined
+from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, Norms, joined
 from trainkit.strategies.parameter_server.wire.client_base import ServerConnections
-from trainkit.strategies.parameter_server.wire.full_state import FullStateAssembler, rows_to_load
+from trainkit.strategies.parameter_server.wire.encoding import (
+    FullStateAssembler,
+    PullBuffer,
+    encode_for_server,
+    on_the_wire,
+    rows_to_load,
+)
 from trainkit.strategies.parameter_server.wire.protocol import as_flags, dtype_name
-from trainkit.strategies.parameter_server.wire.transfer import PullBuffer, encode_for_server, on_the_wire
 from trainkit.strategies.tensors.layouts import in_layout
 
 __all__ = ["ParameterServerClient"]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.fsdp.sharded.elementwise import is_elementwise
+from trainkit.strategies.core.refusals import is_elementwise
 from trainkit.strategies.parameter_server.wire.variables import Variable, layout_digest
 from trainkit.strategies.tensors.layouts import part_strides
 

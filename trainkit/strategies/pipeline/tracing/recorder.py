@@ -14,10 +14,9 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_flatten, tree_map
 
-from trainkit.strategies.core.constants import first_mutable
 from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.tracing.program import Modes, ParamRef, Program, RecordedCall, TensorMeta, Value
-from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, refused_object
+from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, first_mutable, refused_object
 
 __all__ = ["CannotCut", "Recorder", "is_fake", "whole_functions"]
 

@@ -25,10 +25,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import noting_keys
-from trainkit.strategies.core.constants import same_constant
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
+from trainkit.strategies.pipeline.tracing.python_state import same_constant
 from trainkit.strategies.pipeline.tracing.recorder import CannotCut, Recorder, whole_functions
 
 __all__ = ["CannotCut", "trace"]
@@ -92,8 +92,8 @@ def _pass(model: nn.Module, units: Sequence[Block], inputs: Any, *, device: torc
         except CannotCut:
             raise
         except Exception as error:
-            said = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
-            raise CannotCut(f"{type(error).__name__}: {said}") from error
+            reason = (str(error).strip() or "it failed").splitlines()[0].rstrip(".")
+            raise CannotCut(f"{type(error).__name__}: {reason}") from error
         if host.moved():
             raise CannotCut(
                 "its forward draws from Python's random or NumPy, which are keyed by shard and not by block"

@@ -1,18 +1,21 @@
-"""Data parallelism: a copy of the model a rank, gradients summed over all of them."""
+"""Synchronous data parallelism: a copy of the model a rank, gradients summed over all of them."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from trainkit.cluster.host import host_id
+from trainkit.cluster.tasks import Task
+from trainkit.config.values import at_least
 from trainkit.errors import Problem
+from trainkit.fields import maths, placement, speed
 from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Numerics, PlanContext, SetupRequest, StepContext, Strategy, Traits
 from trainkit.strategies.capabilities import JsonMap, ModelMemory
@@ -20,10 +23,8 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, build_parts, synchronous_gradient_copies
-from trainkit.strategies.data_parallel.options import ReductionOptions
-from trainkit.strategies.groups.collective import broadcast_values
+from trainkit.strategies.groups.collective import RankGroup, broadcast_values
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
-from trainkit.strategies.groups.ranks import RankGroup
 from trainkit.strategies.reducers import (
     AutoReducer,
     BackendReducer,
@@ -32,14 +33,100 @@ from trainkit.strategies.reducers import (
     LocalReducer,
     Reducer,
 )
-from trainkit.strategies.reducers.compression import Compressor
-from trainkit.strategies.reducers.hierarchical import HierarchicalTransport
-from trainkit.strategies.reducers.ring import RingTransport
+from trainkit.strategies.reducers.compression import Compression, Compressor
+from trainkit.strategies.reducers.flat import HierarchicalTransport, ReduceThenBroadcastTransport, RingTransport
 from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
-from trainkit.strategies.reducers.to_one_device import ReduceThenBroadcastTransport
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["DataParallel", "DataParallelExecutor", "backend_or_lanes", "broadcast_initial"]
+__all__ = [
+    "DataParallel",
+    "DataParallelExecutor",
+    "Mirrored",
+    "MultiWorkerMirrored",
+    "Reduce",
+    "ReductionOptions",
+    "backend_or_lanes",
+    "broadcast_initial",
+]
+
+Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
+"""Who adds up gradients over the ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReductionOptions:
+    """The choice of how gradients are summed over ranks."""
+
+    reduce: Annotated[Reduce, placement] = "backend"
+    """Who sums gradients; shared_memory is for CPU processes of one host, auto times what can work here."""
+    bucket_mb: Annotated[float, at_least(0), speed] = 25.0
+    """MiB of gradients that the backend exchanges at once while backward computes the others; 0: all at the end."""
+    compression: Annotated[Compression, maths(neutral="none")] = "none"
+    """Gradients as bfloat16 or float16, or as two thin matrices each (powersgd): fewer bytes, and another result."""
+    powersgd_rank: Annotated[int, at_least(1), maths(neutral=1)] = 1
+    """Width of PowerSGD's matrices: more is more exact, and more bytes."""
+    powersgd_after: Annotated[int, at_least(2), maths(neutral=1000)] = 1000
+    """Steps whose gradients PowerSGD sends whole, before it begins."""
+    allow_unused: Annotated[bool, placement] = False
+    """Whether parameters may get no gradient; they are then left out of the exchange. False names them in an error."""
+
+    def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
+        """Return reducers, compression and modes that do not go together; pure.
+
+        Args:
+            context: what the config says.
+            tasks: gives the tasks of the run.
+        """
+        if context.numerics.reproducible:
+            return self._beside_lanes()
+        return [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
+
+    def _beside_lanes(self) -> list[Problem]:
+        rule = "cannot be had with numerics.reproducible=true, whose order of summation is fixed. Leave one out."
+        chosen = {"reduce": (self.reduce, "backend"), "compression": (self.compression, "none")}
+        return [
+            Problem(key=f"strategy.{key}", value=value, rule=rule)
+            for key, (value, default) in chosen.items()
+            if value != default
+        ]
+
+    def _reduce_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
+        found = []
+        if self.reduce == "shared_memory":
+            hosts = context.launch.num_hosts if context.launch is not None else 1
+            if hosts > 1:
+                rule = f"reaches the processes of one host, and there are {hosts}. Use backend, hierarchical or auto."
+                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
+            elif any(task.device != "cpu" for task in tasks()):
+                rule = "sums in the memory of the host, and the replicas are on GPUs. Use backend."
+                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
+            elif not sys.platform.startswith("linux"):
+                rule = f"needs Linux, and this is {sys.platform}. Use backend."
+                found.append(Problem(key="strategy.reduce", value=self.reduce, rule=rule))
+        if self.reduce not in ("backend", "auto") and self.bucket_mb != ReductionOptions.bucket_mb:
+            rule = f"has no effect with strategy.reduce={self.reduce}: only backend sends buckets."
+            found.append(Problem(key="strategy.bucket_mb", value=self.bucket_mb, rule=rule))
+        return found
+
+    def _compression_problems(self, context: PlanContext) -> list[Problem]:
+        found = []
+        if self.compression != "none" and self.reduce != "backend":
+            rule = f"is done by the backend, and strategy.reduce={self.reduce}. Use strategy.reduce=backend."
+            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        if self.compression != "powersgd":
+            for key in ("powersgd_rank", "powersgd_after"):
+                if getattr(self, key) != getattr(ReductionOptions, key):
+                    rule = "has no effect without strategy.compression=powersgd."
+                    found.append(Problem(key=f"strategy.{key}", value=getattr(self, key), rule=rule))
+            return found
+        kept = "what one such step loses would stay in its error feedback for good. Use bf16 or none."
+        if context.precision == "fp16_mixed":
+            rule = f"cannot leave out a step that overflows, as precision=fp16_mixed does: {kept}"
+            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        if context.numerics.leaves_out:
+            rule = f"cannot leave out a step, as numerics.on_nonfinite={context.numerics.on_nonfinite} does: {kept}"
+            found.append(Problem(key="strategy.compression", value=self.compression, rule=rule))
+        return found
 
 
 def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
@@ -197,3 +284,48 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
     def recover(self, step: int) -> bool:
         """Undo an interrupted step; not where an exchange leaves something behind, PowerSGD's error feedback."""
         return self._recovers and super().recover(step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirrored(DataParallel):
+    """Train a copy of the model on every device of this host, in step.
+
+    Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
+    and every replica makes the same update.
+
+    Example:
+        >>> [task.device for task in Mirrored(replicas=2).tasks(PlanContext())]
+        ['cpu', 'cpu']
+
+    Source: Goyal et al. 2017, arXiv:1706.02677, section 3; tf.distribute.MirroredStrategy.
+    """
+
+    alone_as_one_device: ClassVar[bool] = True
+
+    def validate(self, context: PlanContext) -> list[Problem]:
+        """Return the problems of any data-parallel strategy, and that of a launch on more than one host."""
+        if context.launch is not None and context.launch.num_hosts > 1:
+            rule = f"is of one host, and {context.launch.kind} started {context.launch.num_hosts}. {_OTHER}"
+            return [Problem(key="strategy", value="mirrored", rule=rule)]
+        return super().validate(context)
+
+
+_OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiWorkerMirrored(DataParallel):
+    """Train a copy of the model on every device of every host, in step: mirrored, over machines.
+
+    It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Where nothing started it, it
+    takes the devices of this host.
+
+    Example:
+        >>> from trainkit.strategies.base import PlanContext
+        >>> [task.device for task in MultiWorkerMirrored(replicas=2).tasks(PlanContext())]
+        ['cpu', 'cpu']
+
+    Source: tf.distribute.MultiWorkerMirroredStrategy.
+    """
+
+    alone_as_one_device: ClassVar[bool] = True

@@ -14,16 +14,21 @@ from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, StateDict, StepContext
 from trainkit.strategies.core.placement import Placement
+from trainkit.strategies.core.refusals import optimizer_problems
 from trainkit.strategies.core.replica import PlacedModel, replica_state, restore_replica
+from trainkit.strategies.core.sharded.fully import filled
+from trainkit.strategies.core.sharded.replica import (
+    ShardedReplica,
+    ShardSlice,
+    local_part,
+    restore_pieces,
+    sharded_pieces,
+)
+from trainkit.strategies.core.sharded.work import ShardedWork
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, move_and_cast
-from trainkit.strategies.fsdp.sharded.elementwise import optimizer_problems
-from trainkit.strategies.fsdp.sharded.meta_init import filled
-from trainkit.strategies.fsdp.sharded.replica import ShardedReplica, restore_pieces, sharded_pieces
-from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice, local_part
-from trainkit.strategies.fsdp.sharded.work import ShardedWork
-from trainkit.strategies.groups.ranks import RankGroup
+from trainkit.strategies.groups.collective import RankGroup
 from trainkit.strategies.tensors.layouts import make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 

@@ -1,21 +1,66 @@
-"""A step on ranks that hold parts of the parameters: all of them go through equally many shards, together."""
+"""A step on ranks that hold parts of the parameters: all of them compute equally many shards, together."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten, treespec_dumps, treespec_loads
 
+from trainkit.errors import TrainingError
 from trainkit.numerics.batch import Ticket
+from trainkit.objectives.base import Collective
 from trainkit.strategies.base import Batch, StepContext
+from trainkit.strategies.core.sharded.replica import ShardedReplica
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.fsdp.sharded.dummy_batch import dummy_batch
-from trainkit.strategies.fsdp.sharded.replica import ShardedReplica
+from trainkit.strategies.groups.collective import all_gather_object
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["ShardedWork"]
+__all__ = ["ShardedWork", "dummy_batch"]
+
+
+def dummy_batch(batch: Any, device: torch.device, all_ranks: Collective) -> Any:
+    """Broadcast rank 0's batch to every rank that has none; collective over all ranks.
+
+    Args:
+        batch: this rank's own, which it keeps; None if it has none. Rank 0 has one.
+        device: the device for collectives.
+        all_ranks: all ranks.
+
+    Raises:
+        TrainingError: the batch holds more than tensors, numbers and text in lists, tuples and dicts.
+    """
+    sends = all_ranks.rank == 0
+    leaves, spec = tree_flatten(batch if sends else None)
+    description = [treespec_dumps(spec), [_described(leaf) for leaf in leaves]] if sends else None
+    spec_text, described = all_gather_object(description, all_ranks)[0]
+    own = leaves if sends else [None] * len(described)
+    found = [_exchanged(leaf, description, device) for leaf, description in zip(own, described, strict=True)]
+    return tree_unflatten(found, treespec_loads(spec_text)) if batch is None else batch
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": list(leaf.shape)}
+    if leaf is None or isinstance(leaf, bool | int | float | str):
+        return {"value": leaf}
+    raise TrainingError(
+        f"a batch holds a {type(leaf).__name__}, which cannot be told to a rank without a batch of its own. Choose "
+        "batch.micro_size so that every step has a shard for each rank, or use batch.drop_last=true."
+    )
+
+
+def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> Any:
+    if "value" in description:
+        return description["value"]
+    if leaf is None:
+        leaf = torch.empty(description["shape"], dtype=getattr(torch, description["dtype"]), device=device)
+    held = leaf.detach().contiguous()
+    dist.broadcast(held.reshape(-1).view(torch.uint8), src=0)  # as bytes: backends lack some dtypes
+    return held
 
 
 class ShardedWork(ShardStep):
@@ -83,8 +128,8 @@ class ShardedWork(ShardStep):
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
         if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
-            own, everyone = self.batches[0] if self.batches else None, replica.all_ranks
-            replica.set_stand_in(own if num_shards >= ranks else dummy_batch(own, replica.device, everyone))
+            own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
+            replica.set_stand_in(own if num_shards >= ranks else dummy_batch(own, replica.device, all_ranks))
         if len(self.batches) == -(-num_shards // ranks):
             return None
         return self.batches[-1] if self.batches else replica.stand_in

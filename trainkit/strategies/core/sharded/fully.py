@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import ctypes
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +17,134 @@ from torch.distributed.tensor import DTensor
 
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
-from trainkit.strategies.core.input_guard import watch_first_call
-from trainkit.strategies.fsdp.sharded.malloc_trim import give_freed_memory_back
-from trainkit.strategies.fsdp.sharded.meta_init import with_memory
-from trainkit.strategies.fsdp.sharded.shard_geometry import ShardSlice, local_part
+from trainkit.strategies.core.object_snapshot import watch_first_call
+from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.collective import broadcast_values
+from trainkit.strategies.partition.blocks import blocks_of
 
-__all__ = ["Sharding", "fully_sharded", "gathers_anew", "reduces_when"]
+__all__ = [
+    "Sharding",
+    "blocks_of_model",
+    "filled",
+    "fully_sharded",
+    "gathers_anew",
+    "give_freed_memory_back",
+    "modules_above",
+    "modules_of_classes",
+    "reduces_when",
+    "with_memory",
+    "without_shared",
+]
+
+_M_MMAP_THRESHOLD: Final = -3  # a constant of malloc.h
+_LARGE: Final = 2**20
+
+
+def give_freed_memory_back() -> bool:
+    """Make this process return large blocks of memory as soon as they are freed; return whether the C library supports
+    it.
+
+    Gathered parameters are allocated and freed all the time. After glibc has freed a block once, it keeps blocks of
+    that size on its heap from then on, up to 32 MiB, and the heap fragments: a rank's memory grows far beyond what it
+    needs. A fixed threshold costs new pages for every block above it.
+
+    Source: mallopt(3), M_MMAP_THRESHOLD.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not in every C library
+    return mallopt is not None and mallopt(_M_MMAP_THRESHOLD, _LARGE) == 1
+
+
+def with_memory(model: nn.Module, device: torch.device) -> nn.Module:
+    """Allocate uninitialised memory for each tensor of a model, sharded or not; return the model.
+
+    Unlike `to_empty`, tied parameters stay tied.
+    """
+    made: dict[int, Tensor] = {}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_like(tensor.detach(), device=device)
+            trains = tensor.requires_grad
+            made[id(tensor)] = nn.Parameter(new, requires_grad=trains) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    for owner in model.modules():
+        for own in (owner._parameters, owner._buffers):  # noqa: SLF001 - tensors are replaced by new ones
+            for name, tensor in own.items():
+                if tensor is not None and tensor.is_meta:
+                    own[name] = replaced(tensor)  # type: ignore[assignment]
+    return model
+
+
+def filled(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
+    """Return the full model on the CPU, with its initial values."""
+    with_memory(model, torch.device("cpu"))
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        tensor.detach().copy_(values[name])
+    return model
+
+
+_UNCALLED = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def blocks_of_model(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the blocks that a map places, by canonical name: elements of lists and sequences, else top-level children.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+        >>> list(blocks_of_model(model))
+        ['0', '2']
+    """
+    wholes = {unit.name: unit.entries[0] for unit in blocks_of(model) if len(unit.entries) == 1 and unit.tensor is None}
+    return {name: module for name, module in wholes.items() if any(True for _ in module.parameters())}
+
+
+def modules_of_classes(model: nn.Module, names: Iterable[str]) -> dict[str, nn.Module]:
+    """Return the modules below the model whose class has one of these names, including nested ones."""
+    wanted = set(names)
+    return {name: module for name, module in model.named_modules() if name and type(module).__name__ in wanted}
+
+
+def modules_above(model: nn.Module, num_bytes: float) -> dict[str, nn.Module]:
+    """Return the smallest modules with at least `num_bytes` of parameters outside of modules that are already
+    chosen.
+    """
+    return dict(_above("", model, num_bytes, set()))
+
+
+def without_shared(model: nn.Module, units: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that share no parameter with the rest of the model: tied ones are gathered with the model
+    itself.
+    """
+    owners = Counter(
+        id(param)
+        for module in model.modules()
+        for param in module._parameters.values()  # noqa: SLF001 - own ones only
+        if param is not None
+    )
+    shared = {place for place, count in owners.items() if count > 1}
+    return {name: module for name, module in units.items() if not _reaches_out(module, shared, owners)}
+
+
+def _reaches_out(module: nn.Module, shared: set[int], owners: Counter[int]) -> bool:
+    inside = Counter(
+        id(param)
+        for inner in module.modules()
+        for param in inner._parameters.values()  # noqa: SLF001
+        if id(param) in shared
+    )
+    return any(count < owners[place] for place, count in inside.items())
+
+
+def _above(name: str, module: nn.Module, num_bytes: float, taken: set[int]) -> Iterator[tuple[str, nn.Module]]:
+    for leaf, child in module.named_children():
+        yield from _above(f"{name}.{leaf}" if name else leaf, child, num_bytes, taken)
+    left = {id(p): p.numel() * p.element_size() for p in module.parameters() if id(p) not in taken}
+    if name and sum(left.values()) >= num_bytes and not isinstance(module, _UNCALLED):
+        taken.update(left)
+        yield name, module
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,188 @@
+"""Copies of a model on several devices of one process: a thread a copy, all refreshed from one replica."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from trainkit.numerics.batch import Ticket
+from trainkit.numerics.generators import GENERATORS_LOCK
+from trainkit.numerics.precision import LossScale
+from trainkit.numerics.randomness import BlockKeys, forget_keys
+from trainkit.objectives.base import Loss
+from trainkit.strategies.base import Batch, PhaseListener, StepContext, ignore_phase
+from trainkit.strategies.core.buffers import StepBuffers
+from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
+from trainkit.strategies.core.step import ShardStep
+from trainkit.strategies.model_transforms.recomputing import Recomputed
+
+__all__ = ["ComputingCopies", "Sums", "ThreadWork", "computing_copy", "moved", "sum_of", "total_of"]
+
+Sums = Sequence[Tensor | None]
+"""Gradients, sums of buffers, and the counted weight if there is one."""
+
+_Work = TypeVar("_Work")
+_Result = TypeVar("_Result")
+
+
+class ComputingCopies:
+    """Replicas that compute, and a thread for each.
+
+    Args:
+        source: the copies are refreshed from it.
+        copies: a replica a device; the source may be one of them, and alone it computes on the caller's thread.
+    """
+
+    def __init__(self, source: Replica, copies: Sequence[Replica]) -> None:
+        self.source, self.copies = source, list(copies)
+        self._is_alone = len(copies) == 1 and copies[0] is source
+        self._threads = ThreadPoolExecutor(len(copies), thread_name_prefix="compute")
+        self._had_threads = torch.get_num_threads()
+        if not self._is_alone:
+            on_cpu = sum(one.device.type == "cpu" for one in copies)
+            torch.set_num_threads(max(self._had_threads // max(on_cpu, 1), 1))
+
+    def close(self) -> None:
+        """End the threads, and give torch its own back."""
+        self._threads.shutdown()
+        if not self._is_alone:
+            torch.set_num_threads(self._had_threads)
+
+    def submit(self, compute: Callable[[_Work], _Result], work: _Work) -> Future[_Result]:
+        """Compute on a thread."""
+        return self._threads.submit(compute, work)
+
+    def run(self, compute: Callable[[_Work], _Result], works: Sequence[_Work]) -> list[_Result]:
+        """Compute works on a thread each, and return the results; all threads have ended, even if one fails."""
+        if self._is_alone:
+            return [compute(work) for work in works]
+        running = [self.submit(compute, work) for work in works]
+        wait(running)  # no thread may compute while the copies are torn down
+        return [one.result() for one in running]
+
+    @torch.no_grad()
+    def refresh(self, *copies: Replica, frozen: bool = False) -> None:
+        """Copy buffers and parameters of the source to copies with memory of their own.
+
+        Args:
+            copies: the copies to refresh; none: all.
+            frozen: whether to copy untrained parameters, too.
+        """
+        for one in copies or self.copies:
+            if one is not self.source:
+                pairs = [*zip(_params(one, frozen=frozen), _params(self.source, frozen=frozen), strict=True)]
+                pairs += zip(one.model.buffers(), self.source.model.buffers(), strict=True)
+                for tensor, value in pairs:
+                    if tensor.data_ptr() != value.data_ptr():
+                        tensor.data.copy_(value)
+
+    def set_loss_scale(self, scale: LossScale) -> None:
+        """Give the source and the copies a loss scale."""
+        for one in (self.source, *self.copies):
+            one.set_loss_scale(scale)
+
+    def settle(self, first: Replica) -> None:
+        """Give the source and the other copies what one copy has discovered of the gradients and buffers."""
+        for one in (self.source, *self.copies):
+            if one is not first:
+                one.adopt_layout(first)
+
+
+def _params(replica: Replica, *, frozen: bool) -> list[nn.Parameter]:
+    return list(replica.model.parameters()) if frozen else replica.trained
+
+
+def computing_copy(
+    variables: Replica, device: torch.device, *, shares: bool, on_phase: PhaseListener = ignore_phase
+) -> Replica:
+    """Return a replica for a device to compute with.
+
+    Args:
+        variables: the central model.
+        device: where the copy computes.
+        shares: whether, on the variables' own device, its parameters are in their memory.
+        on_phase: receives (phase, step) of what it computes.
+    """
+    held = {id(p): _on(p, device, shares=shares) for p in variables.model.parameters()}
+    model = copy.deepcopy(variables.model, held).to(device)
+    forget_keys(model)
+    params = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    masters = variables.masters if variables.masters_apart else params
+    return Replica(
+        ReplicaParts(
+            held=PlacedModel(model=model, params=params, masters=masters),
+            device=device,
+            device_types=(device.type,),
+            data_ranks=variables.data_ranks,
+            all_ranks=variables.data_ranks,
+            precision=variables.precision,
+            stepper=variables.stepper,
+            buffers=StepBuffers(model, variables.precision.master_dtype),
+            keys=BlockKeys(model, seed=variables.numerics.seed, devices=[device], drawing=variables.keys.drawing),
+            reducer=variables.reducer,
+            numerics=variables.numerics,
+            on_phase=on_phase,
+        )
+    )
+
+
+def _on(param: nn.Parameter, device: torch.device, *, shares: bool) -> nn.Parameter:
+    return nn.Parameter(param.detach().to(device, copy=not shares), requires_grad=param.requires_grad)
+
+
+class ThreadWork(ShardStep):
+    """The shards of one thread. Threads take turns while they draw from generators that all of them share."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        ticket: Ticket,
+        batches: Sequence[Batch],
+        training: StepContext,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(replica, ticket, batches, training, batch_size)
+        draws = self.replica.keys.draw_on_host(self.training.objective)
+        recomputes = draws and any(isinstance(module.forward, Recomputed) for module in self.replica.model.modules())
+        self._around_forward = GENERATORS_LOCK if draws else nullcontext()
+        self._around_shard = GENERATORS_LOCK if recomputes else nullcontext()
+
+    def _shard(self, shard: int, batch: Batch) -> Tensor | float:
+        with self._around_shard:
+            return super()._shard(shard, batch)
+
+    def _forward(self, shard: int, batch: Batch) -> Loss:
+        with self._around_forward:
+            return super()._forward(shard, batch)
+
+    def sums(self) -> list[tuple[int, Sums]]:
+        """Return (lane, its sums), or one sum of all shards; an empty list without a shard. For a thread."""
+        if self.replica.buffers.names:
+            self.replica.buffers.begin_step()
+        return list(self.partials())
+
+
+def moved(sums: Sums, device: torch.device) -> Sums:
+    """Return the sums on a device."""
+    return [None if one is None else one.to(device) for one in sums]
+
+
+def total_of(parts: Sequence[Sums]) -> Sums:
+    """Return the sums over threads, the first thread's first; None where no thread has any."""
+    return [sum_of([one for one in column if one is not None]) for column in zip(*parts, strict=True)]
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the sum of tensors in their order; None if there are none."""
+    if not tensors:
+        return None
+    total = tensors[0]
+    for other in tensors[1:]:
+        total = total + other
+    return total

@@ -1,1 +1,0 @@
-"""A worker: it pulls variables, computes gradients and pushes them."""
