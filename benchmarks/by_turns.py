@@ -42,9 +42,9 @@ from trainkit.strategies.base import (
     Ticket,
 )
 from trainkit.strategies.core.replica import Replica
-from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
+from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.data_parallel import Mirrored
-from trainkit.strategies.data_parallel.strategy import DataParallelExecutor, broadcast_initial
+from trainkit.strategies.data_parallel.strategy import DataParallelExecutor
 from trainkit.strategies.reducers import LocalReducer
 
 REDUCERS = ("shared_memory", "backend")

@@ -35,7 +35,6 @@ from trainkit.run.process.store import HostedStore
 from trainkit.strategies.base import Numerics
 from trainkit.strategies.data_parallel import Mirrored
 from trainkit.strategies.data_parallel.strategy import Reduce
-from trainkit.strategies.reducers import Closing
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 REDUCERS = [name for name in get_args(Reduce) if name not in {"auto", "hierarchical"}]  # of several hosts
@@ -58,8 +57,7 @@ def rank_of(rank: int, num_ranks: int, port: int, rounds: int, found: Queue[Any]
                 begun = time.perf_counter()
                 reducer.reduce(iter([(0, grads)]), num_shards=num_ranks, packing=packing)
                 seconds.append(time.perf_counter() - begun)
-            if isinstance(reducer, Closing):
-                reducer.close()
+            reducer.close()
             slowest = torch.cat(collective.gather(torch.tensor([statistics.median(seconds[2:])]))).max()
             if rank == 0:
                 found.put((num_ranks, size, name, float(slowest) * 1e3))

@@ -7,14 +7,12 @@ from trainkit.strategies.groups.mesh import Axes
 def test_ranks_of_the_last_axis_are_neighbours() -> None:
     axes = Axes(replicate=2, shard=3, tensor=2)
     assert axes.num_ranks == 12
-    assert axes.num_data_ranks == 6
-    assert axes.ranks("tensor", 5) == [4, 5]
-    assert axes.ranks("shard", 5) == [1, 3, 5]
-    assert axes.ranks("replicate", 5) == [5, 11]
+    assert [axes.coordinates(rank)["tensor"] for rank in range(4)] == [0, 1, 0, 1]
+    assert axes.coordinates(5) == {"replicate": 0, "shard": 2, "tensor": 1}
 
 
 def test_every_rank_has_its_own_coordinates() -> None:
-    axes = Axes(replicate=2, stage=2, tensor=3)
+    axes = Axes(replicate=2, shard=2, tensor=3)
     places = [tuple(axes.coordinates(rank).values()) for rank in range(axes.num_ranks)]
     assert len(set(places)) == axes.num_ranks
     assert places == sorted(places)

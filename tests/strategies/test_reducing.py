@@ -19,8 +19,8 @@ from trainkit.strategies.base import Numerics, PlanContext
 from trainkit.strategies.capabilities import load_state_extra, state_dict_extra, tune
 from trainkit.strategies.data_parallel import Mirrored, MultiWorkerMirrored
 from trainkit.strategies.groups.collective import GroupCollective
-from trainkit.strategies.reducers import AutoReducer, FlatReducer, LocalReducer
-from trainkit.strategies.reducers.flat import HierarchicalTransport
+from trainkit.strategies.reducers import AutoReducer, LocalReducer
+from trainkit.strategies.reducers.flat import HierarchicalReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
@@ -141,7 +141,7 @@ def test_sparse_adam_cannot_be_reproducible(pool: Pool) -> None:
 
 def grouped(place: Place, hosts: list[int]) -> list[float]:
     packing = FlatBuffer([torch.Size([3])], torch.float64, CPU)
-    reducer = FlatReducer(HierarchicalTransport(hosts, rank=place.rank, timeout_s=30))
+    reducer = HierarchicalReducer(hosts, rank=place.rank, timeout_s=30)
     parts = iter([(0, [torch.full((3,), 10.0**place.rank, dtype=torch.float64)])])
     found: list[float] = reducer.reduce(parts, num_shards=4, packing=packing)[0].tolist()  # type: ignore[union-attr]
     return found

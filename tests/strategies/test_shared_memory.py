@@ -17,7 +17,7 @@ from trainkit.cluster.host import ProcessId
 from trainkit.errors import TrainingError
 from trainkit.run.process.error_report import write_error_report
 from trainkit.strategies.groups.collective import GroupCollective
-from trainkit.strategies.reducers.shared_memory import SharedMemorySegment, SharedMemoryTransport
+from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer, SharedMemorySegment
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_memory_that_cannot_be_shared_is_refused_with_what_to_use(peer: Peer, nu
 def sums_of_many_steps(place: Place) -> list[float]:
     collective = GroupCollective(rank=place.rank, num_ranks=place.num_ranks, device=CPU)
     transport, packing = (
-        SharedMemoryTransport(collective, timeout_s=30),
+        SharedMemoryReducer(collective, timeout_s=30),
         FlatBuffer([torch.Size([5])], torch.float64, CPU),
     )
     found = []

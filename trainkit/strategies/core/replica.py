@@ -20,7 +20,7 @@ from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.core.placement import Placement
-from trainkit.strategies.reducers import Overlapping, Reducer
+from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import shape_of
 
@@ -196,11 +196,6 @@ class Replica(LocalModel):
     def masters_apart(self) -> bool:
         """Whether the optimizer updates copies of the parameters."""
         return self.masters is not self.params
-
-    @cached_property
-    def overlapping(self) -> Overlapping | None:
-        """The reducer, where it may begin during backward; not for masters, which get their gradients after it."""
-        return self.reducer if isinstance(self.reducer, Overlapping) and not self.masters_apart else None
 
     @cached_property
     def reduced(self) -> list[nn.Parameter]:

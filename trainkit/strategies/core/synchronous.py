@@ -39,16 +39,17 @@ from trainkit.strategies.core.replica import (
 )
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.groups.collective import RankGroup, SingleRank
-from trainkit.strategies.reducers import Closing, DeterministicReducer, LocalReducer, Reducer
+from trainkit.strategies.groups.collective import RankGroup, broadcast_values
+from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
 
 __all__ = [
     "MakeReducer",
     "MakeStep",
     "SynchronousExecutor",
+    "backend_or_lanes",
+    "broadcast_initial",
     "build_parts",
-    "lanes_or_nothing",
     "move_and_cast",
     "no_reducer",
     "synchronous_gradient_copies",
@@ -66,11 +67,11 @@ MakeStep = Callable[[R, Ticket, Sequence[Batch], StepContext], ShardStep]
 """Makes one try at a step of a replica."""
 
 
-def lanes_or_nothing(collective: Collective, numerics: Numerics) -> Reducer:
-    """Return the reducer of a single replica: the lanes of a reproducible run, else none at all."""
+def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
+    """Return the lanes of a reproducible run, nothing for a single rank, else the backend's all-reduce."""
     if numerics.reproducible:
         return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
-    return LocalReducer()
+    return LocalReducer() if collective.num_ranks == 1 else BackendReducer()
 
 
 def no_reducer(collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG001
@@ -107,7 +108,7 @@ def build_parts(
     *,
     ranks: RankGroup | None = None,
     placement: Placement | None = None,
-    make_reducer: MakeReducer = lanes_or_nothing,
+    make_reducer: MakeReducer = backend_or_lanes,
     move: MoveModel = move_and_cast,
 ) -> ReplicaParts:
     """Move a model to its devices and precision, and build its optimizer there; collective.
@@ -119,7 +120,7 @@ def build_parts(
         make_reducer: makes what adds up the partial sums of a step.
         move: moves the model.
     """
-    ranks = SingleRank() if ranks is None else ranks
+    ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
     precision, numerics = request.precision, request.numerics
     for device in placement.devices:
@@ -144,6 +145,13 @@ def build_parts(
     )
 
 
+def broadcast_initial(replica: Replica) -> None:
+    """Copy rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
+    if replica.num_ranks > 1:
+        for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
+            broadcast_values(tensor, src=0)
+
+
 class SynchronousExecutor(Executor, Generic[R]):
     """A rank that computes its shards of a step, and then makes the same update as every other.
 
@@ -163,7 +171,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         make_step: MakeStep[R] = ShardStep,
     ) -> None:
         self._replica, self._training, self._make_step = replica, training, make_step
-        self._ranks = SingleRank() if ranks is None else ranks
+        self._ranks = ranks or RankGroup()
 
     @property
     def local(self) -> R:
@@ -207,8 +215,7 @@ class SynchronousExecutor(Executor, Generic[R]):
 
     def close(self, *, failed: bool = False) -> None:
         """Close the reducer, then leave the other ranks."""
-        if isinstance(self._replica.reducer, Closing):
-            self._replica.reducer.close()
+        self._replica.reducer.close()
         self._ranks.close(failed=failed)
 
 

@@ -22,20 +22,24 @@ from trainkit.strategies.capabilities import JsonMap, ModelMemory
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.synchronous import MakeStep, SynchronousExecutor, build_parts, synchronous_gradient_copies
-from trainkit.strategies.groups.collective import RankGroup, broadcast_values
+from trainkit.strategies.core.synchronous import (
+    MakeStep,
+    SynchronousExecutor,
+    backend_or_lanes,
+    broadcast_initial,
+    build_parts,
+    synchronous_gradient_copies,
+)
+from trainkit.strategies.groups.collective import RankGroup
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.reducers import (
     AutoReducer,
     BackendReducer,
-    DeterministicReducer,
-    FlatReducer,
-    LocalReducer,
     Reducer,
 )
 from trainkit.strategies.reducers.compression import Compression, Compressor
-from trainkit.strategies.reducers.flat import HierarchicalTransport, ReduceThenBroadcastTransport, RingTransport
-from trainkit.strategies.reducers.shared_memory import SharedMemoryTransport
+from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBroadcastReducer, RingReducer
+from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = [
@@ -45,8 +49,6 @@ __all__ = [
     "MultiWorkerMirrored",
     "Reduce",
     "ReductionOptions",
-    "backend_or_lanes",
-    "broadcast_initial",
 ]
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
@@ -129,20 +131,6 @@ class ReductionOptions:
         return found
 
 
-def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
-    """Return the reducer of ranks that only sum: the lanes of a reproducible run, else the backend's all-reduce."""
-    if numerics.reproducible:
-        return DeterministicReducer(lanes=numerics.lanes, rank=collective.rank, num_ranks=collective.num_ranks)
-    return LocalReducer() if collective.num_ranks == 1 else BackendReducer()
-
-
-def broadcast_initial(replica: Replica) -> None:
-    """Take over rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
-    if replica.num_ranks > 1:
-        for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
-            broadcast_values(tensor, src=0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
     """What mirrored and multi_worker_mirrored share: everything but the machines they take.
@@ -207,10 +195,10 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         rank, timeout_s = collective.rank, self.timeout_s
         makers: dict[str, Callable[[], Reducer]] = {
             "backend": self._backend,
-            "shared_memory": lambda: FlatReducer(SharedMemoryTransport(collective, timeout_s=timeout_s)),
-            "ring": lambda: FlatReducer(RingTransport(collective)),
-            "hierarchical": lambda: FlatReducer(HierarchicalTransport(hosts, rank=rank, timeout_s=timeout_s)),
-            "to_one_device": lambda: FlatReducer(ReduceThenBroadcastTransport()),
+            "shared_memory": lambda: SharedMemoryReducer(collective, timeout_s=timeout_s),
+            "ring": lambda: RingReducer(collective),
+            "hierarchical": lambda: HierarchicalReducer(hosts, rank=rank, timeout_s=timeout_s),
+            "to_one_device": ReduceThenBroadcastReducer,
         }
         if self.reduce == "auto":
             num_hosts = len(set(hosts))

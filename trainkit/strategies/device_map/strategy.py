@@ -21,8 +21,8 @@ from trainkit.strategies.core.refusals import launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import (
     SynchronousExecutor,
+    backend_or_lanes,
     build_parts,
-    lanes_or_nothing,
     synchronous_gradient_copies,
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
@@ -198,11 +198,11 @@ def _as_given(device: str) -> int | str:
 
 def _make_reducer(collective: Collective, numerics: Numerics) -> Reducer:
     """Return the lanes of a reproducible run, whose sums return to the devices of their parts; else no reducer."""
-    reducer = lanes_or_nothing(collective, numerics)
+    reducer = backend_or_lanes(collective, numerics)
     return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
 
 
-class _Returning:
+class _Returning(Reducer):
     """Gives each sum back on the device that its parts came from: the lanes add up in one vector, on one device."""
 
     def __init__(self, lanes: DeterministicReducer) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,11 @@ from torch import Tensor
 from trainkit.bounded_json import parse_json
 from trainkit.objectives.base import Collective
 
-__all__ = ["GroupCollective", "LocalCollective", "RankGroup", "SingleRank", "all_gather_object", "broadcast_values"]
+__all__ = ["GroupCollective", "LocalCollective", "RankGroup", "all_gather_object", "broadcast_values"]
 
 _T = TypeVar("_T")
+_ABORT_S: Final = 2.0
+"""How long a rank that has failed waits for its connections to close."""
 
 
 def broadcast_values(tensor: Tensor, **source: Any) -> None:
@@ -112,34 +116,34 @@ def all_gather_object(content: Any, all_ranks: Collective) -> list[Any]:
     return [parse_json(part.cpu().numpy().tobytes()) for part in all_ranks.gather(content_bytes)]
 
 
-class RankGroup(Protocol):
-    """The connections of a task to the others."""
-
-    @property
-    def data_ranks(self) -> Collective:
-        """Sums of small tensors over the data ranks."""
-        ...
-
-    @property
-    def all_ranks(self) -> Collective:
-        """The same over all processes."""
-        ...
-
-    def close(self, *, failed: bool) -> None:
-        """Leave the others.
-
-        Args:
-            failed: whether to break the connections without waiting for them.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
-class SingleRank:
-    """The group of a task that computes alone."""
+class RankGroup:
+    """The ranks that a task computes with; by default it computes alone."""
 
     data_ranks: Collective = field(default_factory=LocalCollective)
+    """Sums of small tensors over the data ranks."""
     all_ranks: Collective = field(default_factory=LocalCollective)
+    """The same over all processes."""
+    is_joined: bool = False
+    """Whether they are connected by torch's default process group, which `close` leaves."""
 
     def close(self, *, failed: bool) -> None:
-        """Do nothing: there is no connection."""
+        """Leave the process group.
+
+        Args:
+            failed: whether to break the connections, so that the other ranks need not wait for this one.
+        """
+        if not self.is_joined or not dist.is_initialized():
+            return
+        if not failed:
+            dist.destroy_process_group()
+            return
+        # NCCL and gloo wait for the exchanges under way, which may never end
+        thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
+        thread.start()
+        thread.join(_ABORT_S)
+
+
+def _abort_groups() -> None:
+    with contextlib.suppress(RuntimeError, ValueError):  # the others know already
+        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import astuple, dataclass, fields
 from math import prod
 
@@ -20,15 +19,13 @@ class Axes:
     Example:
         >>> axes = Axes(replicate=2, tensor=2)
         >>> axes.num_ranks, axes.coordinates(1), axes.coordinates(2)["replicate"]
-        (4, {'replicate': 0, 'shard': 0, 'stage': 0, 'tensor': 1}, 1)
+        (4, {'replicate': 0, 'shard': 0, 'tensor': 1}, 1)
     """
 
     replicate: int = 1
     """Copies, each with shards of its own."""
     shard: int = 1
     """Ranks with shards of their own that hold parts of one copy."""
-    stage: int = 1
-    """Stretches of the model, one after the other."""
     tensor: int = 1
     """Parts of the single layers."""
 
@@ -37,22 +34,12 @@ class Axes:
         """Their product."""
         return prod(astuple(self))
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks, or groups of them, that get their own shards."""
-        return self.replicate * self.shard
-
     def coordinates(self, rank: int) -> dict[str, int]:
         """Axis -> a rank's place on it."""
         found: dict[str, int] = {}
         for axis in reversed(fields(self)):
             rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
         return dict(reversed(found.items()))
-
-    def ranks(self, axis: str, rank: int) -> list[int]:
-        """Return the ranks that differ from a rank only in their place on one axis, itself included."""
-        here = self.coordinates(rank)
-        return [self._rank_at({**here, axis: place}) for place in range(getattr(self, axis))]
 
     def problems(self, num_ranks: int) -> list[Problem]:
         """Whether they make up the ranks that there are.
@@ -75,9 +62,3 @@ class Axes:
         used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
         used = used or {"replicate": 1}
         return init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
-
-    def _rank_at(self, places: Mapping[str, int]) -> int:
-        rank = 0
-        for axis in fields(self):
-            rank = rank * getattr(self, axis.name) + places[axis.name]
-        return rank

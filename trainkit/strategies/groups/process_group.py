@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, ClassVar, Final, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -17,16 +15,12 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.values import MOST_PROCESSES, at_most
 from trainkit.errors import Problem
 from trainkit.fields import placement
-from trainkit.objectives.base import Collective
 from trainkit.strategies.base import PlanContext
-from trainkit.strategies.groups.collective import GroupCollective, RankGroup, SingleRank
+from trainkit.strategies.groups.collective import GroupCollective, RankGroup
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.rendezvous_store import store_client
 
-__all__ = ["ProcessGroupOptions", "ProcessRanks"]
-
-_ABORT_S: Final = 2.0
-"""How long a rank that has failed waits for its connections to close."""
+__all__ = ["ProcessGroupOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +190,7 @@ class ProcessGroupOptions:
     def join(self, identity: Identity) -> RankGroup:
         """Join the process group of this attempt; collective."""
         if identity.store is None:
-            return SingleRank()
+            return RankGroup()
         device = torch.device(identity.task.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -214,39 +208,14 @@ class ProcessGroupOptions:
         each, ranks = self.ranks_a_replica, range(0, identity.num_ranks, self.ranks_a_replica)
         every = GroupCollective(rank=identity.task.rank, num_ranks=identity.num_ranks, device=device)
         if each == 1:
-            return ProcessRanks(data_ranks=every, all_ranks=every)
+            return RankGroup(data_ranks=every, all_ranks=every, is_joined=True)
         data = GroupCollective(
             rank=identity.task.rank // each,
             num_ranks=identity.num_ranks // each,
             device=device,
             representatives=tuple(first + self.loss_rank for first in ranks),
         )
-        return ProcessRanks(data_ranks=data, all_ranks=every)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessRanks:
-    """The ranks of torch's default process group."""
-
-    data_ranks: Collective
-    all_ranks: Collective
-
-    def close(self, *, failed: bool) -> None:
-        """End the process group, or break its connections, so that the other ranks need not wait for this one."""
-        if not dist.is_initialized():
-            return
-        if not failed:
-            dist.destroy_process_group()
-            return
-        # NCCL and gloo wait for the exchanges under way, which may never end
-        thread = threading.Thread(target=_abort_groups, name="abort", daemon=True)
-        thread.start()
-        thread.join(_ABORT_S)
-
-
-def _abort_groups() -> None:
-    with contextlib.suppress(RuntimeError, ValueError):  # the others know already
-        dist.distributed_c10d._abort_process_group()  # noqa: SLF001 - destroying them waits for the other ranks
+        return RankGroup(data_ranks=data, all_ranks=every, is_joined=True)
 
 
 def _counted(count: int, word: str, plural: str) -> str:

@@ -31,9 +31,8 @@ from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.replica_check import drifted_parameter
 from trainkit.strategies.core.step import ShardStep
-from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts
+from trainkit.strategies.core.synchronous import SynchronousExecutor, broadcast_initial, build_parts
 from trainkit.strategies.core.update import apply_update
-from trainkit.strategies.data_parallel.strategy import backend_or_lanes, broadcast_initial
 from trainkit.strategies.groups.collective import LocalCollective, RankGroup, all_gather_object
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
@@ -143,7 +142,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
         """Join the other ranks, and begin with the numbers of rank 0."""
         ranks = self.join(request.identity)
-        parts = build_parts(request, ranks=ranks, make_reducer=backend_or_lanes)
+        parts = build_parts(request, ranks=ranks)
         replica = Replica(parts)
         broadcast_initial(replica)
         # Where this rank steps alone, it computes with the same model, optimizer and buffers, and sums over no rank.

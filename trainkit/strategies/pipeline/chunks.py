@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from torch.distributed.pipelining import PipelineStage
 
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
 from trainkit.strategies.pipeline.tracing.stage_module import StageModule
+
+if TYPE_CHECKING:
+    from trainkit.strategies.pipeline.replica import PipelineReplica
 
 __all__ = ["BusyTimer", "Chunk", "ChunkStage"]
 
@@ -53,24 +56,6 @@ class BusyTimer:
         self.busy_s += time.perf_counter() - start
 
 
-class MicrobatchHooks:
-    """Hooks of a stage around each microbatch; see `PipelineReplica`."""
-
-    clock: BusyTimer
-
-    def before_forward(self, chunk: Chunk) -> None:
-        """Set the random key and the buffers of its shard."""
-        raise NotImplementedError
-
-    def after_forward(self, chunk: Chunk, stage: int) -> None:
-        """Record the buffers after the forward pass."""
-        raise NotImplementedError
-
-    def after_backward(self) -> None:
-        """Collect the gradients, if they are summed separately."""
-        raise NotImplementedError
-
-
 class ChunkStage(PipelineStage):
     """A stage of `torch.distributed.pipelining` for inputs of one shape.
 
@@ -84,7 +69,7 @@ class ChunkStage(PipelineStage):
         num_stages: number of stages.
         device: the device of the stage.
         group: the ranks of the replica.
-        around: hooks around each microbatch.
+        around: called before and after each microbatch.
         autocast: creates the context of a forward pass.
     """
 
@@ -98,7 +83,7 @@ class ChunkStage(PipelineStage):
         num_stages: int,
         device: torch.device,
         group: ProcessGroup,
-        around: MicrobatchHooks,
+        around: PipelineReplica,
         autocast: Callable[[], Any],
     ) -> None:
         received = stretch.received if stage else tuple(range(program.num_inputs))

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 from trainkit.errors import TrainingError
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.core.replica import Replica, ReplicaParts
-from trainkit.strategies.pipeline.chunks import BusyTimer, Chunk, ChunkStage, MicrobatchHooks
+from trainkit.strategies.pipeline.chunks import BusyTimer, Chunk, ChunkStage
 from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
@@ -63,7 +63,7 @@ class StageLayout:
     """Canonical names of this rank's buffers, in the order of the step's buffers."""
 
 
-class PipelineReplica(Replica, MicrobatchHooks):
+class PipelineReplica(Replica):
     """The stages of one rank.
 
     Args:

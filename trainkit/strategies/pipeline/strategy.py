@@ -21,7 +21,7 @@ from trainkit.strategies.capabilities import ModelMemory
 from trainkit.strategies.core.placement import Placement
 from trainkit.strategies.core.replica import PlacedModel
 from trainkit.strategies.core.sparse import sparse_problems
-from trainkit.strategies.core.synchronous import build_parts, move_and_cast
+from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.solver import model_bytes
@@ -216,7 +216,9 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
         ranks = self.join(request.identity)
         kept = self._stage_params(request)
-        parts = build_parts(request, ranks=ranks, placement=kept, move=partial(_keep_stages, kept))
+        parts = build_parts(
+            request, ranks=ranks, placement=kept, make_reducer=no_reducer, move=partial(_keep_stages, kept)
+        )
         cut = self._cut(parts.held.model, request.precision.value)
         assert isinstance(cut, StageAssignment)
         replica = assemble(parts, cut, stages=self.stages, schedule=self.schedule)

@@ -2,19 +2,16 @@
 
 from trainkit.strategies.reducers.auto import AutoReducer
 from trainkit.strategies.reducers.backend import BackendReducer
-from trainkit.strategies.reducers.base import Closing, LocalReducer, Overlapping, Partials, Reducer
+from trainkit.strategies.reducers.base import LocalReducer, Partials, Reducer
 from trainkit.strategies.reducers.deterministic import DeterministicReducer
-from trainkit.strategies.reducers.flat import FlatReducer, Transport
+from trainkit.strategies.reducers.flat import FlatReducer
 
 __all__ = [
     "AutoReducer",
     "BackendReducer",
-    "Closing",
     "DeterministicReducer",
     "FlatReducer",
     "LocalReducer",
-    "Overlapping",
     "Partials",
     "Reducer",
-    "Transport",
 ]

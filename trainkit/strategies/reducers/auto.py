@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainkit.objectives.base import Collective
-from trainkit.strategies.reducers.base import Closing, Overlapping, Partials, Reducer
+from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["AutoReducer"]
@@ -20,15 +20,13 @@ _ROUNDS: Final = 5
 """Timed exchanges per candidate, after one that allocates its memory and connections."""
 
 
-class AutoReducer:
+class AutoReducer(Reducer):
     """The fastest of several reducers, once `choose` has timed them; until then the first.
 
     Args:
         candidates: name -> factory of the reducer, which is collective; in the same order on every rank.
         collective: the ranks.
     """
-
-    lanes = None
 
     def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:
         self._candidates, self._collective = dict(candidates), collective
@@ -74,7 +72,7 @@ class AutoReducer:
             if packing.device.type == "cuda":
                 torch.cuda.synchronize(packing.device)
             seconds.append(time.perf_counter() - begun)
-        _close(reducer)
+        reducer.close()
         slowest = torch.cat(self._collective.gather(torch.tensor([median(seconds[1:])], dtype=torch.float64)))
         return float(slowest.max())
 
@@ -84,9 +82,7 @@ class AutoReducer:
 
     def arm(self, params: Sequence[Tensor]) -> None:
         """Forward the call to a reducer that overlaps with backward."""
-        reducer: object = self._reducer
-        if isinstance(reducer, Overlapping):
-            reducer.arm(params)
+        self._reducer.arm(params)
 
     @property
     def _reducer(self) -> Reducer:
@@ -96,13 +92,9 @@ class AutoReducer:
 
     def close(self) -> None:
         """Close the reducer in use."""
-        _close(self._current)
+        if self._current is not None:
+            self._current.close()
         self._current = None
-
-
-def _close(reducer: object) -> None:
-    if isinstance(reducer, Closing):
-        reducer.close()
 
 
 def _zeros(packing: FlatBuffer) -> Iterator[tuple[int, Sequence[Tensor | None]]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.errors import TrainingError
-from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.reducers.compression import Compressor
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
@@ -67,7 +67,7 @@ def cut_into_buckets(packing: FlatBuffer, *, bucket_bytes: int, part_tail: bool)
     return (*buckets, Bucket(first=num_grads, last=count, is_tail=True))
 
 
-class BackendReducer:
+class BackendReducer(Reducer):
     """Sums over a process group, always with SUM: converting an average back to a sum would lose bits.
 
     Gradients lie in one vector, cut into buckets. In the last backward pass of a step a bucket is exchanged as soon as
@@ -78,8 +78,6 @@ class BackendReducer:
         compressor: exchanges gradients in fewer bytes, and less exactly.
         group: the ranks to sum over; None: all of them.
     """
-
-    lanes = None
 
     def __init__(
         self,

@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
-from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = ["DeterministicReducer"]
 
 
-class DeterministicReducer:
+class DeterministicReducer(Reducer):
     """Sums lanes in the order of the tree (see `numerics.summation`).
 
     Each rank sums the subtrees that lie completely on it, slices of those partial sums are sent to the ranks that own

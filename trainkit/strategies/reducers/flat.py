@@ -1,10 +1,10 @@
-"""Reducers that exchange one flat vector, and the transports that sum it."""
+"""Reducers that exchange one flat vector."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -12,90 +12,59 @@ from torch import Tensor
 
 from trainkit.objectives.base import Collective
 from trainkit.strategies.flight_recorder import note_exchange
-from trainkit.strategies.reducers.base import Partials
+from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 __all__ = [
     "FlatReducer",
-    "HierarchicalTransport",
-    "InPlaceVector",
-    "ReduceThenBroadcastTransport",
-    "RingTransport",
-    "Transport",
+    "HierarchicalReducer",
+    "ReduceThenBroadcastReducer",
+    "RingReducer",
 ]
 
 
-class Transport(Protocol):
-    """Sums one vector over the ranks."""
+class FlatReducer(Reducer):
+    """Packs the exchange of a step into one vector, sums that over the ranks, and unpacks it; subclasses sum."""
 
-    def vector(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part, (numel,); it still contains the values of the previous step."""
-        ...
+    _flat: Tensor | None = None
 
-    def sum(self, flat: Tensor) -> Tensor:
-        """Return the sum of every rank's vector, with equal bits on all ranks; valid until the next `vector`;
-        collective.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release the resources; not collective."""
-        ...
-
-
-class FlatReducer:
-    """Packs the exchange of a step into a transport's vector, and unpacks the sum.
-
-    Args:
-        transport: sums the vector.
-    """
-
-    lanes = None
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
+    def __init__(self) -> None:
         self._views: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def reduce(self, partials: Partials, *, num_shards: int, packing: FlatBuffer) -> Sequence[Tensor | None]:  # noqa: ARG002
         """Return the sums over all ranks. A rank without shards adds zeros."""
-        flat = self._transport.vector(packing)
+        flat = self.vector(packing)
         sums: Sequence[Tensor | None] = [None] * len(packing.shapes)
         for _, sums in partials:  # noqa: B007 - without lanes there is at most one
             pass
         packing.fill(self._views_of(flat, packing), sums)
         note_exchange(flat)
-        return self._views_of(self._transport.sum(flat), packing)
+        return self._views_of(self.sum(flat), packing)
+
+    def vector(self, packing: FlatBuffer) -> Tensor:
+        """Return the vector for this rank's part, (numel,); one for all steps, since new memory costs page faults."""
+        if self._flat is None:
+            self._flat = packing.empty()
+        return self._flat
+
+    @abstractmethod
+    def sum(self, flat: Tensor) -> Tensor:
+        """Return the sum of every rank's vector, equal bits on all ranks, valid until the next `vector`; collective."""
 
     def _views_of(self, flat: Tensor, packing: FlatBuffer) -> list[Tensor]:
-        """Return the tensors inside a vector; transports reuse their vectors, so the views are cached."""
+        """Return the tensors inside a vector; vectors are reused, so the views are cached."""
         known = self._views.get(flat.data_ptr())
         if known is None or known[0] is not flat:
             known = self._views[flat.data_ptr()] = (flat, packing.views(flat))
         return known[1]
 
     def close(self) -> None:
-        """Release memory and groups; not collective."""
-        self._views.clear()
-        self._transport.close()
-
-
-class InPlaceVector:
-    """Reuses one vector in all steps: a new allocation would cost page faults every time."""
-
-    _flat: Tensor | None = None
-
-    def vector(self, packing: FlatBuffer) -> Tensor:
-        """Return the vector for this rank's part."""
-        if self._flat is None:
-            self._flat = packing.empty()
-        return self._flat
-
-    def close(self) -> None:
         """Release the vector."""
+        self._views.clear()
         self._flat = None
 
 
-class ReduceThenBroadcastTransport(InPlaceVector):
+class ReduceThenBroadcastReducer(FlatReducer):
     """Reduce to rank 0, then broadcast. Useful when rank 0 has the fastest link.
 
     Source: tf.distribute.ReductionToOneDevice.
@@ -108,7 +77,7 @@ class ReduceThenBroadcastTransport(InPlaceVector):
         return flat
 
 
-class HierarchicalTransport(InPlaceVector):
+class HierarchicalReducer(FlatReducer):
     """Reduces to the first rank of each host, all-reduces among those ranks, and broadcasts on each host.
 
     Args:
@@ -120,6 +89,7 @@ class HierarchicalTransport(InPlaceVector):
     """
 
     def __init__(self, hosts: Sequence[int], *, rank: int, timeout_s: float) -> None:
+        super().__init__()
         members = {host: [other for other, its in enumerate(hosts) if its == host] for host in dict.fromkeys(hosts)}
         timeout = timedelta(seconds=timeout_s)
         # Every rank creates every group in the same order, as torch requires.
@@ -138,7 +108,7 @@ class HierarchicalTransport(InPlaceVector):
         return flat
 
 
-class RingTransport(InPlaceVector):
+class RingReducer(FlatReducer):
     """Reduce-scatter, then all-gather, each in n - 1 rounds of one slice to the right and one from the left.
 
     Slice *s* is summed in the order of the ranks from *s* on, in one place, so that all ranks end with equal bits.
@@ -150,6 +120,7 @@ class RingTransport(InPlaceVector):
     """
 
     def __init__(self, collective: Collective) -> None:
+        super().__init__()
         self._rank, self._num_ranks = collective.rank, collective.num_ranks
 
     def vector(self, packing: FlatBuffer) -> Tensor:

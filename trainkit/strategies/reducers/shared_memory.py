@@ -19,9 +19,10 @@ from torch import Tensor
 from trainkit.cluster.host import ProcessId, host_id
 from trainkit.errors import TrainingError
 from trainkit.objectives.base import Collective
+from trainkit.strategies.reducers.flat import FlatReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["SharedMemorySegment", "SharedMemoryTransport"]
+__all__ = ["SharedMemoryReducer", "SharedMemorySegment"]
 
 _LINE: Final = 64
 """Size of a cache line: no two ranks write into the same one."""
@@ -185,7 +186,7 @@ def _why(away: list[int], unable: list[int], size: int, *, made: int) -> str:
     return f"{what}. Use strategy.reduce=backend."
 
 
-class SharedMemoryTransport:
+class SharedMemoryReducer(FlatReducer):
     """Sums over the ranks of one host through memory that all have mapped.
 
     Args:
@@ -194,6 +195,7 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, collective: Collective, *, timeout_s: float) -> None:
+        super().__init__()
         self._collective, self._timeout_s = collective, timeout_s
         self._segment: SharedMemorySegment | None = None
 
@@ -228,6 +230,7 @@ class SharedMemoryTransport:
 
     def close(self) -> None:
         """Mark this rank as gone for the others, and release the memory."""
+        super().close()
         if self._segment is not None:
             self._segment.close()
             del self._parts, self._total
