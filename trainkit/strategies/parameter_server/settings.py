@@ -25,7 +25,7 @@ from trainkit.strategies.parameter_server.wire.client import ParameterServerClie
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.parameter_server.wire.variables import variables_of
 from trainkit.strategies.parameter_server.wire.work_channel import RemoteWorkChannel
-from trainkit.strategies.parameter_server.worker import Mode, Worker, WorkerReplicas
+from trainkit.strategies.parameter_server.worker_task import Mode, Worker, WorkerReplicas
 
 __all__ = ["PsSettings", "run_server", "run_worker"]
 

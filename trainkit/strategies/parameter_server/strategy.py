@@ -27,7 +27,7 @@ from trainkit.strategies.parameter_server.coordinator.update_log import FILE
 from trainkit.strategies.parameter_server.settings import PsSettings, run_server, run_worker
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards, split_problems
 from trainkit.strategies.parameter_server.wire.variables import variables_of
-from trainkit.strategies.parameter_server.worker import sparse_tables
+from trainkit.strategies.parameter_server.worker_task import sparse_tables
 
 __all__ = ["ParameterServer"]
 

@@ -23,7 +23,7 @@ from trainkit.strategies.parameter_server.coordinator.update_log import UpdateLo
 from trainkit.strategies.parameter_server.server.gradient_buffer import lane_sum
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
 from trainkit.strategies.parameter_server.wire.work_channel import WorkOrder, WorkReport, gradient_keys
-from trainkit.strategies.parameter_server.worker import Mode
+from trainkit.strategies.parameter_server.worker_task import Mode
 
 __all__ = ["UpdateDispatcher"]
 
