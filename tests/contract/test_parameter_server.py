@@ -23,7 +23,7 @@ from trainkit.numerics.batch import BatchPlan
 from trainkit.numerics.order import SampleOrder
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import Numerics
-from trainkit.strategies.central_storage import variables as copies
+from trainkit.strategies.core import copies
 from trainkit.strategies.parameter_server.coordinator.staleness import BOUNDED, Policy, Staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import read_record
 from trainkit.strategies.parameter_server.wire.client import ParameterServerClient
