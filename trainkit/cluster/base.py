@@ -23,9 +23,6 @@ class Cluster(ABC):
 
         This is a pure function of the config and the environment.
 
-        Args:
-            environ: `os.environ`, or a replacement in a test.
-
         Raises:
             ConfigError: every problem of the cluster or the variables.
         """

@@ -49,8 +49,6 @@ class BlockKeys:
     A block that is called again for the same shard gets another key, and so does code that continues after a block.
 
     Args:
-        model: the model; hooks are attached to it for its lifetime.
-        seed: the run's seed.
         devices: devices whose generators the model draws from (the CPU's is keyed as well).
         drawing: which parts of the model may draw; None: determine it from the current classes.
 
@@ -97,12 +95,7 @@ class BlockKeys:
         self._enter((self._seed, step, shard), objective, calls)
 
     def enter_evaluation(self, *, batch: int, objective: object) -> None:
-        """Key the following computation of a batch of an evaluation.
-
-        Args:
-            batch: the number of the batch, in the order of the split, over all ranks.
-            objective: the objective that runs the model.
-        """
+        """Key the following computation of a batch of an evaluation."""
         self._enter((self._seed, _EVALUATION, batch), objective, 0)
 
     def draw_on_host(self, objective: object) -> bool:

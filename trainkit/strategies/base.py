@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol
 
@@ -347,6 +348,5 @@ class Strategy(ABC):
         """Put the model where it is computed; collective over the ranks of the run."""
 
 
-def __getattr__(name: str) -> object:
-    """Return a class by the name that it once had."""
-    return moved_attribute(__name__, name)
+__getattr__ = partial(moved_attribute, __name__)
+"""Returns a class by the name that it once had."""

@@ -72,12 +72,7 @@ def read_collectives(path: Path) -> list[Collective]:
 
 
 def waited_for(ranks: Iterable[int], file_of: Callable[[int], Path]) -> frozenset[int]:
-    """Return the ranks that have not called a collective of a group of theirs that others have called.
-
-    Args:
-        ranks: those to compare, of one host.
-        file_of: the file of a rank.
-    """
+    """Return the ranks that have not called a collective of a group of theirs that others have called."""
     reached: dict[int, dict[int, int]] = {}
     for rank in ranks:
         for one in read_collectives(file_of(rank)):
@@ -115,13 +110,7 @@ def read_record(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
 
 
 def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
-    """Return what there is to say of two ranks that call different collectives in one place.
-
-    Args:
-        one: a rank, and the collective that it calls.
-        other: the same of another rank.
-        file_of: the file of a rank.
-    """
+    """Return what there is to say of two ranks that call different collectives in one place."""
     calls = "; ".join(f"{_name(rank, file_of(rank))} calls {collective}" for rank, collective in (one, other))
     rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
     lines = [f"the ranks call different collectives: {calls}. {rule}"]

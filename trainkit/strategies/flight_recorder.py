@@ -60,8 +60,6 @@ class FlightRecorder:
     """Records the collectives of this process while its block runs.
 
     Args:
-        file_of: the file of a rank.
-        rank: this rank.
         step: the updates completed so far; -1 before the first step.
     """
 
@@ -156,9 +154,6 @@ _current: FlightRecorder | None = None
 
 def note_exchange(tensor: Tensor) -> None:
     """Record an exchange between all ranks that uses no process group.
-
-    Args:
-        tensor: what this rank gives.
 
     Raises:
         CollectiveMismatchError: another rank of this host has called a collective in its place.

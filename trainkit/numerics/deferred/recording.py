@@ -31,9 +31,6 @@ def fake_cpu_device(fakes_cpu: Callable[[Tensor], bool]) -> Iterator[None]:
     `nn.init` skips tensors on the meta device (`trunc_normal_`, `orthogonal_`), and a constructor may do the same; then
     no operation would be recorded, and the values would differ. Torch's own modules still see the real device, which
     they use to allocate.
-
-    Args:
-        fakes_cpu: whether a tensor of the meta device reports the CPU.
     """
 
     def is_meta(tensor: Tensor) -> bool:

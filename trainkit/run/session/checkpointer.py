@@ -18,7 +18,7 @@ from trainkit.strategies.base import Executor
 from trainkit.strategies.capabilities import load_state_extra, recover, sharded_state_dict, state_dict_extra
 from trainkit.strategies.groups.collective import all_gather_object
 from trainkit.strategies.tensors.lazy_state import model_weights
-from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, nonfinite
+from trainkit.strategies.tensors.sharded import ShardedState, nonfinite
 from trainkit.trainer.checkpoint import (
     BackgroundSaver,
     Loaded,
@@ -102,11 +102,7 @@ class Checkpointer:
         """Return the state that this rank writes of the current step; tensors that are not copied change with the next
         step.
         """
-        if self._together is not None:
-            return sharded_state_dict(self._executor)
-        if not self._run.is_owner:
-            return {}
-        return {name: (TensorShard.whole(tensor),) for name, tensor in self._executor.state_dict().items()}
+        return sharded_state_dict(self._executor)
 
     def refuse_nonfinite(self, kept: ShardedState) -> None:
         """Raise if a trained parameter, or a buffer that was finite, is no longer finite; collective.

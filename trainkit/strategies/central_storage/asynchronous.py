@@ -54,9 +54,6 @@ class AsyncCentralExecutor(CentralExecutor):
     """The variables and the copies, each of which takes whole steps.
 
     Args:
-        copies: refreshed from the variables.
-        local: the model that is evaluated.
-        training: plan, objective and update rule.
         steppers: an optimizer a copy, each over the variables.
     """
 

@@ -33,7 +33,6 @@ class CentralExecutor(Executor):
     Args:
         copies: refreshed from the variables after every update.
         local: the model that is evaluated.
-        training: plan, objective and update rule.
     """
 
     def __init__(self, copies: ComputingCopies, local: LocalModel, training: StepContext) -> None:

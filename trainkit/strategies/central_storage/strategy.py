@@ -25,7 +25,7 @@ from trainkit.strategies.central_storage.asynchronous import AsyncCentralExecuto
 from trainkit.strategies.central_storage.executor import CentralExecutor
 from trainkit.strategies.core.copies import ComputingCopies, computing_copy
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.refusals import launch_problems, no_rollback
+from trainkit.strategies.core.refusals import async_problems, launch_problems
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
@@ -72,7 +72,7 @@ class CentralStorage(Strategy):
         if self.parameter_device != "auto":
             problems += device_problems("strategy.parameter_device", self.parameter_device, context.num_gpus)
         if self.mode == "async":
-            problems += _async_problems(context)
+            problems += async_problems(context)
         if not problems and context.numerics.reproducible and self.num_replicas(context) > context.numerics.lanes:
             rule = f"more devices than numerics.lanes={context.numerics.lanes}. Use at most that many, or more lanes."
             problems.append(Problem(key=key, value=self.num_replicas(context), rule=rule))
@@ -156,15 +156,3 @@ class CentralStorage(Strategy):
             return parse_device(self.parameter_device) or "cpu"
         computing = self._computing(num_gpus)
         return computing[0] if len(computing) == 1 else "cpu"
-
-
-def _async_problems(context: PlanContext) -> list[Problem]:
-    """Return the problems of settings that asynchronous updates do not support."""
-    problems = no_rollback("strategy.mode=async applies gradients as they come", context)
-    if context.numerics.reproducible:
-        rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
-        problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
-    if context.precision == "fp16_mixed":
-        rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
-        problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
-    return problems

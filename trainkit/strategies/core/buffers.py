@@ -22,7 +22,6 @@ class StepBuffers:
     version counters (`watch`), and agreed over the ranks (`settle`).
 
     Args:
-        model: the placed model.
         dtype: what they are summed in.
     """
 

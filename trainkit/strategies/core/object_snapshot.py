@@ -31,9 +31,6 @@ class ObjectSnapshot:
 
     Tensors, and the modules inside of a module, are compared by identity and not looked into.
 
-    Args:
-        values: modules, containers or objects by name.
-
     Example:
         >>> module = nn.Module()
         >>> module.calls, module.kept = 0, []
@@ -168,11 +165,6 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
     """Raise an error where a block has changed a container or an object that it was given.
-
-    Args:
-        given: what its arguments held before its call.
-        block: its name.
-        because: why the change would be lost or made twice.
 
     Raises:
         TrainingError: it has.

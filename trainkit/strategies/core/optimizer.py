@@ -22,7 +22,6 @@ class OptimizerStepper:
     model. The kernel is the same, and so are the bits.
 
     Args:
-        optimizer: any torch optimizer over `params`.
         params: the parameters it updates, in canonical order.
     """
 
@@ -72,12 +71,7 @@ class OptimizerStepper:
         ]
 
     def restore(self, params: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-        """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none.
-
-        Args:
-            params: the parameters by canonical name.
-            tensors: a checkpoint.
-        """
+        """Replace the optimizer's state by that of a checkpoint, or of a new optimizer where it has none."""
         restore_optimizer_state(self.optimizer, params, tensors, initial=self._initial)
         self._kernels = None
 

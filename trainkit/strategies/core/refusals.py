@@ -23,14 +23,20 @@ def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
     return [Problem(key="numerics.on_nonfinite", value="rollback", rule=rule)]
 
 
-def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
-    """Return the problem of processes that an external launcher started and that have no work.
+def async_problems(context: PlanContext) -> list[Problem]:
+    """Return the problems of settings that asynchronous updates do not support."""
+    problems = no_rollback("strategy.mode=async applies gradients as they come", context)
+    if context.numerics.reproducible:
+        rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
+        problems.append(Problem(key="numerics.reproducible", value=True, rule=rule))
+    if context.precision == "fp16_mixed":
+        rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
+        problems.append(Problem(key="precision", value="fp16_mixed", rule=rule))
+    return problems
 
-    Args:
-        context: what the config says.
-        named: the strategy's name in the config.
-        called: what the message calls the strategy.
-    """
+
+def launch_problems(context: PlanContext, *, named: str, called: str = "it") -> list[Problem]:
+    """Return the problem of processes that an external launcher started and that have no work."""
     if context.launch is None or context.launch.num_ranks == 1:
         return []
     started = f"{context.launch.kind} started {context.launch.num_ranks} processes"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +86,7 @@ class ReplicaParts:
 
 
 class Replica(LocalModel):
-    """A whole model, on one device or spread over several, and what a step needs beside it.
-
-    Args:
-        parts: what it is made of.
-    """
+    """A whole model, on one device or spread over several, and what a step needs beside it."""
 
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(
@@ -312,6 +308,5 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
         raise CheckpointError(f"the checkpoint is of another model: {'; '.join(lines[:5])}{more}.")
 
 
-def __getattr__(name: str) -> Any:
-    """Return a class by the name that it once had."""
-    return moved_attribute(__name__, name)
+__getattr__ = partial(moved_attribute, __name__)
+"""Returns a class by the name that it once had."""

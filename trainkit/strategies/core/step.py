@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,10 +69,7 @@ class ShardStep:
     """One try at a step on one rank: its shards, and what they add up to.
 
     Args:
-        replica: computes.
-        ticket: shards of a step.
         batches: one a shard, on the replica's device.
-        training: plan, objective and update rule.
         batch_size: samples of the update that these shards are for; None: of their step.
     """
 
@@ -244,10 +240,6 @@ class ShardStep:
 def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
     """Refuse parameters whose strides differ between ranks: gradients are exchanged as they lie in memory.
 
-    Args:
-        names: of the parameters.
-        marks: (ranks, parameters) `layout_mark` of each.
-
     Raises:
         TrainingError: there is such a parameter.
     """
@@ -260,6 +252,5 @@ def _refuse_other_layouts(names: Sequence[str], marks: Tensor) -> None:
             )
 
 
-def __getattr__(name: str) -> Any:
-    """Return a class by the name that it once had."""
-    return moved_attribute(__name__, name)
+__getattr__ = partial(moved_attribute, __name__)
+"""Returns a class by the name that it once had."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -156,8 +157,6 @@ class SynchronousExecutor(Executor, Generic[R]):
     """A rank that computes its shards of a step, and then makes the same update as every other.
 
     Args:
-        replica: computes.
-        training: plan, objective and update rule.
         ranks: the other ranks; None: there are none.
         make_step: makes one try at a step.
     """
@@ -219,6 +218,5 @@ class SynchronousExecutor(Executor, Generic[R]):
         self._ranks.close(failed=failed)
 
 
-def __getattr__(name: str) -> object:
-    """Return a class by the name that it once had."""
-    return moved_attribute(__name__, name)
+__getattr__ = partial(moved_attribute, __name__)
+"""Returns a class by the name that it once had."""

@@ -73,12 +73,7 @@ class ReductionOptions:
     """Whether parameters may get no gradient; they are then left out of the exchange. False names them in an error."""
 
     def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
-        """Return reducers, compression and modes that do not go together; pure.
-
-        Args:
-            context: what the config says.
-            tasks: gives the tasks of the run.
-        """
+        """Return reducers, compression and modes that do not go together; pure."""
         if context.numerics.reproducible:
             return self._beside_lanes()
         return [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
@@ -221,10 +216,6 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
     """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
 
     Args:
-        replica: computes.
-        training: plan, objective and update rule.
-        ranks: the other ranks.
-        make_step: makes one try at a step.
         recovers: whether an exchange that is interrupted leaves nothing behind.
     """
 

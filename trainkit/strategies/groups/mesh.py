@@ -42,11 +42,7 @@ class Axes:
         return dict(reversed(found.items()))
 
     def problems(self, num_ranks: int) -> list[Problem]:
-        """Whether they make up the ranks that there are.
-
-        Args:
-            num_ranks: processes of the run.
-        """
+        """Whether they make up the ranks that there are."""
         if self.num_ranks == num_ranks:
             return []
         used = [(axis.name, getattr(self, axis.name)) for axis in fields(self) if getattr(self, axis.name) > 1]

@@ -155,11 +155,8 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     """A replica that steps alone and is averaged with the others every few steps.
 
     Args:
-        settings: when replicas step alone, and when they are averaged.
         replica: computes where gradients are summed over all replicas.
         apart: the same model, with a reducer that sums over no other rank.
-        training: plan, objective and update rule.
-        ranks: the other ranks.
     """
 
     def __init__(

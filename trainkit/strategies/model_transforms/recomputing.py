@@ -24,9 +24,6 @@ class Recomputed:
 
     No module is wrapped, so that names do not change. The recomputation draws the same random numbers as the first
     computation, even if another shard was computed in between, and leaves buffers unchanged.
-
-    Args:
-        module: the module; its current forward is recomputed.
     """
 
     def __init__(self, module: nn.Module) -> None:

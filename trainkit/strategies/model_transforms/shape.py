@@ -82,8 +82,6 @@ class Compiled:
     Compiled at its first call, and again for other shapes and for evaluation.
 
     Args:
-        module: the module; its current forward is compiled.
-        backend: a backend of torch.compile.
         mode: a mode of the inductor backend; None for any other.
     """
 
@@ -157,11 +155,6 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
     gathering of shards) stay outside of what is recomputed or compiled, so that a strategy can add its own to any
     module of the result. Works on a model without data.
 
-    Args:
-        model: the model as built.
-        shaping: the requested transforms, validated by `shaping_problems`.
-        compiles: what the strategy calls as a unit.
-
     Returns:
         The model itself.
 
@@ -182,14 +175,7 @@ def apply_transforms(model: nn.Module, shaping: ModelTransforms, *, compiles: Co
 
 
 def shaping_problems(model: nn.Module, shaping: ModelTransforms, *, compiles: Compiles, strategy: str) -> list[Problem]:
-    """Return config problems of `activation_checkpointing` and `compile` for this model, strategy and machine.
-
-    Args:
-        model: may be on the meta device.
-        shaping: the requested transforms.
-        compiles: what the strategy calls as a unit.
-        strategy: its name.
-    """
+    """Return config problems of `activation_checkpointing` and `compile` for this model, strategy and machine."""
     return [*_recompute_problems(model, shaping.recompute), *_compile_problems(model, shaping, compiles, strategy)]
 
 

@@ -18,7 +18,7 @@ from trainkit.fields import maths, placement
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, TaskContext, Traits
 from trainkit.strategies.capabilities import ModelMemory
-from trainkit.strategies.core.refusals import no_rollback
+from trainkit.strategies.core.refusals import async_problems, no_rollback
 from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
@@ -265,13 +265,7 @@ def _of_async(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem
         yield _unused_key("spare_replicas", strategy.spare_replicas, beside)
     if strategy.spare_mode != "duplicate":
         yield _unused_key("spare_mode", strategy.spare_mode, beside)
-    if facts.numerics.reproducible:
-        rule = "asynchronous updates come in another order every time. Use strategy.mode=sync, or false."
-        yield Problem(key="numerics.reproducible", value=True, rule=rule)
-    yield from no_rollback("strategy.mode=async applies gradients as they come", facts)
-    if facts.precision == "fp16_mixed":
-        rule = "has one loss scale, and gradients under way were computed at several. Use precision=bf16_mixed."
-        yield Problem(key="precision", value="fp16_mixed", rule=rule)
+    yield from async_problems(facts)
 
 
 def _of_devices(strategy: ParameterServer, facts: PlanContext) -> Iterator[Problem]:

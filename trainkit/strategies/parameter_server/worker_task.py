@@ -45,12 +45,7 @@ def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
 
 
 def read_when_looked_up(tables: Mapping[int, nn.Module], pull_rows: Callable[[int, Tensor], Tensor]) -> None:
-    """Pull the rows that a table needs before each of its lookups.
-
-    Args:
-        tables: from `sparse_tables`.
-        pull_rows: (index, (n,) rows) -> (n, ...) their values.
-    """
+    """Pull the rows that a table needs before each of its lookups."""
     for place, table in tables.items():
         table.register_forward_pre_hook(_reader(place, pull_rows), with_kwargs=True)
 
@@ -82,7 +77,6 @@ class WorkerReplicas(ComputingCopies):
     """The replicas of a worker: a given one, which holds the variables read from the servers, and copies of it.
 
     Args:
-        first: the results are collected on its device.
         devices: of all replicas, its own first.
 
     Source: replicas within a worker of tf.distribute.ParameterServerStrategy; in-graph replication, Abadi et al. 2016,
@@ -97,15 +91,7 @@ class WorkerReplicas(ComputingCopies):
     def compute(
         self, ticket: Ticket, batches: Sequence[Batch], training: StepContext, *, loss_scale: LossScale, batch_size: int
     ) -> Computed:
-        """Compute forward and backward of the shards of a work order.
-
-        Args:
-            ticket: shards of a step.
-            batches: one per shard, on the first device.
-            training: plan, objective and update rule.
-            loss_scale: factor of the gradients.
-            batch_size: samples of the update that these shards belong to.
-        """
+        """Compute forward and backward of the shards of a work order."""
         self.set_loss_scale(loss_scale)
         shares = [self._share(rank, ticket, batches, training, batch_size) for rank in range(len(self.copies))]
         works = {place: work for share in shares for place, work in share.items()}
@@ -165,9 +151,6 @@ class Worker:
 
     Args:
         replicas: its own; the parameters of the first are those of the last read.
-        servers: its own connections to the servers.
-        data: its own access to the training data.
-        training: plan, objective and update rule.
         mode: `async`: a ticket is a whole step, whose gradient is clipped here; `sync`: shards of one.
         mixes: whether an update may contain shards of several steps, so that all are divided by the size of a full
             batch.

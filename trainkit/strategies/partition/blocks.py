@@ -7,13 +7,13 @@ with its `h`) gives one block for each element, and one for the rest of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 
 from torch import Tensor, nn
 
-__all__ = ["Block", "blocks_of"]
+__all__ = ["Block", "blocks_of", "distinct_tensors", "whole_block"]
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -50,6 +50,14 @@ def blocks_of(model: nn.Module) -> tuple[Block, ...]:
     return tuple(_below("", model))
 
 
+def distinct_tensors(units: Iterable[Block], seen: set[int] | None = None) -> list[Tensor]:
+    """Return the tensors of blocks, each once; without those whose ids are in `seen`, to which they are added."""
+    known: set[int] = set() if seen is None else seen
+    found = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in known}
+    known.update(found)
+    return list(found.values())
+
+
 def _below(name: str, module: nn.Module) -> Iterator[Block]:
     """Yield the blocks of the model itself, or of a top-level container."""
     for leaf, tensor in chain(module._parameters.items(), module._buffers.items()):  # noqa: SLF001 - own ones only
@@ -60,7 +68,7 @@ def _below(name: str, module: nn.Module) -> Iterator[Block]:
         if isinstance(child, _CONTAINERS):
             yield from _below(full, child)
         elif isinstance(module, _CONTAINERS):
-            yield _whole(full, child)
+            yield whole_block(full, child)
         else:
             yield from _top_level(full, child)
 
@@ -68,13 +76,14 @@ def _below(name: str, module: nn.Module) -> Iterator[Block]:
 def _top_level(name: str, child: nn.Module) -> Iterator[Block]:
     inner = dict(_elements(name, child))
     if not inner:
-        yield _whole(name, child)
+        yield whole_block(name, child)
         return
     yield Block(name=name, owners=tuple(_left(name, child, inner)), entries=(child, *_free(name, child, inner)))
-    yield from (_whole(full, element) for full, element in inner.items())
+    yield from (whole_block(full, element) for full, element in inner.items())
 
 
-def _whole(name: str, module: nn.Module) -> Block:
+def whole_block(name: str, module: nn.Module) -> Block:
+    """Return a module with all modules below it as a block."""
     owners = tuple((_join(name, inner), owner) for inner, owner in module.named_modules())
     return Block(name=name, owners=owners, entries=(module,))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from trainkit.strategies.base import StagePart
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
-from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.partition.blocks import Block, distinct_tensors
 from trainkit.strategies.partition.syntax import collapsed
 
-__all__ = ["DeviceLayout", "bring_inputs", "bring_outputs"]
+__all__ = ["DeviceLayout", "bring_inputs", "bring_outputs", "part_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,26 +67,31 @@ class DeviceLayout:
 
     def parts(self, bytes_of: Callable[[Tensor], int]) -> tuple[StagePart, ...]:
         """Return the consecutive parts of the model that are on one device, in its order."""
-        found: list[StagePart] = []
         seen: set[int] = set()
-        for device, members in groupby(self._placed(), key=lambda item: str(item[1])):
-            units = [unit for unit, _ in members]
-            own = {id(tensor): tensor for unit in units for _, tensor in unit.tensors() if id(tensor) not in seen}
-            seen.update(own)
-            part = StagePart(
-                stage=len(found),
-                modules=", ".join(collapsed([unit.name for unit in units])),
-                num_params=sum(tensor.numel() for tensor in own.values() if isinstance(tensor, nn.Parameter)),
-                num_bytes=sum(bytes_of(tensor) for tensor in own.values()),
-                device=device,
-            )
-            found.append(part)
-        return tuple(found)
+        runs = groupby(self._placed(), key=lambda item: str(item[1]))
+        return tuple(
+            part_of(stage, [unit for unit, _ in members], bytes_of, device, seen)
+            for stage, (device, members) in enumerate(runs)
+        )
 
     def _placed(self) -> Iterator[tuple[Block, torch.device]]:
         for unit, device in zip(self.units, self.devices_by_unit, strict=True):
             if device is not None:
                 yield unit, torch.device(device)
+
+
+def part_of(
+    stage: int, units: Sequence[Block], bytes_of: Callable[[Tensor], int], device: str, seen: set[int] | None = None
+) -> StagePart:
+    """Return a part of a model for the plan; a tensor whose id is in `seen` was counted in an earlier part."""
+    own = distinct_tensors(units, seen)
+    return StagePart(
+        stage=stage,
+        modules=", ".join(collapsed([unit.name for unit in units])),
+        num_params=sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter)),
+        num_bytes=sum(map(bytes_of, own)),
+        device=device,
+    )
 
 
 def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
@@ -101,10 +106,6 @@ def _move(owner: nn.Module, device: torch.device, only: str | None) -> None:
 def bring_inputs(device: torch.device, moved: list[ObjectSnapshot] | None = None) -> Callable[..., Any]:
     """Return a forward pre-hook that moves every tensor among the arguments, including those in nested tuples and
     dicts.
-
-    Args:
-        device: the device to move to.
-        moved: receives a snapshot of the arguments if containers were copied because a tensor in them was moved.
     """
 
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,7 +13,7 @@ from trainkit.errors import Problem
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.groups.devices import parse_device
 from trainkit.strategies.partition.balance import balanced
-from trainkit.strategies.partition.blocks import Block, blocks_of
+from trainkit.strategies.partition.blocks import Block, blocks_of, distinct_tensors
 from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.syntax import assign
 from trainkit.strategies.partition.validation import leaders_of, validate_layout
@@ -45,12 +45,7 @@ def model_bytes(precision: Precision) -> Callable[[Tensor], int]:
 def unit_bytes(units: Sequence[Block], bytes_of: Callable[[Tensor], int]) -> list[int]:
     """Return the bytes of each block; a tied tensor counts in the first one."""
     seen: set[int] = set()
-    found = []
-    for unit in units:
-        own = {id(tensor): tensor for _, tensor in unit.tensors() if id(tensor) not in seen}
-        seen.update(own)
-        found.append(sum(bytes_of(tensor) for tensor in own.values()))
-    return found
+    return [sum(map(bytes_of, distinct_tensors([unit], seen))) for unit in units]
 
 
 @dataclass(frozen=True, kw_only=True)

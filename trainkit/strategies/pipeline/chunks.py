@@ -62,13 +62,6 @@ class ChunkStage(PipelineStage):
     Shapes are given, so that torch runs no forward pass to infer them: that would change batch statistics.
 
     Args:
-        segment: the module of the stage.
-        stretch: the received and sent values.
-        program: has the shapes of those.
-        stage: its number.
-        num_stages: number of stages.
-        device: the device of the stage.
-        group: the ranks of the replica.
         around: called before and after each microbatch.
         autocast: creates the context of a forward pass.
     """

@@ -91,14 +91,7 @@ class StagedForward:
 
 
 def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName) -> PipelineReplica:
-    """Make the replica of one rank, and let a call of its model go through all stages; collective.
-
-    Args:
-        parts: what every replica has; other stages' tensors of the model are on the meta device.
-        cut: the stage of each block.
-        stages: ranks of a replica.
-        schedule: how microbatches flow.
-    """
+    """Make the replica of one rank, and let a call of its model go through all stages; collective."""
     all_ranks, model = parts.all_ranks, parts.held.model
     place = all_ranks.rank % stages
     holders = holders_of(model, cut, stages)
@@ -138,10 +131,7 @@ class PipelineWork(ShardStep):
     """One try at a step: forward and backward of its shards through the stages, and what they add up to.
 
     Args:
-        replica: where.
-        ticket: the step and its shards.
         batches: one a shard; every rank of a replica has them all.
-        training: plan, objective and weighing.
     """
 
     replica: PipelineReplica
@@ -290,11 +280,6 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
     """A rank that sends the shards of its replica through its stages.
 
     It begins with what the first replica has, and with tied weights from their first stage; collective.
-
-    Args:
-        replica: the stages of this rank.
-        training: plan, objective and update rule.
-        ranks: the other ranks.
     """
 
     def __init__(self, replica: PipelineReplica, training: StepContext, ranks: RankGroup) -> None:

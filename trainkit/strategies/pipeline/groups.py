@@ -26,11 +26,6 @@ def holders_of(model: nn.Module, cut: StageAssignment, num_ranks: int) -> dict[s
 
     Most are on one. A tied one is on each stage that has one of its names; tensors that the model owns itself are on
     all.
-
-    Args:
-        model: the whole model.
-        cut: its stages.
-        num_ranks: ranks of a replica; stage i is on rank i modulo this.
     """
     stages: dict[int, set[int]] = {}
     for unit, stage in zip(cut.units, cut.stages, strict=True):
@@ -80,14 +75,7 @@ class Groups:
 
 
 def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas: int, rank: int) -> Groups:
-    """Create the groups; collective over all ranks.
-
-    Args:
-        holders: from `holders_of`.
-        stages: ranks of a replica, which are consecutive.
-        replicas: number of replicas.
-        rank: of this process.
-    """
+    """Create the groups; collective over all ranks."""
     pipelines = [list(range(first * stages, (first + 1) * stages)) for first in range(replicas)]
     made = [dist.new_group(ranks) for ranks in pipelines]
     alike = {}
@@ -104,14 +92,7 @@ def new_groups(holders: Mapping[str, tuple[int, ...]], *, stages: int, replicas:
 def drifted(
     params: Mapping[str, Tensor], holders: Mapping[str, tuple[int, ...]], all_ranks: Collective, *, num_ranks: int
 ) -> str | None:
-    """Return the first parameter that differs between two ranks that hold it, and on which; collective.
-
-    Args:
-        params: those of this rank.
-        holders: from `holders_of`.
-        all_ranks: all ranks.
-        num_ranks: ranks of a replica.
-    """
+    """Return the first parameter that differs between two ranks that hold it, and on which; collective."""
     hashes = torch.stack([bits_hash(params[name]) if name in params else _NO_HASH for name in holders])
     rows = torch.stack(all_ranks.gather(hashes)).tolist()
     for at, (name, places) in enumerate(holders.items()):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from trainkit.errors import Problem
-from trainkit.strategies.partition.blocks import Block
+from trainkit.strategies.partition.blocks import distinct_tensors
 from trainkit.strategies.partition.solver import gib
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 
@@ -57,14 +57,8 @@ class Limits:
     def exceeded(
         self, cut: StageAssignment, bytes_of: Callable[[Tensor], int], kept: Sequence[int] | None
     ) -> list[Problem]:
-        """Return a problem for each rank whose stages exceed its limit.
-
-        Args:
-            cut: the stage of each block.
-            bytes_of: returns the bytes of a tensor.
-            kept: bytes that each block stores of a shard for backward; None if unknown.
-        """
-        sizes = [_bytes(unit, bytes_of) for unit in cut.units]
+        """Return a problem for each rank whose stages exceed its limit."""
+        sizes = [sum(map(bytes_of, distinct_tensors([unit]))) for unit in cut.units]
         counted = "parameters, gradients and buffers"
         if kept is not None:
             counted = "parameters, gradients, buffers and the activations of a shard"
@@ -89,7 +83,3 @@ class Limits:
         if isinstance(self.given, Mapping):
             return "{" + ",".join(f"{rank}:{limit}" for rank, limit in self.given.items()) + "}"
         return self.given
-
-
-def _bytes(unit: Block, bytes_of: Callable[[Tensor], int]) -> int:
-    return sum(bytes_of(tensor) for tensor in {id(tensor): tensor for _, tensor in unit.tensors()}.values())

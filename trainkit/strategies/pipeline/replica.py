@@ -64,12 +64,7 @@ class StageLayout:
 
 
 class PipelineReplica(Replica):
-    """The stages of one rank.
-
-    Args:
-        parts: what every replica has, with the buffers of this rank's stages.
-        layout: which stages are where.
-    """
+    """The stages of one rank."""
 
     def __init__(self, parts: ReplicaParts, layout: StageLayout) -> None:
         super().__init__(replace(parts, join_norms=self.join_all_norms))

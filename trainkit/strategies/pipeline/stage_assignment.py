@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trainkit.errors import Problem
 from trainkit.strategies.partition.balance import balanced
-from trainkit.strategies.partition.blocks import Block, blocks_of
+from trainkit.strategies.partition.blocks import Block, blocks_of, distinct_tensors, whole_block
 from trainkit.strategies.partition.syntax import Place, assign, collapsed
 from trainkit.strategies.partition.validation import uncovered
 from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
@@ -122,12 +122,7 @@ def _single(model: nn.Module) -> Iterator[Block]:
         for entry in unit.entries:
             inner = {id(module) for module in entry.modules()} - {id(entry)}
             if not inner & called:
-                yield _whole(names[id(entry)], entry)
-
-
-def _whole(name: str, module: nn.Module) -> Block:
-    owners = tuple((f"{name}.{inner}" if inner else name, owner) for inner, owner in module.named_modules())
-    return Block(name=name, owners=owners, entries=(module,))
+                yield whole_block(names[id(entry)], entry)
 
 
 def cut_blocks(
@@ -175,7 +170,7 @@ def _balanced(
     kept: Sequence[int] | None,
     leaders: Sequence[int],
 ) -> StageAssignment | list[Problem]:
-    sizes = [sum(bytes_of(tensor) for tensor in _distinct(unit)) for unit in units]
+    sizes = [sum(bytes_of(tensor) for tensor in distinct_tensors([unit])) for unit in units]
     counted = [size if _is_trained(unit) else 0 for unit, size in zip(units, sizes, strict=True)]
     if kept is not None:
         counted = _with_kept(counted, kept)
@@ -264,10 +259,6 @@ def _with_parts_moved_on(
 def names_parts(model: nn.Module, given: Mapping[str, Place]) -> bool:
     """Return whether a key of a map names a block that a pipeline splits into parts."""
     return any(unit.name in given and len(unit.entries) > 1 for unit in blocks_of(model))
-
-
-def _distinct(unit: Block) -> list[Tensor]:
-    return list({id(tensor): tensor for _, tensor in unit.tensors()}.values())
 
 
 def _is_trained(unit: Block) -> bool:

@@ -31,12 +31,7 @@ class StageParams:
         return self.device if name in self.names else torch.device("meta")
 
     def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
-        """Release the tensors that are not kept, and initialise the others; tied tensors stay tied.
-
-        Args:
-            model: the model.
-            values: the initial values, if the model was built without data; accessed one at a time.
-        """
+        """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
         named = [*model.named_parameters(), *model.named_buffers()]
         name_of = {id(tensor): name for name, tensor in named}
         replaced: dict[int, Tensor] = {}

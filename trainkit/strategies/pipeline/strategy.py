@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import ConfigError, Problem
@@ -24,8 +24,8 @@ from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.partition.activations import activations_in
+from trainkit.strategies.partition.device_layout import part_of
 from trainkit.strategies.partition.solver import model_bytes
-from trainkit.strategies.partition.syntax import collapsed
 from trainkit.strategies.pipeline.memory_limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, names_parts
@@ -156,7 +156,10 @@ class Pipeline(ProcessGroupOptions, Strategy):
             return ()
         bytes_of = model_bytes(Precision(value=context.precision))  # type: ignore[arg-type]
         devices = [task.device for task in self.tasks(replace(context, launch=None))]
-        return tuple(_part(cut, stage, bytes_of, devices[stage % self.stages]) for stage in range(cut.num_stages))
+        return tuple(
+            part_of(stage, cut.members(stage), bytes_of, devices[stage % self.stages])
+            for stage in range(cut.num_stages)
+        )
 
     @classmethod
     def sharded_over(cls, count: int) -> dict[str, int]:
@@ -258,15 +261,3 @@ def _scores_alone(objective: Objective) -> bool:
 
 def _here(params: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: param for name, param in params.items() if not param.is_meta}
-
-
-def _part(cut: StageAssignment, stage: int, bytes_of: Callable[[Tensor], int], device: str) -> StagePart:
-    units = cut.members(stage)
-    own = {id(tensor): tensor for unit in units for _, tensor in unit.tensors()}.values()
-    return StagePart(
-        stage=stage,
-        modules=", ".join(collapsed([unit.name for unit in units])),
-        num_params=sum(tensor.numel() for tensor in own if isinstance(tensor, nn.Parameter)),
-        num_bytes=sum(bytes_of(tensor) for tensor in own),
-        device=device,
-    )

@@ -32,13 +32,7 @@ def misfits(
 
 
 def _order_problems(cut: StageAssignment, ran: Sequence[str], better: StageAssignment | None) -> list[Problem]:
-    """Return a problem if the stages do not follow each other as the blocks do.
-
-    Args:
-        cut: the stage of each block.
-        ran: the blocks in the order in which the model runs them, or names them if that is unknown.
-        better: an assignment without the problem; None if none is known.
-    """
+    """Return a problem if the stages do not follow each other as the blocks do."""
     stages = [cut.stage_of[name] for name in ran]
     at = next((place for place, (one, other) in enumerate(pairwise(stages)) if one > other), None)
     if at is None:

@@ -25,7 +25,6 @@ class AutoReducer(Reducer):
 
     Args:
         candidates: name -> factory of the reducer, which is collective; in the same order on every rank.
-        collective: the ranks.
     """
 
     def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:
@@ -41,9 +40,6 @@ class AutoReducer(Reducer):
 
     def choose(self, packing: FlatBuffer) -> str:
         """Choose the fastest reducer; collective.
-
-        Args:
-            packing: the layout of a step's exchange.
 
         Returns:
             A line about the choice and the reason.

@@ -22,8 +22,6 @@ class DeterministicReducer(Reducer):
     the slices, each sums its slice in the order of the tree, and all slices are gathered.
 
     Args:
-        lanes: number of lanes, a power of two.
-        rank: this data rank.
         num_ranks: data ranks, at most `lanes`.
     """
 

@@ -82,8 +82,6 @@ class HierarchicalReducer(FlatReducer):
 
     Args:
         hosts: the host of every rank, by any number; construction is collective.
-        rank: this rank.
-        timeout_s: seconds to wait for another rank in an exchange.
 
     Source: tf.distribute.HierarchicalCopyAllReduce.
     """
@@ -112,9 +110,6 @@ class RingReducer(FlatReducer):
     """Reduce-scatter, then all-gather, each in n - 1 rounds of one slice to the right and one from the left.
 
     Slice *s* is summed in the order of the ranks from *s* on, in one place, so that all ranks end with equal bits.
-
-    Args:
-        collective: the ranks of the default group.
 
     Source: Patarasu and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
     """

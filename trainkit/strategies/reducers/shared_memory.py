@@ -51,11 +51,6 @@ class SharedMemorySegment:
     processors do not; there, releasing and acquiring a lock between the two orders them, because both have release and
     acquire semantics. Tested on x86-64.
 
-    Args:
-        collective: the ranks.
-        numel: elements of a slot.
-        dtype: of the elements.
-
     Raises:
         TrainingError: the ranks are not on one host, or there is not enough memory.
     """
@@ -190,7 +185,6 @@ class SharedMemoryReducer(FlatReducer):
     """Sums over the ranks of one host through memory that all have mapped.
 
     Args:
-        collective: the ranks; used once, to share the memory.
         timeout_s: seconds to wait for another rank in an exchange.
     """
 

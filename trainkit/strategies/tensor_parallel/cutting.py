@@ -31,9 +31,7 @@ class ActivationRngRegions:
     Only the last key is stored between calls: a recomputed block uses the same keys again.
 
     Args:
-        place: position of this rank in its replica.
         devices: the devices whose generators the model uses (the CPU's is always included).
-        draws: whether the model may draw random numbers; if not, nothing is done.
     """
 
     def __init__(self, *, place: int, devices: Sequence[torch.device], draws: bool) -> None:
@@ -70,13 +68,6 @@ def cut_parameters(
 ) -> dict[str, ShardSlice]:
     """Keep of each parameter only the part of a rank.
 
-    Args:
-        model: its parameters are full; modified.
-        fit: which parameters are sharded, and how.
-        place: position of this rank in its replica.
-        degree: number of ranks of a replica.
-        is_first: whether this is the first replica.
-
     Returns:
         The slice of each parameter, by canonical name.
     """
@@ -96,13 +87,7 @@ def cut_parameters(
 
 
 def exchange_activations(fit: MatchedPlan, mesh: DeviceMesh, regions: ActivationRngRegions) -> None:
-    """Make the modules of a plan change the layout of their inputs and outputs.
-
-    Args:
-        fit: the plan.
-        mesh: the ranks of this replica, one axis.
-        regions: sets the random keys for sharded activations.
-    """
+    """Make the modules of a plan change the layout of their inputs and outputs."""
     for one in fit.chosen:
         module: Any = one.module
         module.forward = partial(_forward, one, _Exchange(mesh, regions), module.forward)

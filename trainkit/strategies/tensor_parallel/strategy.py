@@ -193,13 +193,6 @@ class TensorParallel(ProcessGroupOptions, Strategy):
     ) -> PlacedModel:
         """Leave this rank its part of each layer of the plan, and let the layers exchange what they need.
 
-        Args:
-            place: this rank's place on the mesh.
-            found: receives where each parameter's part lies.
-            model: the whole model.
-            precision: the numbers to use.
-            placement: the device.
-
         Raises:
             ConfigError: the plan does not fit the model.
         """

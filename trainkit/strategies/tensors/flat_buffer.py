@@ -17,9 +17,6 @@ class FlatBuffer:
     """The layout of tensors in a flat vector.
 
     Args:
-        shapes: the shapes of the tensors, in order.
-        dtype: dtype of the vector.
-        device: device of the vector.
         num_grads: how many of the tensors are gradients, which come first; None: all.
         strides: the strides of each tensor's view, dense; None: all are contiguous.
 
@@ -76,12 +73,7 @@ class FlatBuffer:
 
     @staticmethod
     def fill(views: Sequence[Tensor], tensors: Sequence[Tensor | None]) -> None:
-        """Copy tensors into the views of a vector; None gives zeros.
-
-        Args:
-            views: what `views` made, or a stretch of it.
-            tensors: one a view.
-        """
+        """Copy tensors into the views of a vector; None gives zeros."""
         absent = [view for view, tensor in zip(views, tensors, strict=True) if tensor is None]
         if absent:
             torch._foreach_zero_(absent)

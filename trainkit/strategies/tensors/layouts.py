@@ -53,10 +53,6 @@ def dense_strides(tensor: Tensor) -> Strides:
 def part_strides(shape: Sequence[int], whole: Strides) -> Strides:
     """Return the strides of a dense part of a tensor whose dims lie in memory in the order of the whole's.
 
-    Args:
-        shape: of the part.
-        whole: strides of the whole.
-
     Example:
         >>> part_strides((2, 5), (1, 4)), part_strides((2, 5), None)
         ((1, 2), None)
@@ -95,10 +91,6 @@ def in_memory_order(tensor: Tensor) -> Tensor:
 
 def in_layout(tensor: Tensor, strides: Strides) -> Tensor:
     """Return a tensor with given strides: itself if it has them, else a view or a copy.
-
-    Args:
-        tensor: a strided tensor, of any layout.
-        strides: dense ones of its shape.
 
     Example:
         >>> in_layout(torch.ones(2, 3), (1, 2)).stride()

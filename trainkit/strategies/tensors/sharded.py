@@ -82,12 +82,7 @@ def nonfinite(pieces: ShardedState) -> list[str]:
 
 
 def gather_full(pieces: ShardedState, all_ranks: Collective) -> dict[str, Tensor]:
-    """Return the full tensors, on every rank; collective. All are in memory at once: for models that fit.
-
-    Args:
-        pieces: the shards of this rank; each part of a tensor is on exactly one rank.
-        all_ranks: all processes of the run.
-    """
+    """Return the full tensors, on every rank; collective. All are in memory at once: for models that fit."""
     return dict(iter_gather_full(pieces, all_ranks))
 
 
@@ -115,10 +110,6 @@ def iter_gather_full(
 
 def coverage_error(shape: Sequence[int], cuts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> str | None:
     """Return why rectangular parts do not cover a tensor exactly; None if each element is in exactly one of them.
-
-    Args:
-        shape: of the full tensor.
-        cuts: offset and size of every part.
 
     Example:
         >>> coverage_error([4], [([0], [2]), ([2], [2])])

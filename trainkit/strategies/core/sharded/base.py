@@ -86,12 +86,7 @@ def cut_and_cast(cut: CutModel, model: nn.Module, precision: Precision, placemen
 
 
 def cuts_of(model: nn.Module, *, is_rank0: bool) -> dict[str, ShardSlice]:
-    """Return where each parameter's part lies; empty where none is cut.
-
-    Args:
-        model: its parameters are DTensors where they are cut.
-        is_rank0: whether this rank writes what is whole everywhere.
-    """
+    """Return where each parameter's part lies; empty where none is cut."""
     params = dict(model.named_parameters())
     if not any(isinstance(param, DTensor) for param in params.values()):
         return {}
@@ -104,10 +99,6 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
     """A rank with parts of the parameters.
 
     Args:
-        replica: the parts; whole where the replica has no cuts.
-        training: plan, objective and update rule.
-        ranks: the other ranks.
-        make_step: makes one try at a step.
         check: names a parameter of which two ranks hold the same part in different bits; collective.
     """
 

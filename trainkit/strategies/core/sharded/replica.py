@@ -99,12 +99,7 @@ def _order(placements: tuple[Any, ...]) -> list[int]:
 
 
 def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
-    """Return a function that combines norms of shards into norms of full tensors, over all ranks of the run.
-
-    Args:
-        cuts: the slices of the shards, parameter by parameter.
-        device: the device for collectives.
-    """
+    """Return a function that combines norms of shards into norms of full tensors, over all ranks of the run."""
     counts = torch.tensor([float(cut.is_written) for cut in cuts])
 
     def join(norms: Tensor, places: Sequence[int], order: float) -> Tensor:
@@ -131,7 +126,6 @@ class ShardedReplica(Replica):
     is cut (a single rank), it is one.
 
     Args:
-        parts: what every replica has.
         cuts: where each parameter's part lies, trainable or not; empty where the replica is whole.
         expect: called before a shard with whether it is the last of this rank and step.
         reload: called when parameters were replaced, where the model may hold what it has gathered of them.

@@ -70,10 +70,6 @@ class ShardedWork(ShardStep):
     counted weight) is summed at the end. A rank with fewer shards than others computes one again, with weight 0.
 
     Args:
-        replica: the parts of this rank.
-        ticket: the step and its shards here.
-        batches: one a shard.
-        training: plan, objective and update rule.
         group: the ranks whose shards differ; None: all.
     """
 

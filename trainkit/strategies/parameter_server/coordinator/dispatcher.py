@@ -63,10 +63,6 @@ class UpdateDispatcher:
         """Continue from an earlier version, which the servers have restored: the training was rolled back.
 
         Gradients that workers still compute for the old scheduler are discarded when they arrive.
-
-        Args:
-            scheduler: the scheduler at that version.
-            record: the log of the updates before it.
         """
         self._drop(tuple(self.scheduler.running.values()))
         self._discard_stale()

@@ -70,20 +70,12 @@ class Staleness:
         return _DECISIONS[self.policy](staleness, self.bound or 0)
 
     def may_begin(self, clock: int, slowest: int) -> bool:
-        """Return whether a worker may start its next step.
-
-        Args:
-            clock: its update count.
-            slowest: the update count of the slowest worker.
-        """
+        """Return whether a worker may start its next step."""
         return self.policy != "bound" or clock - slowest <= (self.bound or 0)
 
 
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, Any]:
     """Return the staleness of the updates of a run, as recorded in result.json.
-
-    Args:
-        counts: staleness -> number of updates.
 
     Example:
         >>> staleness_summary({0: 1, 1: 8, 4: 1})

@@ -34,8 +34,6 @@ class CoordinatorExecutor(Executor):
     """What the chief works with.
 
     Args:
-        settings: what the tasks agree on.
-        request: of the chief.
         eval_model: the model that is evaluated and sampled from; up to date after `refresh_model`.
         computing: the model of the chief's own worker.
 

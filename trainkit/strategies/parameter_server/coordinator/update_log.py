@@ -88,7 +88,6 @@ class UpdateLog:
     """Writes the file; lines after the checkpoint that is continued are removed.
 
     Args:
-        path: the file.
         version: updates that the variables have seen when this start begins.
     """
 

@@ -103,7 +103,6 @@ class GradientAggregator:
 
     Args:
         params: the trainable pieces, which come first.
-        dtype: the dtype of the master parameters.
     """
 
     def __init__(self, params: Sequence[RowShard], dtype: torch.dtype) -> None:
@@ -153,12 +152,7 @@ class GradientAggregator:
         self._taken, self.total = [], []
 
     def aggregate(self, gradients: Sequence[StagedGradient], options: AggregationOptions) -> AggregationResult:
-        """Compute `total`.
-
-        Args:
-            gradients: one per shard, in their order; consumed.
-            options: the order of summation, and the operations on the sum.
-        """
+        """Compute `total`."""
         count = len(self._params)
         total = lane_sum([gradient.parts for gradient in gradients], options.lanes) if gradients else []
         if options.lanes is not None:

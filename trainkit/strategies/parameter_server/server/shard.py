@@ -53,8 +53,6 @@ class ServerShard:
     neither waits for the other: a worker that stops while reading blocks no other.
 
     Args:
-        pieces: the rows.
-        dtype: the dtype of the master parameters.
         make_optimizer: creates the optimizer over named parameters, here rows of them.
     """
 
@@ -82,12 +80,7 @@ class ServerShard:
         self._rounded: dict[torch.dtype, Tensor] = {}
 
     def begin_read(self, chosen: Sequence[bool], dtype: torch.dtype) -> ReadLease:
-        """Begin to read pieces, while updates may continue.
-
-        Args:
-            chosen: flags of the pieces to read.
-            dtype: the dtype that trainable parameters are rounded to.
-        """
+        """Begin to read pieces, while updates may continue."""
         count = len(self.params)
         memory = self._memory if dtype is self._packing.dtype else None
         flat = self._memory.flat if memory is not None else self._rounded_to(dtype)
@@ -134,11 +127,7 @@ class ServerShard:
         self.version = version
 
     def stays_finite(self, sums: Parts) -> bool:
-        """Return whether finite buffers are finite in their sums, too.
-
-        Args:
-            sums: of the trainable pieces, then of the others.
-        """
+        """Return whether finite buffers are finite in their sums, too."""
         pairs = zip(self._rest, sums[len(self.params) :], strict=False)
         floats = [(tensor, total) for tensor, total in pairs if total is not None and tensor.is_floating_point()]
         return all(bool(total.isfinite().all()) or not bool(tensor.isfinite().all()) for tensor, total in floats)

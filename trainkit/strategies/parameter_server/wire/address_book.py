@@ -22,9 +22,6 @@ class AddressBook:
     """Publishes addresses and finds them.
 
     Args:
-        store: of the attempt.
-        token: the shared secret of the run.
-        timeout_s: how long to wait for an address.
         host: the address of this host for the others; loopback if all are on one.
     """
 

@@ -35,9 +35,6 @@ class AuthenticatedListener:
     """Accepts connections of tasks that know the token, one thread each; all others are dropped.
 
     Args:
-        name: of this task, for messages.
-        token: the run's.
-        host: the address to listen on; loopback is enough on one host.
         port: 0: any free port.
         timeout_s: how long a peer may pause within a frame.
 

@@ -24,8 +24,6 @@ class ServerConnections:
     """Connections to the servers of a run. One thread at a time uses it.
 
     Args:
-        links: one connection per server, in their order.
-        shares: the partition of the variables.
         transfer: the dtype of transferred gradients and parameters; None: their own dtype.
         timeout_s: how long an answer may take.
     """
@@ -104,10 +102,6 @@ class ServerConnections:
 
     def answer(self, server: int, *kinds: str) -> Frame:
         """Receive the answer of a server to a request.
-
-        Args:
-            server: its index.
-            kinds: expected kinds of frames.
 
         Raises:
             TrainingError: the server rejects the request; the error contains its reason.

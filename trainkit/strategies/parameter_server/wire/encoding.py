@@ -22,7 +22,6 @@ class PullBuffer:
     """The memory that a server's variables are read into: that of the tensors themselves, if possible.
 
     Args:
-        pieces: the pieces of the server.
         into: one tensor per variable; None: not read.
         whole: whether untrained variables are read, too.
         dtype: the dtype in which trainable parameters are transferred.
@@ -75,11 +74,6 @@ def encode_for_server(
     pieces: Sequence[RowShard], tensors: Sequence[Tensor | None], dtype: torch.dtype
 ) -> tuple[dict[str, Any], list[Tensor]]:
     """Encode the part of a gradient for one server.
-
-    Args:
-        pieces: the pieces of the server.
-        tensors: one per variable, from `on_the_wire`; None if there is none.
-        dtype: the dtype in which gradients are sent.
 
     Returns:
         The fields of the frame, and its tensors: dense gradients, sums of buffers, then rows and values of sparse ones.
@@ -143,13 +137,7 @@ class FullStateAssembler:
 def rows_to_load(
     pieces: Sequence[RowShard], tensors: Mapping[str, Tensor], unsaved: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a server needs from a checkpoint, name by name; nothing else is read.
-
-    Args:
-        pieces: the pieces of the server.
-        tensors: names -> full tensors.
-        unsaved: buffers that no checkpoint holds.
-    """
+    """Yield the tensors that a server needs from a checkpoint, name by name; nothing else is read."""
     trained = {piece.variable.name: piece for piece in pieces if piece.variable.kind == "param"}
     for piece in pieces:
         variable = piece.variable

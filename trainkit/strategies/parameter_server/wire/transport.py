@@ -66,8 +66,6 @@ class Connection:
     """One end of a connection. One thread at a time receives; any thread may send.
 
     Args:
-        connection: a connected socket, which this object owns from now on.
-        peer: name of the other end, for messages.
         timeout_s: how long the other end may pause within a frame.
         until: on the clock of time.monotonic: when a peer that is not authenticated must have authenticated itself;
             None: it is authenticated.

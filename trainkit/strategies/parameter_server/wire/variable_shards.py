@@ -97,10 +97,6 @@ class VariableShards:
     as balanced as the memory. A boundary moves to the edge of a variable within 5 % of a shard, else it lies between
     two rows; at most one variable per boundary is split.
 
-    Args:
-        variables: from `variables_of`.
-        num_servers: number of servers.
-
     Example:
         >>> import torch
         >>> table = Variable(name="w", kind="param", shape=(1000, 64), dtype=torch.float32)
@@ -185,12 +181,7 @@ def _is_rough(piece: RowShard) -> bool:
 
 
 def split_problems(shares: VariableShards, facts: PlanContext) -> list[Problem]:
-    """Return a problem if the run's optimizer cannot update split variables, or not to the bit where that is required.
-
-    Args:
-        shares: the partition.
-        facts: the optimizer and the numerics settings.
-    """
+    """Return a problem if the optimizer cannot update split variables, or not to the bit where that is required."""
     kind: Any = facts.optimizer
     if facts.numerics.reproducible and shares.roughly_split:
         rule = (

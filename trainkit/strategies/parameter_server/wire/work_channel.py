@@ -123,11 +123,7 @@ class RemoteWorkChannel:
 
 
 class LocalWorkChannel:
-    """A channel within the chief's process.
-
-    Args:
-        send: receives the kind and content of a message, as in a frame.
-    """
+    """A channel within the chief's process."""
 
     def __init__(self, send: Callable[[str, dict[str, Any]], None]) -> None:
         self._send = send

@@ -138,10 +138,6 @@ class PythonState:
 
     A block's own attributes may change in its own calls: it is called in every pass, by one rank. Other changes are
     only visible to a pass that runs the model's own code.
-
-    Args:
-        model: the model, at the beginning of its forward pass.
-        units: its blocks.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[Block]) -> None:
@@ -204,13 +200,7 @@ class PythonState:
 
 
 def refused_object(crossing: str, found: Any, model: nn.Module) -> CannotCut:
-    """Return the error for an object that crosses a block's boundary.
-
-    Args:
-        crossing: the crossing, as a text: `the block h.0 is given`.
-        found: the object.
-        model: tells whether the object is a cache that its config enables.
-    """
+    """Return the error for an object that crosses a block's boundary."""
     reason = f"{crossing} an object of the class {class_name(found)}, which would be the same object in every pass"
     remedy = f"Use tensors and immutable values, in tuples, lists or dicts, {_ELSEWHERE}"
     if type(found).__name__.endswith("Cache"):

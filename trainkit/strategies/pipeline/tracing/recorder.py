@@ -28,10 +28,7 @@ class Recorder(TorchFunctionMode):
     """Records the calls outside of blocks.
 
     Args:
-        model: the model.
         own: the model's parameters and buffers in this pass, by name.
-        inputs: the model's inputs in this pass.
-        device_type: of the device that the pass is for.
     """
 
     def __init__(self, model: nn.Module, own: Mapping[str, Tensor], inputs: Any, *, device_type: str) -> None:

@@ -42,8 +42,6 @@ class StageModule(nn.Module):
     """Computes a stage for inputs of one shape.
 
     Args:
-        blocks: the blocks that it calls.
-        stretch: the program of the stage.
         shapes: of the values that it sends; the next stage expects tensors of these shapes.
     """
 
