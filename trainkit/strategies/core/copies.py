@@ -76,9 +76,7 @@ class ComputingCopies:
         """
         for one in copies or self.copies:
             if one is not self.source:
-                pairs = [*zip(_params(one, frozen=frozen), _params(self.source, frozen=frozen), strict=True)]
-                pairs += zip(one.model.buffers(), self.source.model.buffers(), strict=True)
-                for tensor, value in pairs:
+                for tensor, value in zip(_held(one, frozen=frozen), _held(self.source, frozen=frozen), strict=True):
                     if tensor.data_ptr() != value.data_ptr():
                         tensor.data.copy_(value)
 
@@ -94,8 +92,8 @@ class ComputingCopies:
                 one.adopt_layout(first)
 
 
-def _params(replica: Replica, *, frozen: bool) -> list[nn.Parameter]:
-    return list(replica.model.parameters()) if frozen else replica.trained
+def _held(replica: Replica, *, frozen: bool) -> list[Tensor]:
+    return [*(replica.model.parameters() if frozen else replica.trained), *replica.model.buffers()]
 
 
 def computing_copy(

@@ -220,18 +220,15 @@ def restore_optimizer_state(
         tensors: a checkpoint; a tensor that is not of these parameters is not read.
         initial: the slots of parameters of which the checkpoint has none; None: those that they have.
     """
-    slots: dict[str, Mapping[str, Any]] = {}
-    known = optimizer.state if initial is None else initial
-    for name, param in params.items():
-        if param in known:
-            slots[name] = _copied(known[param])
+    known: Mapping[Tensor, Mapping[str, Any]] = optimizer.state if initial is None else initial
+    fresh = {name: _copied(known[param]) for name, param in params.items() if param in known}
     saved: dict[str, dict[str, Tensor]] = {}
     for key in tensors:
         kind, _, rest = key.partition("/")
         slot, _, name = rest.partition("/")
         if kind == "optimizer" and name in params and "@" not in slot:  # `NAME@COPY` is the slot of another copy
             saved.setdefault(name, {})[slot] = tensors[key]
-    slots |= saved
+    slots = {**fresh, **saved}
     state = optimizer.state_dict()
     names = {id(param): name for name, param in params.items()}
     order = [names[id(param)] for group in optimizer.param_groups for param in group["params"]]

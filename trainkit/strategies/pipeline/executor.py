@@ -21,9 +21,8 @@ from trainkit.strategies.core.replica import ReplicaParts, replica_state, restor
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor
 from trainkit.strategies.groups.collective import RankGroup
-from trainkit.strategies.pipeline.chunks import Chunk, ChunkStage
 from trainkit.strategies.pipeline.groups import drifted, holders_of, new_groups
-from trainkit.strategies.pipeline.replica import PipelineReplica, StageLayout, Traced, shape_key
+from trainkit.strategies.pipeline.replica import Chunk, ChunkStage, PipelineReplica, StageLayout, Traced, shape_key
 from trainkit.strategies.pipeline.schedules import ScheduleName, ideal_bubble, padded_microbatches
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program

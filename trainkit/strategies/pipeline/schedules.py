@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from trainkit.strategies.pipeline.chunks import ChunkStage
+    from torch.distributed.pipelining import PipelineStage
 
 __all__ = ["ScheduleName", "ideal_bubble", "make_schedule", "padded_microbatches", "several_a_rank"]
 
@@ -51,7 +51,7 @@ def ideal_bubble(schedule: ScheduleName, count: int, *, num_ranks: int, stages_a
 
 
 def make_schedule(
-    schedule: ScheduleName, stages: Sequence[ChunkStage], count: int, loss: Callable[[Any, Any], Any]
+    schedule: ScheduleName, stages: Sequence[PipelineStage], count: int, loss: Callable[[Any, Any], Any]
 ) -> Any:
     """Create torch's schedule for a number of microbatches; it does not scale gradients.
 

@@ -25,6 +25,8 @@ class DeterministicReducer(Reducer):
         num_ranks: data ranks, at most `lanes`.
     """
 
+    lanes: int
+
     def __init__(self, *, lanes: int, rank: int, num_ranks: int) -> None:
         self.lanes = lanes
         self._rank, self._num_ranks = rank, num_ranks
