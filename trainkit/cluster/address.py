@@ -7,8 +7,6 @@ import ipaddress
 import re
 from typing import Final, NamedTuple
 
-__all__ = ["Address", "derived_port", "is_loopback"]
-
 _HOST: Final = re.compile(r"[A-Za-z0-9._-]+")
 _FIRST_PORT: Final = 20_000
 _NUM_PORTS: Final = 12_000

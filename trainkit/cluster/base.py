@@ -8,8 +8,6 @@ from typing import ClassVar
 
 from trainkit.cluster.launch import LaunchEnvironment
 
-__all__ = ["Cluster"]
-
 
 class Cluster(ABC):
     """Which machines take part. A choice is a frozen, keyword-only dataclass; its keys are placement."""

@@ -16,8 +16,6 @@ from trainkit.cluster.tf_config import read_tf_config
 from trainkit.config.values import closest
 from trainkit.errors import ConfigError, Problem
 
-__all__ = ["LAUNCHERS", "VARIABLE", "detect"]
-
 VARIABLE: Final = "TRAINKIT_LAUNCHER"
 """The environment variable that selects the launcher to use, or `none`."""
 

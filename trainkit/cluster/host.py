@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["Machine", "ProcessId", "host_id"]
-
 _DEAD: Final = frozenset({"Z", "X", "x", "gone"})
 """States of a process that has exited; a zombie (Z) has not been reaped by its parent yet."""
 

@@ -10,8 +10,6 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.texts import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
-__all__ = ["VARIABLES", "Identity"]
-
 VARIABLES: Final = (
     "TRAINKIT_RANK",
     "TRAINKIT_RANKS",

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from trainkit.cluster.address import Address
 from trainkit.cluster.tasks import Task
 
-__all__ = ["LaunchEnvironment", "workers"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchEnvironment:

@@ -11,8 +11,6 @@ from trainkit.cluster.detect import detect
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.fields import placement
 
-__all__ = ["Local"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Local(Cluster):

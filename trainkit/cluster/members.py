@@ -12,8 +12,6 @@ from trainkit.cluster.tasks import Task
 from trainkit.config.values import closest
 from trainkit.errors import Problem
 
-__all__ = ["ROLES", "launch_of", "member_problems", "parse_task", "tasks_of"]
-
 ROLES: Final = ("chief", "worker", "ps", "evaluator")
 """Roles in the order of their ranks. Without a chief, worker 0 has rank 0 and acts as chief: TensorFlow's rule."""
 _SINGLE: Final = ("chief", "evaluator")

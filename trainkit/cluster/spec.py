@@ -13,8 +13,6 @@ from trainkit.cluster.tf_config import TfConfig, read_tf_config
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
 
-__all__ = ["Spec"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spec(Cluster):

@@ -11,8 +11,6 @@ from trainkit.cluster.members import ROLES, member_problems, task_problem
 from trainkit.config.texts import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
-__all__ = ["TfConfig", "read_tf_config"]
-
 _POOLS: Final = {f"workerpool{number}": role for number, role in enumerate(ROLES)}
 """Vertex AI's names of the roles in CLUSTER_SPEC; its TF_CONFIG has the roles themselves."""
 

@@ -10,8 +10,6 @@ from trainkit.cluster.address import Address
 from trainkit.config.texts import whole_number
 from trainkit.errors import MISSING, ConfigError, Problem
 
-__all__ = ["Variables"]
-
 _MOST_RANKS: Final = 100_000
 _REMEDY: Final = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."
 _HOST: Final = re.compile(r"[\w.:%\[\]-]{1,253}")

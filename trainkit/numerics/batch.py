@@ -8,8 +8,6 @@ from functools import cached_property
 
 from trainkit.errors import Problem
 
-__all__ = ["BatchPlan", "BatchSizes", "Ticket", "lane_order", "lane_shards", "resolve_batch", "shards_of_rank"]
-
 
 @dataclass(frozen=True, slots=True)
 class Ticket:

@@ -9,8 +9,6 @@ from typing import Final, Self
 
 from torch import nn
 
-__all__ = ["Drawing", "Draws", "blocks_of", "draws_at_random", "draws_nothing", "draws_of"]
-
 # Modules of torch whose forward pass draws random numbers in training; every other module of torch.nn draws none.
 _RANDOM = (
     nn.modules.dropout._DropoutNd,  # noqa: SLF001 - the base class of all dropouts has no public name

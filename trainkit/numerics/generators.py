@@ -18,8 +18,6 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-__all__ = ["GENERATORS_LOCK", "HostStates", "Untouched", "generators_of", "seed_host"]
-
 GENERATORS_LOCK: Final = RLock()
 """Held by a thread while it draws from a default generator of the host."""
 

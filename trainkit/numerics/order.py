@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from trainkit.numerics.hashing import hash64, mix64_array
 
-__all__ = ["SampleOrder"]
-
 _ROUNDS: Final = 6
 
 

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_map
 
 from trainkit.errors import LossScaleError
 
-__all__ = ["LossScale", "Precision", "Scaling"]
-
 _NOTHING: Final = nullcontext()
 
 Value = Literal["fp64", "fp32", "tf32", "bf16", "bf16_mixed", "fp16_mixed"]

@@ -25,8 +25,6 @@ from trainkit.numerics.drawing import Drawing, Draws, blocks_of, draws_of
 from trainkit.numerics.generators import generators_of, seed_host
 from trainkit.numerics.hashing import hash64, key32, mix64, name_id
 
-__all__ = ["BlockKeys", "Moment", "forget_keys", "keys_of", "noting_keys", "sample_key", "sets_key"]
-
 # No module has such a name: module names have no parentheses.
 _OBJECTIVE: Final = name_id("objective()")
 _HOST: Final = name_id("host()")

@@ -13,18 +13,6 @@ from typing import Literal, Protocol
 
 from trainkit.errors import ConfigError, Problem
 
-__all__ = [
-    "Constant",
-    "Cosine",
-    "InverseSqrt",
-    "LearningRate",
-    "Linear",
-    "Schedule",
-    "Step",
-    "WarmupStableDecay",
-    "scale_lr",
-]
-
 
 class Schedule(Protocol):
     """A factor on the peak learning rate."""

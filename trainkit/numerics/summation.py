@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-__all__ = ["LaneNode", "combine_pairwise", "owned_nodes"]
-
 T = TypeVar("T")
 
 

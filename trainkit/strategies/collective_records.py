@@ -15,18 +15,6 @@ from typing import Final
 from trainkit.errors import UnreadableError
 from trainkit.reading import read_bytes
 
-__all__ = [
-    "HEAD",
-    "SIZE",
-    "Collective",
-    "mismatch",
-    "read_collectives",
-    "read_record",
-    "slot_of",
-    "waited_for",
-    "write_record",
-]
-
 _SLOTS: Final = 64
 _SHOWN: Final = 3
 """Collectives of a rank that a message shows."""

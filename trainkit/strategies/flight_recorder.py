@@ -29,8 +29,6 @@ from trainkit.errors import CollectiveMismatchError, UnreadableError
 from trainkit.reading import open_descriptor, open_regular
 from trainkit.strategies.collective_records import HEAD, SIZE, Collective, mismatch, read_record, slot_of, write_record
 
-__all__ = ["FlightRecorder", "note_exchange"]
-
 _NAMES: Final = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce_coalesced",

@@ -22,8 +22,6 @@ from trainkit.strategies.core.synchronous import (
 )
 from trainkit.strategies.groups.devices import device_problems, parse_device
 
-__all__ = ["OneDevice"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OneDevice(Strategy):

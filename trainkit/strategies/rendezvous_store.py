@@ -14,8 +14,6 @@ import torch.distributed as dist
 from trainkit.errors import LinkError
 from trainkit.time_limits import call_within
 
-__all__ = ["store_client"]
-
 _START_S = 60.0
 """The supervisor listens before it has imported torch, and answers after that: on a loaded machine up to so late."""
 

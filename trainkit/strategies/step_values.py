@@ -11,8 +11,6 @@ from torch import Tensor
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.objectives.base import Objective
 
-__all__ = ["LeftOut", "LossWeighting", "Status", "StepContext", "StepOutcome", "UpdateParams", "UpdateRule"]
-
 
 class Status(Enum):
     """What became of a try at a step."""

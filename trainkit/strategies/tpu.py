@@ -26,8 +26,6 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
 
-__all__ = ["Tpu"]
-
 _VERSION: Final = "2.9.0"
 """The torch_xla this was written for; it takes the torch of its own version alone."""
 

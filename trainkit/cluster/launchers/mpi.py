@@ -11,8 +11,6 @@ from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.launchers.slurm import step_place
 from trainkit.cluster.variables import Variables
 
-__all__ = ["mpich", "open_mpi"]
-
 _URI: Final = re.compile(r"tcp6?://(\[[^\]]+\]|[^,:\[\]]+)")
 _BATCH_IDS: Final = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "JOB_ID")
 

@@ -13,8 +13,6 @@ from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.variables import Variables
 from trainkit.config.texts import whole_number
 
-__all__ = ["node_names", "slurm", "step_place", "tasks_per_node"]
-
 _NAME: Final = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
 _RANGE: Final = re.compile(r"(\d+)-(\d+)")
 _COUNT: Final = re.compile(r"(\d+)(?:\(x(\d+)\))?")

@@ -8,8 +8,6 @@ from trainkit.cluster.address import is_loopback
 from trainkit.cluster.launch import LaunchEnvironment, workers
 from trainkit.cluster.variables import Variables
 
-__all__ = ["by_hand", "pet", "torchrun"]
-
 
 def torchrun(environ: Mapping[str, str]) -> LaunchEnvironment | None:
     """Return the launch of a worker of a torchrun agent; Spark's TorchDistributor and Kubeflow's trainer set the same.

@@ -11,8 +11,6 @@ from typing import Any, Final
 from trainkit.cluster.launch import LaunchEnvironment
 from trainkit.cluster.tasks import Task
 
-__all__ = ["SHARED", "ManifestJob", "ManifestWriter", "block_yaml", "linking", "seconds_of"]
-
 SHARED: Final = "/shared"
 """The path in a container of the file system that all hosts share."""
 _TIME: Final = re.compile(r"(?:(\d+)-)?(\d{1,3}):([0-5]\d):([0-5]\d)")

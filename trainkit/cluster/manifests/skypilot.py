@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from trainkit.cluster.manifests.job import SHARED, ManifestJob, ManifestWriter, block_yaml, linking
 
-__all__ = ["SKYPILOT"]
-
 
 def _write(job: ManifestJob) -> str:
     options = job.options

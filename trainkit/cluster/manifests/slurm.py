@@ -6,8 +6,6 @@ from typing import Final
 
 from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter
 
-__all__ = ["SLURM"]
-
 
 def _write(job: ManifestJob) -> str:
     header = {

@@ -6,8 +6,6 @@ from typing import Final
 
 from trainkit.cluster.manifests.job import ManifestJob, ManifestWriter
 
-__all__ = ["TORCHRUN"]
-
 
 def _write(job: ManifestJob) -> str:
     lines = ["#!/usr/bin/env bash", *_usage(job), "set -euo pipefail"]

@@ -6,8 +6,6 @@ from typing import Any, Final
 
 from trainkit.cluster.manifests.job import SHARED, ManifestJob, ManifestWriter, block_yaml, linking, seconds_of
 
-__all__ = ["VERTEX"]
-
 
 def _write(job: ManifestJob) -> str:
     pools = [_pool(job, 1)]

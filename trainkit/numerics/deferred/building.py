@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_map
 from trainkit.numerics.deferred.recording import Recorder, fake_cpu_device
 from trainkit.numerics.deferred.tape import CannotDeferError, TensorVersion
 
-__all__ = ["InitialValues", "build_deferred", "lazy_init_values"]
-
 
 class InitialValues(Mapping[str, Tensor]):
     """The initial parameters and buffers of a deferred model, by canonical name; each is computed on access.

@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainkit.numerics.deferred.tape import CannotDeferError, Tape, TapeEntry, TensorVersion, memory
 
-__all__ = ["Recorder", "fake_cpu_device", "without_numbers"]
-
 _DEVICE: Any = torch._C.TensorBase.device  # noqa: SLF001 - the property that is hidden inside `fake_cpu_device`
 
 

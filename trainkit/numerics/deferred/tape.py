@@ -11,8 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["CannotDeferError", "Tape", "TapeEntry", "TensorVersion", "memory", "replay_with_rng"]
-
 _LARGE: Final = 1 << 20
 _EMPTY: Final = frozenset({"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided"})
 

@@ -29,8 +29,6 @@ from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
 from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.update import apply_update
 
-__all__ = ["AsyncCentralExecutor"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlightStep:

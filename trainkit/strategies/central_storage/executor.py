@@ -24,8 +24,6 @@ from trainkit.strategies.core.replica import replica_state, restore_replica
 from trainkit.strategies.core.sparse import scatter_to_all_params
 from trainkit.strategies.core.update import apply_update
 
-__all__ = ["CentralExecutor"]
-
 
 class CentralExecutor(Executor):
     """The variables in one place, and the copies that compute with them.

@@ -30,8 +30,6 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 
-__all__ = ["CentralStorage"]
-
 _CPU_THREADS = 2
 """Copies on a host without GPUs, where nothing is said: as many as mirrored has."""
 

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StepBuffers"]
-
 
 class StepBuffers:
     """The buffers of a model through the shards of a step.

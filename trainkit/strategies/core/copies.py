@@ -22,8 +22,6 @@ from trainkit.strategies.core.replica import PlacedModel, Replica, ReplicaParts
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
-__all__ = ["ComputingCopies", "Sums", "ThreadWork", "computing_copy", "moved", "sum_of", "total_of"]
-
 Sums = Sequence[Tensor | None]
 """Gradients, sums of buffers, and the counted weight if there is one."""
 

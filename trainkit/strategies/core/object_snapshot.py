@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from trainkit.errors import TrainingError
 
-__all__ = ["ObjectSnapshot", "class_name", "refuse_changes", "watch_first_call"]
-
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that `nn.Module` itself keeps: parameters, buffers, children and hooks."""
 _WITHOUT_STATE: Final = ("torch", "trainkit")

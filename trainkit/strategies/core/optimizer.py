@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from trainkit.strategies.tensors.layouts import in_layout
 
-__all__ = ["OptimizerStepper", "optimizer_state", "restore_optimizer_state"]
-
 
 class OptimizerStepper:
     """Steps an optimizer with given gradients at a given rate.

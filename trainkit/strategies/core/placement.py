@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 from torch import nn
 
-__all__ = ["Placement", "SingleDevicePlacement"]
-
 
 class Placement(Protocol):
     """The devices of a replica, and which tensor is on which."""

@@ -7,8 +7,6 @@ from typing import Final
 from trainkit.errors import Problem
 from trainkit.strategies.base import PlanContext
 
-__all__ = ["is_elementwise", "launch_problems", "no_rollback", "optimizer_problems"]
-
 
 def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
     """Return the problem of `numerics.on_nonfinite=rollback` where a second pass would be another training.

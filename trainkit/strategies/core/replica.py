@@ -24,17 +24,6 @@ from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import shape_of
 
-__all__ = [
-    "JoinNorms",
-    "PlacedModel",
-    "Replica",
-    "ReplicaParts",
-    "make_master_params",
-    "refuse_mismatch",
-    "replica_state",
-    "restore_replica",
-]
-
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of
 all gradients of the model; the same on every rank; collective."""

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from trainkit.strategies.core.replica import Replica
 
-__all__ = ["bits_hash", "drifted_parameter"]
-
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK: Final = 1 << 22
 """Elements hashed at once: the integers of a large parameter would take twice its memory."""

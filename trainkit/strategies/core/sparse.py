@@ -12,16 +12,6 @@ from trainkit.errors import Problem, TrainingError
 from trainkit.objectives.base import Collective
 from trainkit.strategies.core.replica import Replica
 
-__all__ = [
-    "agree_on_exchanged_grads",
-    "find_sparse",
-    "gather_sparse",
-    "scatter_to_all_params",
-    "sparse_figures",
-    "sparse_problems",
-    "with_values",
-]
-
 _INT32: Final = 2**31
 
 

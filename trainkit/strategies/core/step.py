@@ -24,8 +24,6 @@ from trainkit.strategies.core.sparse import agree_on_exchanged_grads, find_spars
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
 
-__all__ = ["LossDivisor", "ShardStep", "cloned_batch"]
-
 
 def cloned_batch(batch: Batch) -> Batch:
     """Copy a batch into memory of its own.

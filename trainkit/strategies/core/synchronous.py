@@ -44,18 +44,6 @@ from trainkit.strategies.groups.collective import RankGroup, broadcast_values
 from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, LocalReducer, Reducer
 from trainkit.strategies.tensors.layouts import make_dense
 
-__all__ = [
-    "MakeReducer",
-    "MakeStep",
-    "SynchronousExecutor",
-    "backend_or_lanes",
-    "broadcast_initial",
-    "build_parts",
-    "move_and_cast",
-    "no_reducer",
-    "synchronous_gradient_copies",
-]
-
 MakeReducer = Callable[[Collective, Numerics], Reducer]
 """Makes what adds up the partial sums of a step, over the data ranks; collective."""
 

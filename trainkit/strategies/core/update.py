@@ -14,8 +14,6 @@ from trainkit.strategies.core.replica import Replica
 from trainkit.strategies.core.sparse import with_values
 from trainkit.strategies.core.step import LossDivisor
 
-__all__ = ["apply_update"]
-
 
 def apply_update(
     replica: Replica,

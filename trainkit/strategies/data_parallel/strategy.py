@@ -42,15 +42,6 @@ from trainkit.strategies.reducers.flat import HierarchicalReducer, ReduceThenBro
 from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = [
-    "DataParallel",
-    "DataParallelExecutor",
-    "Mirrored",
-    "MultiWorkerMirrored",
-    "Reduce",
-    "ReductionOptions",
-]
-
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
 """Who adds up gradients over the ranks."""
 

@@ -32,8 +32,6 @@ from trainkit.strategies.partition.solver import PartitionSolver, model_bytes
 from trainkit.strategies.reducers import DeterministicReducer, Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["DeviceMap"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMap(Strategy):

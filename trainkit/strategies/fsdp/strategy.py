@@ -39,8 +39,6 @@ from trainkit.strategies.core.synchronous import build_parts, no_reducer
 from trainkit.strategies.groups.mesh import Axes
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 
-__all__ = ["Fsdp"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(ProcessGroupOptions, Strategy):

@@ -15,8 +15,6 @@ from torch import Tensor
 from trainkit.bounded_json import parse_json
 from trainkit.objectives.base import Collective
 
-__all__ = ["GroupCollective", "LocalCollective", "RankGroup", "all_gather_object", "broadcast_values"]
-
 _T = TypeVar("_T")
 _ABORT_S: Final = 2.0
 """How long a rank that has failed waits for its connections to close."""

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from trainkit.errors import Problem
 
-__all__ = ["device_list_problems", "device_problems", "parse_device"]
-
 _PATTERN = re.compile(r"^/?(?:device:)?(?P<kind>cpu|gpu|cuda)(?::(?P<index>\d+))?$", re.IGNORECASE)
 
 

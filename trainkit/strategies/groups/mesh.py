@@ -9,8 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainkit.errors import Problem
 
-__all__ = ["Axes"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:

@@ -20,8 +20,6 @@ from trainkit.strategies.groups.collective import GroupCollective, RankGroup
 from trainkit.strategies.groups.devices import device_list_problems, parse_device
 from trainkit.strategies.rendezvous_store import store_client
 
-__all__ = ["ProcessGroupOptions"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupOptions:

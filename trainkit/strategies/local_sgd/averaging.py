@@ -17,8 +17,6 @@ from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.layouts import dense_strides, in_layout
 from trainkit.strategies.tensors.lazy_state import select
 
-__all__ = ["AveragingWindow", "OuterOptimizer"]
-
 _SLOT = "optimizer/outer_momentum/"
 
 

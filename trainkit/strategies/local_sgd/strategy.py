@@ -38,8 +38,6 @@ from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimizer
 from trainkit.strategies.reducers import LocalReducer
 
-__all__ = ["LocalSgd"]
-
 _AVERAGE_ALONE: Final = OuterOptimizer()
 """No outer optimizer."""
 

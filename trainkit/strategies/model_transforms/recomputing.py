@@ -16,8 +16,6 @@ from trainkit.numerics.generators import HostStates
 from trainkit.numerics.randomness import keys_of
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_changes
 
-__all__ = ["Recomputed"]
-
 
 class Recomputed:
     """The recomputed forward pass of a module, which replaces its own: `module.forward = Recomputed(module)`.

@@ -17,17 +17,6 @@ from trainkit.numerics.drawing import draws_at_random, draws_nothing
 from trainkit.numerics.randomness import sets_key
 from trainkit.strategies.model_transforms.recomputing import Recomputed
 
-__all__ = [
-    "Compiled",
-    "Compiles",
-    "ModelTransforms",
-    "RepeatedBlock",
-    "apply_transforms",
-    "repeated_blocks_of",
-    "shaping_notes",
-    "shaping_problems",
-]
-
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 

@@ -27,8 +27,6 @@ from trainkit.strategies.parameter_server.wire.variables import variables_of
 from trainkit.strategies.parameter_server.wire.work_channel import RemoteWorkChannel
 from trainkit.strategies.parameter_server.worker_task import Mode, Worker, WorkerReplicas
 
-__all__ = ["PsSettings", "run_server", "run_worker"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PsSettings:

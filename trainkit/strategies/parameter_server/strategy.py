@@ -29,8 +29,6 @@ from trainkit.strategies.parameter_server.wire.variable_shards import VariableSh
 from trainkit.strategies.parameter_server.wire.variables import variables_of
 from trainkit.strategies.parameter_server.worker_task import sparse_tables
 
-__all__ = ["ParameterServer"]
-
 _ACCEPT = Staleness()
 
 

@@ -24,8 +24,6 @@ from trainkit.strategies.parameter_server.wire.client import ParameterServerClie
 from trainkit.strategies.parameter_server.wire.variables import tensors_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel, WorkOrder, WorkReport, gradient_keys
 
-__all__ = ["Computed", "Mode", "Worker", "WorkerReplicas", "read_when_looked_up", "sparse_tables"]
-
 
 def sparse_tables(model: nn.Module) -> dict[int, nn.Module]:
     """Return the tables with sparse gradients, by their index among the trainable parameters.

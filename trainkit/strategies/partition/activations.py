@@ -18,8 +18,6 @@ from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.partition.blocks import Block
 
-__all__ = ["activation_bytes", "activations_in"]
-
 _META = torch.device("meta")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["balanced"]
-
 
 def balanced(
     sizes: Sequence[int], capacities: Sequence[float], *, leaders: Sequence[int], fill: bool = False

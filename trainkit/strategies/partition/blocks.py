@@ -13,8 +13,6 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-__all__ = ["Block", "blocks_of", "distinct_tensors", "whole_block"]
-
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 

@@ -17,8 +17,6 @@ from trainkit.strategies.core.object_snapshot import ObjectSnapshot, refuse_chan
 from trainkit.strategies.partition.blocks import Block, distinct_tensors
 from trainkit.strategies.partition.syntax import collapsed
 
-__all__ = ["DeviceLayout", "bring_inputs", "bring_outputs", "part_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceLayout:

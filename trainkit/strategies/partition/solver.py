@@ -18,8 +18,6 @@ from trainkit.strategies.partition.device_layout import DeviceLayout
 from trainkit.strategies.partition.syntax import assign
 from trainkit.strategies.partition.validation import leaders_of, validate_layout
 
-__all__ = ["PartitionSolver", "gib", "model_bytes", "unit_bytes"]
-
 _GIB = 2**30
 
 

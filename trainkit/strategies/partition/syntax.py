@@ -13,8 +13,6 @@ from trainkit.config.values import closest
 from trainkit.errors import Problem
 from trainkit.strategies.partition.blocks import Block, blocks_of
 
-__all__ = ["REST", "Assigned", "Place", "assign", "collapsed"]
-
 REST: Final = "rest"
 """The key for all blocks that no other key names."""
 _RANGE: Final = re.compile(r"(?P<head>(?:.+\.)?)(?P<first>\d+)-(?P<last>\d+)")

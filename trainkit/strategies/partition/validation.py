@@ -10,8 +10,6 @@ from trainkit.errors import Problem
 from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.partition.syntax import REST, Assigned, Place, collapsed
 
-__all__ = ["leaders_of", "uncovered", "validate_layout"]
-
 
 def validate_layout(
     units: Sequence[Block],

@@ -32,8 +32,6 @@ from trainkit.strategies.tensors.layouts import in_layout
 from trainkit.strategies.tensors.lazy_state import name_in, select
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
-__all__ = ["PipelineExecutor", "PipelineWork", "StagedForward", "assemble"]
-
 
 class StagedForward:
     """The forward pass of a staged model, which replaces its own: `model.forward = StagedForward(replica)`.

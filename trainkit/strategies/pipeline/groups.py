@@ -16,8 +16,6 @@ from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["Groups", "drifted", "holders_of", "new_groups"]
-
 _NO_HASH = torch.zeros((), dtype=torch.int64)
 
 

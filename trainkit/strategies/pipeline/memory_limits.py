@@ -13,8 +13,6 @@ from trainkit.strategies.partition.blocks import distinct_tensors
 from trainkit.strategies.partition.solver import gib
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 
-__all__ = ["Limits"]
-
 _KEY = "strategy.max_memory"
 
 

@@ -21,12 +21,10 @@ from trainkit.strategies.pipeline.groups import Groups
 from trainkit.strategies.pipeline.schedules import ScheduleName, make_schedule
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program, StageProgram
-from trainkit.strategies.pipeline.tracing.python_state import contents_outside
+from trainkit.strategies.pipeline.tracing.python_state import CannotCut, contents_outside
 from trainkit.strategies.pipeline.tracing.stage_module import Blocks, StageModule
-from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace
+from trainkit.strategies.pipeline.tracing.trace import trace
 from trainkit.strategies.pipeline.validation import run_problems
-
-__all__ = ["BusyTimer", "Chunk", "ChunkStage", "PipelineReplica", "StageLayout", "Traced", "shape_key"]
 
 
 @dataclass(frozen=True, kw_only=True)

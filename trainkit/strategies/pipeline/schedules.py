@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage
 
-__all__ = ["ScheduleName", "ideal_bubble", "make_schedule", "padded_microbatches", "several_a_rank"]
-
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 

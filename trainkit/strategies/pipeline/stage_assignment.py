@@ -16,8 +16,6 @@ from trainkit.strategies.partition.syntax import Place, assign, collapsed
 from trainkit.strategies.partition.validation import uncovered
 from trainkit.strategies.pipeline.tracing.program import ParamRef, Program
 
-__all__ = ["StageAssignment", "blocks_to_cut", "cut_blocks", "in_forward_order", "leaders_among", "names_parts"]
-
 
 def in_forward_order(units: Sequence[Block], programs: Sequence[Program]) -> tuple[Block, ...]:
     """Return blocks in the order in which a model calls them first.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from trainkit.strategies.tensors.layouts import dense_strides, in_layout
 
-__all__ = ["StageParams"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class StageParams:

@@ -36,8 +36,6 @@ from trainkit.strategies.pipeline.validation import misfits
 if TYPE_CHECKING:
     from trainkit.strategies.pipeline.executor import PipelineExecutor
 
-__all__ = ["Pipeline"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline(ProcessGroupOptions, Strategy):

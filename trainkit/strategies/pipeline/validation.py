@@ -9,8 +9,6 @@ from trainkit.errors import Problem
 from trainkit.strategies.pipeline.stage_assignment import StageAssignment
 from trainkit.strategies.pipeline.tracing.program import Program
 
-__all__ = ["misfits", "run_problems"]
-
 
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None

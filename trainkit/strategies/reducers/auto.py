@@ -14,8 +14,6 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["AutoReducer"]
-
 _ROUNDS: Final = 5
 """Timed exchanges per candidate, after one that allocates its memory and connections."""
 

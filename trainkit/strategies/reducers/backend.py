@@ -18,8 +18,6 @@ from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.reducers.compression import Compressor
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["BackendReducer"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:

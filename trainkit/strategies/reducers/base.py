@@ -9,8 +9,6 @@ from torch import Tensor
 
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["LocalReducer", "Partials", "Reducer"]
-
 Partials = Iterator[tuple[int, Sequence[Tensor | None]]]
 """(lane, the sums over that lane's shards), computed on iteration."""
 

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trainkit.strategies.tensors.layouts import in_memory_order
 
-__all__ = ["Compression", "Compressor"]
-
 Compression = Literal["none", "bf16", "fp16", "powersgd"]
 """The encoding of exchanged gradients."""
 

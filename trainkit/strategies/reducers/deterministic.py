@@ -12,8 +12,6 @@ from trainkit.numerics.summation import LaneNode, combine_pairwise, owned_nodes
 from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["DeterministicReducer"]
-
 
 class DeterministicReducer(Reducer):
     """Sums lanes in the order of the tree (see `numerics.summation`).

@@ -15,13 +15,6 @@ from trainkit.strategies.flight_recorder import note_exchange
 from trainkit.strategies.reducers.base import Partials, Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = [
-    "FlatReducer",
-    "HierarchicalReducer",
-    "ReduceThenBroadcastReducer",
-    "RingReducer",
-]
-
 
 class FlatReducer(Reducer):
     """Packs the exchange of a step into one vector, sums that over the ranks, and unpacks it; subclasses sum."""

@@ -22,8 +22,6 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.reducers.flat import FlatReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["SharedMemoryReducer", "SharedMemorySegment"]
-
 _LINE: Final = 64
 """Size of a cache line: no two ranks write into the same one."""
 _WORDS: Final = _LINE // 8

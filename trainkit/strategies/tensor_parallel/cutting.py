@@ -22,8 +22,6 @@ from trainkit.numerics.hashing import mix64, name_id
 from trainkit.strategies.core.sharded.replica import ShardSlice
 from trainkit.strategies.tensor_parallel.plans import MatchedModule, MatchedPlan
 
-__all__ = ["ActivationRngRegions", "cut_parameters", "exchange_activations"]
-
 
 class ActivationRngRegions:
     """Sets the keys of the default generators on entering and leaving sharded activations.

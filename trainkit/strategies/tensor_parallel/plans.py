@@ -18,17 +18,6 @@ from trainkit.config.values import closest
 from trainkit.errors import Problem
 from trainkit.numerics.drawing import draws_at_random
 
-__all__ = [
-    "STYLES",
-    "Layout",
-    "MatchedModule",
-    "MatchedPlan",
-    "Style",
-    "described",
-    "match_plan",
-    "shares_rng_across_ranks",
-]
-
 Layout = Literal["whole", "cut", "stretch"]
 
 

@@ -16,8 +16,6 @@ from trainkit.strategies.core.sharded.replica import ShardedReplica, ShardSlice
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.groups.mesh import Axes
 
-__all__ = ["OnMesh", "begin_alike", "drifted_part", "within"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OnMesh(SingleDevicePlacement):

@@ -51,8 +51,6 @@ from trainkit.strategies.tensor_parallel.cutting import ActivationRngRegions, cu
 from trainkit.strategies.tensor_parallel.plans import MatchedPlan, described, match_plan, shares_rng_across_ranks
 from trainkit.strategies.tensor_parallel.replica import OnMesh, begin_alike, drifted_part, within
 
-__all__ = ["TensorParallel"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallel(ProcessGroupOptions, Strategy):

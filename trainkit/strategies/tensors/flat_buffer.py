@@ -10,8 +10,6 @@ from torch import Tensor
 
 from trainkit.strategies.tensors.layouts import Strides, dense_strides, view_of
 
-__all__ = ["FlatBuffer"]
-
 
 class FlatBuffer:
     """The layout of tensors in a flat vector.

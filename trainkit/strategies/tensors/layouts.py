@@ -16,18 +16,6 @@ from torch import Tensor, nn
 from trainkit.errors import ConfigError, Problem
 from trainkit.numerics.hashing import hash64
 
-__all__ = [
-    "Strides",
-    "dense_strides",
-    "in_layout",
-    "in_memory_order",
-    "layout_mark",
-    "layout_problems",
-    "make_dense",
-    "part_strides",
-    "view_of",
-]
-
 Strides = tuple[int, ...] | None
 """Strides of a dense tensor; None: those of a contiguous one."""
 

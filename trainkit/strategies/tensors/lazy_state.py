@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["LazyStateDict", "model_weights", "name_in", "read_slice", "select", "shape_of"]
-
 
 class LazyStateDict(Mapping[str, Tensor]):
     """Tensors by name on the host; each access may read a tensor again, so callers that need several parts keep it."""

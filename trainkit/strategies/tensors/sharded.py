@@ -14,9 +14,6 @@ from torch import Tensor
 from trainkit.objectives.base import Collective
 from trainkit.strategies.groups.collective import all_gather_object
 
-__all__ = ["ShardedState", "TensorShard", "coverage_error", "gather_full", "iter_gather_full", "nonfinite", "region"]
-
-
 _Box = tuple[Sequence[int], Sequence[int]]
 """Offset and size of a part."""
 

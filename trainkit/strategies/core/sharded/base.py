@@ -32,16 +32,6 @@ from trainkit.strategies.groups.collective import RankGroup
 from trainkit.strategies.tensors.layouts import make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
-__all__ = [
-    "CutModel",
-    "ShardedExecutor",
-    "cut_and_cast",
-    "cuts_of",
-    "sharding_problems",
-    "unsharded_model_problems",
-    "without_order",
-]
-
 CutModel = Callable[[nn.Module, Precision, Placement], nn.Module]
 """Cuts a model over the ranks, its parameters made DTensors in the numbers they are held in; collective."""
 

@@ -22,20 +22,6 @@ from trainkit.strategies.core.sharded.replica import ShardSlice, local_part
 from trainkit.strategies.groups.collective import broadcast_values
 from trainkit.strategies.partition.blocks import blocks_of
 
-__all__ = [
-    "Sharding",
-    "blocks_of_model",
-    "filled",
-    "fully_sharded",
-    "gathers_anew",
-    "give_freed_memory_back",
-    "modules_above",
-    "modules_of_classes",
-    "reduces_when",
-    "with_memory",
-    "without_shared",
-]
-
 _M_MMAP_THRESHOLD: Final = -3  # a constant of malloc.h
 _LARGE: Final = 2**20
 

@@ -17,8 +17,6 @@ from trainkit.strategies.core.replica import JoinNorms, Replica, ReplicaParts, r
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, region
 
-__all__ = ["ShardSlice", "ShardedReplica", "joined_norms", "local_part", "restore_pieces", "sharded_pieces"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSlice:

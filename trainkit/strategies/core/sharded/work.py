@@ -19,8 +19,6 @@ from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.groups.collective import all_gather_object
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["ShardedWork", "dummy_batch"]
-
 
 def dummy_batch(batch: Any, device: torch.device, all_ranks: Collective) -> Any:
     """Broadcast rank 0's batch to every rank that has none; collective over all ranks.

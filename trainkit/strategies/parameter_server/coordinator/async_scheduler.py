@@ -12,8 +12,6 @@ from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 
-__all__ = ["AsyncScheduler"]
-
 
 @dataclass(kw_only=True)
 class AsyncScheduler(WorkScheduler):

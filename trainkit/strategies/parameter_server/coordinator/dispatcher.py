@@ -25,8 +25,6 @@ from trainkit.strategies.parameter_server.wire.client import ParameterServerClie
 from trainkit.strategies.parameter_server.wire.work_channel import WorkOrder, WorkReport, gradient_keys
 from trainkit.strategies.parameter_server.worker_task import Mode
 
-__all__ = ["UpdateDispatcher"]
-
 _POLL_S: Final = 1.0
 """Seconds between two checks for workers that have been silent for long."""
 

@@ -14,8 +14,6 @@ from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.wire.transport import Connection
 from trainkit.strategies.parameter_server.wire.work_channel import LocalWorkChannel, WorkChannel, WorkOrder
 
-__all__ = ["OWN", "WorkerEvent", "WorkerHandle", "WorkerRegistry"]
-
 OWN: Final = "chief"
 """The name of the worker in the chief's own process."""
 

@@ -13,8 +13,6 @@ from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUp
 from trainkit.strategies.parameter_server.coordinator.staleness import Staleness
 from trainkit.strategies.parameter_server.coordinator.update_log import UpdateRecord
 
-__all__ = ["ReplayScheduler"]
-
 
 @dataclass(kw_only=True)
 class ReplayScheduler(WorkScheduler):

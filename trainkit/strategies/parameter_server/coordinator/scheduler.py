@@ -16,8 +16,6 @@ from typing import Any
 
 from trainkit.numerics.batch import Ticket
 
-__all__ = ["PendingUpdate", "WorkItem", "WorkScheduler"]
-
 
 @dataclass(frozen=True, slots=True)
 class WorkItem:

@@ -11,8 +11,6 @@ from trainkit.config.values import at_least
 from trainkit.errors import Problem
 from trainkit.fields import maths
 
-__all__ = ["BOUNDED", "Decision", "Policy", "Staleness", "staleness_summary"]
-
 Policy = Literal["accept", "drop", "scale", "lr", "bound"]
 """Policies for staleness: the number of updates since the variables of a gradient were read."""
 

@@ -27,8 +27,6 @@ from trainkit.strategies.parameter_server.wire.address_book import AddressBook
 from trainkit.strategies.parameter_server.wire.variables import tensors_of, unsaved_of
 from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel
 
-__all__ = ["CoordinatorExecutor"]
-
 
 class CoordinatorExecutor(Executor):
     """What the chief works with.

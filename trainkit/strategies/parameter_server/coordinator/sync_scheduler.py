@@ -13,8 +13,6 @@ from trainkit.bounded_json import whole_numbers
 from trainkit.numerics.batch import BatchPlan, Ticket
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate, WorkItem, WorkScheduler
 
-__all__ = ["SyncScheduler"]
-
 
 @dataclass(kw_only=True)
 class SyncScheduler(WorkScheduler):

@@ -21,8 +21,6 @@ from trainkit.reading import open_regular, read_lines
 from trainkit.storage import naming
 from trainkit.strategies.parameter_server.coordinator.scheduler import PendingUpdate
 
-__all__ = ["FILE", "GradientRef", "UpdateLog", "UpdateRecord", "read_record"]
-
 FILE: Final = "updates.jsonl"
 """Its name in the run folder."""
 

@@ -15,8 +15,6 @@ from trainkit.strategies.parameter_server.wire.protocol import RequestRejectedEr
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
 from trainkit.strategies.tensors.layouts import view_of
 
-__all__ = ["AggregationOptions", "AggregationResult", "GradientAggregator", "Norms", "joined"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Norms:

@@ -12,8 +12,6 @@ from torch import Tensor
 from trainkit.numerics.batch import lane_order
 from trainkit.numerics.summation import LaneNode, combine_pairwise
 
-__all__ = ["BufferPool", "Parts", "StagedGradient", "lane_sum"]
-
 Parts = list[Tensor | None]
 """One tensor per piece of the server, in order; None if it has none."""
 

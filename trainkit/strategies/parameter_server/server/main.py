@@ -28,8 +28,6 @@ from trainkit.strategies.parameter_server.wire.protocol import (
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 
-__all__ = ["CHIEF", "serve"]
-
 CHIEF: Final = "chief"
 """The name of the only task whose orders change anything."""
 _POLL_S: Final = 0.5

@@ -14,8 +14,6 @@ from trainkit.strategies.parameter_server.server.gradient_buffer import BufferPo
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
-__all__ = ["ReadLease", "ServerShard"]
-
 
 @dataclass(slots=True)
 class _Memory:

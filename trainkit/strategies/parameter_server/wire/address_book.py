@@ -12,8 +12,6 @@ from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.wire.auth import AuthenticatedListener
 from trainkit.strategies.rendezvous_store import store_client
 
-__all__ = ["AddressBook"]
-
 _OVER = "over"
 _MAX_PORT = 65535
 

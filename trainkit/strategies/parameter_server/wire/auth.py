@@ -20,8 +20,6 @@ from typing import Final, Self
 from trainkit.errors import LinkError
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 
-__all__ = ["AuthenticatedListener", "connect"]
-
 MAX_UNAUTHENTICATED: Final = 32
 """Limit of simultaneous connections that have not been authenticated."""
 _HANDSHAKE_S: Final = 5.0

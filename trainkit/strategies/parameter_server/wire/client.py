@@ -22,8 +22,6 @@ from trainkit.strategies.parameter_server.wire.encoding import (
 from trainkit.strategies.parameter_server.wire.protocol import as_flags, dtype_name
 from trainkit.strategies.tensors.layouts import in_layout
 
-__all__ = ["ParameterServerClient"]
-
 _PULLS = 8
 """Attempts to read all servers at one version."""
 

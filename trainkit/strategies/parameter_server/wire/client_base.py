@@ -13,8 +13,6 @@ from trainkit.strategies.parameter_server.wire.auth import connect
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 
-__all__ = ["ServerConnections"]
-
 T = TypeVar("T")
 _MORE_S = 10.0
 """A server reports a timeout itself, before its silence would count as one."""

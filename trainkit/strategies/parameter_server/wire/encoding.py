@@ -15,8 +15,6 @@ from trainkit.strategies.parameter_server.wire.variable_shards import RowShard, 
 from trainkit.strategies.tensors.layouts import in_layout, in_memory_order, view_of
 from trainkit.strategies.tensors.lazy_state import name_in, read_slice, shape_of
 
-__all__ = ["FullStateAssembler", "PullBuffer", "encode_for_server", "on_the_wire", "rows_to_load"]
-
 
 class PullBuffer:
     """The memory that a server's variables are read into: that of the tensors themselves, if possible.

@@ -14,20 +14,6 @@ from trainkit.strategies.parameter_server.wire.transport import Connection, Fram
 from trainkit.strategies.parameter_server.wire.variable_shards import RowShard
 from trainkit.strategies.tensors.layouts import view_of
 
-__all__ = [
-    "RequestRejectedError",
-    "as_count",
-    "as_dtype",
-    "as_flags",
-    "as_float",
-    "as_keys",
-    "decode_gradient",
-    "dtype_name",
-    "mask_of",
-    "row_dtype",
-    "take_tensor",
-]
-
 _DTYPES: Final[Mapping[str, torch.dtype]] = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (

@@ -25,8 +25,6 @@ from torch import Tensor
 from trainkit.bounded_json import expect_map, parse_json
 from trainkit.errors import LinkError
 
-__all__ = ["Connection", "Frame", "memory_of"]
-
 _HEAD: Final = struct.Struct("!4s16sIQ")
 _MAGIC: Final = b"tkl1"
 _META_BYTES: Final = 64 * 1024

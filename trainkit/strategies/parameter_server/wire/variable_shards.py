@@ -19,8 +19,6 @@ from trainkit.strategies.core.refusals import is_elementwise
 from trainkit.strategies.parameter_server.wire.variables import Variable, layout_digest
 from trainkit.strategies.tensors.layouts import part_strides
 
-__all__ = ["RowShard", "VariableShards", "split_problems"]
-
 _SNAP: Final = 0.05
 """How far a boundary moves to the edge of a variable, as a fraction of a server's shard; two boundaries make 10 %."""
 _VECTOR: Final = 16

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 
 from trainkit.strategies.tensors.layouts import dense_strides
 
-__all__ = ["Kind", "Variable", "layout_digest", "tensors_of", "unsaved_of", "variables_of"]
-
 Kind = Literal["param", "frozen", "buffer"]
 """Trainable parameters, frozen parameters, and buffers."""
 

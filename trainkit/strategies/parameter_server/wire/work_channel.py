@@ -11,8 +11,6 @@ from trainkit.errors import LinkError
 from trainkit.numerics.batch import Ticket
 from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
 
-__all__ = ["LocalWorkChannel", "RemoteWorkChannel", "WorkChannel", "WorkOrder", "WorkReport", "gradient_keys"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkOrder:

@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_flatten
 
 from trainkit.errors import TrainingError
 
-__all__ = ["Modes", "ParamRef", "Program", "RecordedCall", "StageProgram", "TensorMeta", "Value"]
-
 
 @dataclass(frozen=True, slots=True)
 class Value:

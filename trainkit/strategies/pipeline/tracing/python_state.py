@@ -18,16 +18,6 @@ from torch.utils._pytree import tree_flatten
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot, class_name
 from trainkit.strategies.partition.blocks import Block
 
-__all__ = [
-    "CannotCut",
-    "PythonState",
-    "contents_outside",
-    "first_mutable",
-    "is_immutable",
-    "refused_object",
-    "same_constant",
-]
-
 _IMMUTABLE = (
     type(None),
     bool,

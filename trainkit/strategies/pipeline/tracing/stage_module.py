@@ -11,8 +11,6 @@ from torch.utils._pytree import tree_map
 
 from trainkit.strategies.pipeline.tracing.program import ParamRef, StageProgram, TensorMeta, Value
 
-__all__ = ["Blocks", "StageModule", "filled"]
-
 
 class Blocks(nn.Module):
     """The blocks of a stage, and the tensors that the model owns itself.

@@ -28,8 +28,8 @@ from trainkit.numerics.randomness import noting_keys
 from trainkit.strategies.core.object_snapshot import ObjectSnapshot
 from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
-from trainkit.strategies.pipeline.tracing.python_state import same_constant
-from trainkit.strategies.pipeline.tracing.recorder import CannotCut, Recorder, whole_functions
+from trainkit.strategies.pipeline.tracing.python_state import CannotCut, same_constant
+from trainkit.strategies.pipeline.tracing.recorder import Recorder, whole_functions
 
 __all__ = ["CannotCut", "trace"]
 

@@ -18,8 +18,7 @@ from trainkit.objectives.fields import split_batch
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.pipeline.stage_assignment import blocks_to_cut
 from trainkit.strategies.pipeline.tracing.program import Program
-
-__all__ = ["programs_of"]
+from trainkit.strategies.pipeline.tracing.python_state import CannotCut
 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, tuple[Program, ...] | list[Problem]]] = WeakKeyDictionary()
 
@@ -48,7 +47,7 @@ def _inputs(context: PlanContext) -> Any:
 
 
 def _tried(model: nn.Module, given: Any) -> tuple[Program, ...] | list[Problem]:
-    from trainkit.strategies.pipeline.tracing.trace import CannotCut, trace  # noqa: PLC0415 - heavy
+    from trainkit.strategies.pipeline.tracing.trace import trace  # noqa: PLC0415 - heavy
 
     # The model here is in float32, whatever the run's precision.
     inputs = tree_map(
