@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 Batch = object
-"""A collated batch: whatever the dataset's samples become, for the objective to understand."""
+"""A collated batch, in the form that the objective of the run takes."""
 
 StateDict = Mapping[str, Tensor]
 """Parameters, buffers and optimizer state by canonical name, as a checkpoint keeps them."""
@@ -80,12 +80,12 @@ class Data(Protocol):
     """Gives the batches of a ticket."""
 
     def fetch(self, ticket: Ticket) -> Sequence[Batch]:
-        """Return one collated batch a shard, on the device; the same again for the same ticket."""
+        """Return one collated batch per shard, on the device; a ticket always gives the same batches."""
         ...
 
 
 class StepCounter(Protocol):
-    """How far the training is."""
+    """The position of a training."""
 
     @property
     def step(self) -> int:
@@ -108,13 +108,13 @@ class Numerics:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a strategy leaves out a step that is not finite, instead of updating with what it has."""
+        """Whether a strategy leaves out a step that is not finite."""
         return self.on_nonfinite != "stop"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanContext:
-    """What a strategy may judge a config by, before any process starts."""
+    """What a strategy knows of a config before any process starts."""
 
     numerics: Numerics = field(default_factory=Numerics)
     """The numbers settings."""
@@ -127,16 +127,16 @@ class PlanContext:
     objective: Objective | None = None
     """What scores a shard; None where it is not known."""
     sample: object = None
-    """A sample of the training data, for shapes; None where none can be had."""
+    """A sample of the training data, for shapes; None if there is none."""
     micro_size: int = 1
-    """Samples of the largest shard, where that is decided."""
+    """Samples of the largest shard; 1 if that is not decided yet."""
     launch: LaunchEnvironment | None = None
     """The processes that something else started for this run; None: the supervisor starts what it needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StagePart:
-    """A stretch of a model that is on one device, where a replica spans several."""
+    """A part of a model on one device, where a replica spans several."""
 
     stage: int
     """Its number, in the order of the model."""
@@ -150,18 +150,18 @@ class StagePart:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What holds of every training with a strategy, whatever its fields say."""
+    """The properties of a strategy that do not depend on its fields."""
 
     elastic: bool = False
-    """Whether a run may continue with fewer of its tasks, and with all again: no rank holds what the others lack."""
+    """Whether a run may continue with fewer of its tasks, and later with all: every rank holds the whole state."""
     compiles: Compiles = "blocks"
-    """What it calls as one, and torch.compile may make one of: the whole model, its blocks, or nothing."""
+    """What it calls as a unit, which torch.compile may compile: the whole model, its blocks, or nothing."""
     supports_meta_init: bool = False
-    """Whether `setup` takes a model without numbers, and makes those it needs from `lazy_init_values(model)`."""
+    """Whether `setup` takes a model without data, and computes what it needs by `lazy_init_values(model)`."""
     is_sharded: bool = False
-    """Whether ranks hold what others lack, so that all of them write a checkpoint and hash the weights together."""
+    """Whether each rank holds a part of the state, so that all write a checkpoint and hash the weights together."""
     forward_is_collective: bool = False
-    """Whether a forward pass is an exchange between ranks, so that every rank runs the model or none does."""
+    """Whether ranks communicate in a forward pass, so that every rank runs the model or none does."""
 
 
 @dataclass(kw_only=True)
@@ -179,13 +179,13 @@ class LocalModel:
     all_ranks: Collective = None  # type: ignore[assignment]  # set below
     """The same over all processes of the run, where several compute a replica; None: `data_ranks`."""
     precision: Precision
-    """The numbers the training is made of."""
+    """The number formats of the training."""
     lanes: int | None = None
     """Lanes of the order of summation; None where it is free."""
     loss_scale: LossScale = None  # type: ignore[assignment]  # set below
     """The current loss scale; None: the one that the precision begins with."""
     step_metrics: dict[str, float] = field(default_factory=dict)
-    """What the strategy has measured of the latest step, for the next row of metrics."""
+    """Measurements of the latest step, for the next row of metrics."""
 
     def __post_init__(self) -> None:
         """Assume one device and one process a replica, where nothing else is given."""
@@ -215,7 +215,7 @@ class LocalModel:
 
 @dataclass(frozen=True, kw_only=True)
 class SetupRequest:
-    """What a task builds its share of a training from."""
+    """What a task needs to build its share of a training."""
 
     model: nn.Module
     """Initialised on the CPU in float32, alike in every task, and shaped (`trainkit.strategies.model_transforms`):
@@ -232,7 +232,7 @@ class SetupRequest:
     training: StepContext
     """Plan, objective and update rule."""
     open_data: Callable[[torch.device], Data]
-    """Opens training data by tickets that nobody knows beforehand; closed when the task ends."""
+    """Opens training data for tickets that are not known in advance; closed when the task ends."""
     folder: Path | None = None
     """The run folder, for a strategy that keeps a record of its own; None where there is no run."""
     on_phase: PhaseListener = ignore_phase
@@ -241,7 +241,7 @@ class SetupRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskContext(SetupRequest):
-    """What a task works with that assists the rank that trains, in a process of its own.
+    """What a task needs that assists the rank that trains, in a separate process.
 
     In the phase `idle` such a task waits for work, as long as it takes; in any other phase it counts as hanging once it
     has not reported a phase for longer than the limit of that phase.
@@ -263,15 +263,15 @@ class Executor(ABC):
 
     @abstractmethod
     def assign(self, step: int) -> tuple[int, ...]:
-        """Return the shards of a step that this rank computes, as far as that is known beforehand."""
+        """Return the shards of a step that this rank computes, as far as that is known in advance."""
 
     @abstractmethod
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
         """Yield what to compute here, step after step; the same ticket again while the position does not move.
 
         Args:
-            position: how far the training is; it moves.
-            until: updates after which this start ends: steps past it are not worth handing out.
+            position: of the training; it advances meanwhile.
+            until: updates after which this start ends: later steps are not needed.
         """
 
     @abstractmethod
@@ -283,15 +283,14 @@ class Executor(ABC):
             batches: one collated batch a shard of the ticket, on the device of the local model.
 
         Returns:
-            What became of it; an overflowed step leaves parameters, buffers and optimizer as they were.
+            The outcome; an overflowed step leaves parameters, buffers and optimizer as they were.
         """
 
     @abstractmethod
     def state_dict(self) -> StateDict:
         """Return parameters, buffers and optimizer state, whole; no copies.
 
-        Collective where ranks hold what others lack (`Traits.is_sharded`); then it is for models that fit on every
-        rank.
+        Collective if the state is sharded (`Traits.is_sharded`): the model must then fit on every rank.
         """
 
     @abstractmethod
@@ -299,7 +298,7 @@ class Executor(ABC):
         """Restore the tensors of a checkpoint of any strategy; also in the middle of a training that rolls back.
 
         Args:
-            state: reads a tensor when it is asked for.
+            state: reads a tensor on access.
         """
 
     @abstractmethod
@@ -314,29 +313,29 @@ class Executor(ABC):
 class Strategy(ABC):
     """How shards are spread over replicas and how their gradients become one update.
 
-    A strategy is a frozen, keyword-only dataclass: its fields are what the user may set. It is pure; what lives with
-    the process is its `Executor`. What only some strategies can do is in `trainkit.strategies.capabilities`.
+    A strategy is a frozen, keyword-only dataclass: its fields are what the user may set. It is pure; its `Executor`
+    holds what belongs to a process. What only some strategies can do is in `trainkit.strategies.capabilities`.
     """
 
     changes_maths: ClassVar[bool] = False
     """Whether choosing this strategy changes the result: False for every synchronous one."""
 
     traits: ClassVar[Traits] = Traits()
-    """What holds of every training with it."""
+    """Its properties."""
 
     @abstractmethod
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what is wrong with this strategy in these surroundings; before any process starts."""
+        """Return the problems of this strategy in this context; before any process starts."""
 
     @abstractmethod
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
         """Return the processes it needs, by role; a single one runs in the calling process.
 
-        In a launch these are the launch's own, each with its device; only that of this process need be exact.
+        In a launch these are its processes, each with its device; only that of this process must be exact.
         """
 
     def num_processes(self, num_gpus: int) -> int:
-        """Return the processes that it starts on a host of so many GPUs."""
+        """Return the number of processes that it starts on a host with `num_gpus` GPUs."""
         return len(self.tasks(PlanContext(num_gpus=num_gpus)))
 
     @abstractmethod

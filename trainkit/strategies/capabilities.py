@@ -1,6 +1,6 @@
 """What only some strategies and executors can do: optional protocols, each with the one function that uses it.
 
-A class has a capability by having its methods. The trainer calls the functions, which know what holds without it.
+A class has a capability if it has its methods. The trainer calls the functions, which define the default without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainkit.strategies.base import Executor, LeftOut, PlanContext, StagePart, 
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard
 
 JsonMap = Mapping[str, object]
-"""What JSON can hold, by key."""
+"""A JSON object."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,33 +27,33 @@ class ModelMemory:
     resident: Mapping[str, int]
     """Elements of each parameter, by canonical name."""
     transient: int = 0
-    """Elements of parameters and gradients that a device has for a while, besides those it holds."""
+    """Elements of parameters and gradients that a device holds temporarily, in addition."""
     gradient_copies: int = 0
-    """Copies of all gradients at the peak of a step, besides the gradients themselves."""
+    """Copies of all gradients at the peak of a step, in addition to the gradients themselves."""
 
     @classmethod
     def whole(cls, model: nn.Module, *, gradient_copies: int = 0) -> ModelMemory:
-        """Return that of a device with a whole replica."""
+        """Return the memory of a device with a whole replica."""
         resident = {name: param.numel() for name, param in model.named_parameters()}
         return cls(resident=resident, gradient_copies=gradient_copies)
 
 
 @runtime_checkable
 class ValidatesModel(Protocol):
-    """A strategy that does not take every model."""
+    """A strategy that does not support every model."""
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return what is wrong with it for this model, which may be on the meta device; pure."""
+        """Return its problems for this model, which may be on the meta device; pure."""
 
 
 def validate_model(strategy: Strategy, model: nn.Module, context: PlanContext) -> list[Problem]:
-    """Return what is wrong with a strategy for a model; for one in which `validate` found nothing."""
+    """Return the problems of a strategy for a model; for a strategy without problems in `validate`."""
     return strategy.validate_model(model, context) if isinstance(strategy, ValidatesModel) else []
 
 
 @runtime_checkable
 class EstimatesMemory(Protocol):
-    """A strategy whose devices hold something else than one replica and its gradients."""
+    """A strategy whose devices do not hold exactly one replica and its gradients."""
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
         """Return what the fullest device holds; pure."""
@@ -77,14 +77,14 @@ class ShardsModel(Protocol):
 
 @runtime_checkable
 class ResolvesAtStart(Protocol):
-    """A strategy with fields that the model or the launch decides."""
+    """A strategy with fields that depend on the model or the launch."""
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Strategy:
-        """Return the strategy with these fields set; `build` makes the model without its numbers; pure."""
+        """Return the strategy with these fields set; `build` makes the model without its data; pure."""
 
 
 def resolve(strategy: Strategy, build: Callable[[], nn.Module], context: PlanContext) -> Strategy:
-    """Return the strategy with every field decided; called in each process before `setup`."""
+    """Return the strategy with all fields set; called in each process before `setup`."""
     return strategy.resolve(build, context) if isinstance(strategy, ResolvesAtStart) else strategy
 
 
@@ -116,28 +116,28 @@ def notes_of(strategy: Strategy, model: nn.Module) -> tuple[str, ...]:
 
 @runtime_checkable
 class RefusesProof(Protocol):
-    """A strategy that, as it is set, may run the code of one device."""
+    """A strategy that may run the code of one device, depending on its fields."""
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:
-        """Return why a comparison with one device shows nothing; pure."""
+        """Return why a comparison with one device would show nothing; pure."""
 
 
 def proof_problems(strategy: Strategy, context: PlanContext) -> list[Problem]:
-    """Return why comparing a strategy with one device shows nothing."""
+    """Return why a comparison of a strategy with one device would show nothing."""
     return strategy.proof_problems(context) if isinstance(strategy, RefusesProof) else []
 
 
 @runtime_checkable
 class ConditionalMaths(Protocol):
-    """A strategy whose fields decide whether it is another training than that of one device."""
+    """A strategy whose fields decide whether it trains differently from one device."""
 
     @property
     def changes_maths_here(self) -> bool:
-        """Whether it is, as it is set."""
+        """Whether it does, with its current fields."""
 
 
 def changes_maths_here(strategy: Strategy) -> bool:
-    """Return whether a strategy, as it is set, is another training than that of one device."""
+    """Return whether a strategy, with its current fields, trains differently from one device."""
     return strategy.changes_maths_here if isinstance(strategy, ConditionalMaths) else strategy.changes_maths
 
 
@@ -147,7 +147,7 @@ class PrefersManyShards(Protocol):
 
     @property
     def default_shards_per_replica(self) -> int:
-        """Shards of a step, where the config leaves the cut of a step open."""
+        """Shards of a step per replica, if the config does not set the cut of a step."""
 
 
 def default_shards_per_replica(strategy: Strategy) -> int:
@@ -157,14 +157,14 @@ def default_shards_per_replica(strategy: Strategy) -> int:
 
 @runtime_checkable
 class SizesSlots(Protocol):
-    """A strategy whose tasks use another number of devices than there are tasks."""
+    """A strategy whose tasks do not use one device each."""
 
     def num_slots(self, num_gpus: int) -> int:
-        """Return the GPUs that a job of a sweep needs on a host of so many, or the cores where it uses none."""
+        """Return the number of GPUs that a job of a sweep needs on a host with `num_gpus`; without GPUs, of cores."""
 
 
 def num_slots(strategy: Strategy, num_gpus: int) -> int:
-    """Return the GPUs that a job of a sweep needs on a host of so many; where it uses none, a core a process."""
+    """Return the number of GPUs that a job of a sweep needs; without GPUs, one core per process."""
     if isinstance(strategy, SizesSlots):
         return strategy.num_slots(num_gpus)
     tasks = strategy.tasks(PlanContext(num_gpus=num_gpus))
@@ -179,10 +179,10 @@ class RunsAuxiliaryTasks(Protocol):
         """Return whether a task runs the training loop; rank 0 does; pure."""
 
     def restarts_alone(self, task: Task) -> bool:
-        """Return whether a task that dies is started again while the others continue, and joins them itself; pure."""
+        """Return whether a task that dies is restarted while the others continue, which it then joins; pure."""
 
     def run_auxiliary(self, context: TaskContext) -> None:
-        """Do the part of a task without a loop, until rank 0 has ended it.
+        """Run a task without a loop, until rank 0 ends it.
 
         Raises:
             ConnectionError: rank 0 is gone.
@@ -195,12 +195,12 @@ def runs_loop(strategy: Strategy, task: Task) -> bool:
 
 
 def restarts_alone(strategy: Strategy, task: Task) -> bool:
-    """Return whether a task that dies is started again while the others continue."""
+    """Return whether a task that dies is restarted while the others continue."""
     return isinstance(strategy, RunsAuxiliaryTasks) and strategy.restarts_alone(task)
 
 
 def run_auxiliary(strategy: Strategy, context: TaskContext) -> None:
-    """Do the part of a task that does not run the loop."""
+    """Run a task that does not run the loop."""
     if not isinstance(strategy, RunsAuxiliaryTasks):
         raise NotImplementedError(f"{type(strategy).__name__} has no auxiliary tasks")
     strategy.run_auxiliary(context)
@@ -241,14 +241,14 @@ def sync(executor: Executor) -> tuple[LeftOut, ...]:
 
 @runtime_checkable
 class ShardsState(Protocol):
-    """An executor that holds what other ranks lack."""
+    """An executor that holds a part of the state."""
 
     def sharded_state_dict(self) -> ShardedState:
-        """Return what this rank writes of the state into a checkpoint; each part of a tensor is written by one rank."""
+        """Return the shards that this rank writes into a checkpoint; each part of a tensor is written by one rank."""
 
 
 def sharded_state_dict(executor: Executor) -> ShardedState:
-    """Return what this rank writes into a checkpoint: all of the state on rank 0, unless it is sharded."""
+    """Return the shards that this rank writes into a checkpoint: the whole state on rank 0, unless it is sharded."""
     if isinstance(executor, ShardsState):
         return executor.sharded_state_dict()
     if not executor.local.is_rank0:
@@ -258,10 +258,10 @@ def sharded_state_dict(executor: Executor) -> ShardedState:
 
 @runtime_checkable
 class KeepsExtraState(Protocol):
-    """An executor with state besides tensors, so that a resumed run makes the same choices."""
+    """An executor with state other than tensors, so that a resumed run makes the same choices."""
 
     def state_dict_extra(self) -> JsonMap:
-        """Return what a checkpoint keeps of it; JSON."""
+        """Return this state for a checkpoint; JSON."""
 
     def load_state_extra(self, extra: JsonMap) -> None:
         """Restore what `state_dict_extra` returned; before `tune`.
@@ -272,7 +272,7 @@ class KeepsExtraState(Protocol):
 
 
 def state_dict_extra(executor: Executor) -> JsonMap:
-    """Return what a checkpoint keeps of an executor besides tensors; JSON."""
+    """Return the state of an executor other than tensors for a checkpoint; JSON."""
     return executor.state_dict_extra() if isinstance(executor, KeepsExtraState) else {}
 
 
@@ -304,13 +304,13 @@ class Recovers(Protocol):
     """An executor that may undo a step that an error has interrupted."""
 
     def recover(self, step: int) -> bool:
-        """Restore the state after so many updates, without another rank.
+        """Restore the state after `step` updates, without another rank.
 
         Args:
             step: updates completed, as the training counts them.
 
         Returns:
-            Whether that was possible. False where it is not certain: an update had begun, or others hold a part.
+            Whether that was possible. False if it is not certain: an update had begun, or other ranks hold parts.
         """
 
 
@@ -348,7 +348,7 @@ def result_extra(executor: Executor) -> JsonMap:
 
 @runtime_checkable
 class ChecksReplicas(Protocol):
-    """An executor of which other ranks hold copies."""
+    """An executor whose parameters other ranks hold as well."""
 
     def check_replicas(self) -> str | None:
         """Return the parameter in which replicas differ, with the ranks; None: they are equal. Collective."""

@@ -1,4 +1,4 @@
-"""The files of the last collectives of each rank: their layout, and what can be told from those of several ranks."""
+"""The files of the last collectives of each rank: their layout, and how those of several ranks are compared."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Collective:
     """A collective that a rank has called."""
 
     number: int
-    """Counts those of the rank."""
+    """Counts the collectives of the rank."""
     group: int
     """A hash of the name and the ranks of the process group."""
     sequence: int
-    """Counts those of the rank in this group."""
+    """Counts the collectives of the rank in this group."""
     kind: int
-    """A hash of what all ranks must have in common."""
+    """A hash of the properties that must be equal on all ranks."""
     step: int
     """Updates completed; -1 before the first step."""
     text: str
@@ -60,7 +60,7 @@ def read_collectives(path: Path) -> list[Collective]:
 
 
 def waited_for(ranks: Iterable[int], file_of: Callable[[int], Path]) -> frozenset[int]:
-    """Return the ranks that have not called a collective of a group of theirs that others have called."""
+    """Return the ranks that have not called a collective that other ranks of the same group have called."""
     reached: dict[int, dict[int, int]] = {}
     for rank in ranks:
         for one in read_collectives(file_of(rank)):
@@ -98,7 +98,7 @@ def read_record(memory: mmap.mmap | bytes, slot: int) -> Collective | None:
 
 
 def mismatch(one: tuple[int, Collective], other: tuple[int, Collective], file_of: Callable[[int], Path]) -> str:
-    """Return what there is to say of two ranks that call different collectives in one place."""
+    """Return the error message for two ranks that call different collectives."""
     calls = "; ".join(f"{_name(rank, file_of(rank))} calls {collective}" for rank, collective in (one, other))
     rule = "All ranks of a group must call the same collectives in the same order, with the same shapes and dtypes."
     lines = [f"the ranks call different collectives: {calls}. {rule}"]

@@ -1,11 +1,11 @@
 """Record the last collectives of each rank, and refuse one that differs from what another rank calls in its place.
 
-Every rank writes what it is about to call into a small file that the other ranks of its host have mapped: operation,
-size, dtype, step, and the line of the user's code. Of two ranks that call different collectives, the later one finds
-the call of the other there and raises; without that, gloo ends the process by SIGABRT or both wait for ever. What a
-rank wrote outlives the process, so that the parent can read it.
+Before each call, every rank writes operation, size, dtype, step and the line of the user's code into a small file that
+the other ranks of its host have mapped. Of two ranks that call different collectives, the later one finds the call of
+the other there and raises; otherwise gloo would end the process by SIGABRT, or both would wait for ever. The file
+outlives the process, so that the parent can read it.
 
-PyTorch's own recorder keeps the collectives of NCCL in memory, for a process that can still be asked, and the checks of
+PyTorch's own recorder keeps the collectives of NCCL in memory, for a process that still responds, and the checks of
 TORCH_DISTRIBUTED_DEBUG=DETAIL cost an exchange more for each collective.
 """
 
@@ -69,7 +69,7 @@ class FlightRecorder:
         self._peers: dict[int, mmap.mmap | None] = {}
 
     def __enter__(self) -> Self:
-        """Make the file, and record what Python code calls of any process group from here on."""
+        """Create the file, and record every collective that Python code calls from now on."""
         global _current
         path = self._file_of(self._rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def _recorded(method: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _tensor_in(args: Sequence[Any], name: str) -> Tensor | None:
-    """Return the tensor that this rank gives, or of reduce_scatter the one that it gets; None: it gives none."""
+    """Return the tensor that this rank sends, for reduce_scatter the one that it receives; None: it sends none."""
     gives_second = name.startswith(("all_gather", "gather", "scatter", "all_to_all")) and len(args) > 1
     found: Any = args[1] if gives_second else args[0] if args else None
     while isinstance(found, list | tuple):

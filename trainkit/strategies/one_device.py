@@ -1,4 +1,4 @@
-"""One device, in the process that asks: no group, no exchange, no overhead for what is not used."""
+"""One device, in the calling process: no process group, no exchange, no overhead for unused features."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class OneDevice(Strategy):
 
     traits: ClassVar[Traits] = Traits(compiles="model")
     shard_step: ClassVar[type[ShardStep]] = ShardStep
-    """What computes a try at a step; a subclass may compute in another way."""
+    """The class of a try at a step; a subclass may set another one."""
 
     device: Annotated[str, placement] = "auto"
     """`auto` (the first GPU, else the CPU), `cpu`, `cuda:1`, `/gpu:1`."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return a device that does not exist, and processes that have no work."""
+        """Return problems: a device that does not exist, and processes that have no work."""
         if found := launch_problems(context, named="one_device"):
             return found
         if self.device == "auto":
@@ -48,14 +48,14 @@ class OneDevice(Strategy):
         return device_problems("strategy.device", self.device, context.num_gpus)
 
     def proof_problems(self, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - the same on any host
-        """Return that it is the reference itself; a subclass may compute in another way."""
+        """Return that it is the reference itself; a subclass may be another computation."""
         if type(self) is not OneDevice:
             return []
         rule = "is the reference of every proof, and it shows nothing to compare it with itself. Use another strategy."
         return [Problem(key="strategy", value="one_device", rule=rule)]
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """One task on the device."""
+        """Return one task on the device."""
         fallback = "cuda:0" if context.num_gpus else "cpu"
         device = fallback if self.device == "auto" else parse_device(self.device)
         return (Task(role="worker", index=0, rank=0, device=device or fallback),)

@@ -15,7 +15,7 @@ from trainkit.errors import LinkError
 from trainkit.time_limits import call_within
 
 _START_S = 60.0
-"""The supervisor listens before it has imported torch, and answers after that: on a loaded machine up to so late."""
+"""The supervisor listens before it has imported torch, and answers afterwards: on a loaded machine this late."""
 
 
 def store_client(address: tuple[str, int], timeout_s: float) -> Any:

@@ -1,4 +1,4 @@
-"""The values of a step: what it is computed from, and its outcome."""
+"""The values of a step: its inputs and its outcome."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from trainkit.objectives.base import Objective
 
 
 class Status(Enum):
-    """What became of a try at a step."""
+    """The outcome of a try at a step."""
 
     applied = "applied"
     """The optimizer stepped."""
     retry = "retry"
-    """Gradients overflowed: nothing changed but the loss scale, and the same step comes again."""
+    """Gradients overflowed: only the loss scale changed, and the same step is tried again."""
     handed_out = "handed out"
-    """It is under way; nothing changed."""
+    """The step is in progress; nothing changed."""
     skipped = "skipped"
     """The loss or gradient was not finite and `numerics.on_nonfinite` leaves the step out: only its number is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateParams:
-    """What an update needs to know, where it happens."""
+    """The parameters of an update."""
 
     lr_factor: float
-    """The learning rate of this update over the base rate; every parameter group is multiplied alike."""
+    """The learning rate of this update over the base rate, the same factor for every parameter group."""
     max_norm: float | None
     """Clip the gradient to this global norm."""
 
@@ -44,9 +44,9 @@ class LeftOut:
     """An update that was not made because its loss or gradient was not finite."""
 
     step: int
-    """Updates before it, those that were left out among them."""
+    """Number of updates before it, including skipped ones."""
     tickets: tuple[Ticket, ...]
-    """The shards it would have been made of."""
+    """Its shards."""
 
     @classmethod
     def whole(cls, plan: BatchPlan, step: int) -> LeftOut:
@@ -56,41 +56,41 @@ class LeftOut:
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What a try at a step gave. Tensors stay on the device: reading one waits for it."""
+    """The result of a try at a step. Tensors stay on the device: reading one waits for it."""
 
     step: int
     status: Status
     loss_sum: Tensor | None
-    """() this rank's sum over its targets, None where it had no shard."""
+    """() this rank's sum over its targets, None if it had no shard."""
     weight: Tensor | float
-    """This rank's total weight of targets: () tensor where it was counted, else a float."""
+    """This rank's total weight of targets: () tensor if it was counted, else a float."""
     grad_norm: Tensor | None = None
-    """() global norm before clipping, where it was computed."""
+    """() global norm before clipping, if it was computed."""
     left_out: tuple[LeftOut, ...] = ()
-    """The steps that all ranks now know to be left out: this one, or those since the replicas last met."""
+    """The steps that all ranks know to be skipped: this one, or several since the last average."""
     tickets: tuple[Ticket, ...] = ()
-    """The shards this update is made of, where they are not those of `step`."""
+    """The shards of this update, if they are not those of `step`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossWeighting:
-    """How much a sample weighs in the loss; from the objective and one sample, so that every rank agrees."""
+    """The weight of a sample in the loss; from the objective and one sample, so that all ranks agree."""
 
     per_sample: float | None
-    """Its weight where that is the same for all and known beforehand; None: it is counted."""
+    """The weight, if it is the same for all samples and known in advance; None: it is counted."""
     planned: float
-    """About its weight: where weights are counted, a power of two near the planned total divides the loss."""
+    """The approximate weight: if weights are counted, a power of two near the planned total divides the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What every step of a training needs; the same on every rank."""
+    """The inputs of every step of a training; the same on every rank."""
 
     plan: BatchPlan
-    """How steps are cut into shards."""
+    """The cut of steps into shards."""
     objective: Objective
     """Scores a shard."""
     weighing: LossWeighting
-    """How the loss is normalised."""
+    """The normalisation of the loss."""
     rule: UpdateRule
     """The update of a version."""

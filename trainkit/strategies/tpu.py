@@ -1,4 +1,4 @@
-"""TPUs, and whatever else XLA drives: one process, its samples spread over all devices by XLA itself (SPMD)."""
+"""TPUs and other XLA devices: one process, whose samples XLA distributes over all devices (SPMD)."""
 
 from __future__ import annotations
 
@@ -27,15 +27,14 @@ from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
 
 _VERSION: Final = "2.9.0"
-"""The torch_xla this was written for; it takes the torch of its own version alone."""
+"""The supported version of torch_xla, which requires torch of the same version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tpu(Strategy):
     """Train one replica on XLA devices.
 
-    A step is traced and compiled by XLA, and compiled anew for every shape of a shard: ragged last batches cost a
-    compilation once.
+    A step is traced and compiled by XLA, once for every shape of a shard: a short last batch costs one compilation.
 
     Example:
         >>> Tpu().tasks(PlanContext())
@@ -48,7 +47,7 @@ class Tpu(Strategy):
     """Spread the samples of every shard over all devices; false: one device."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what is to be installed; what XLA cannot keep."""
+        """Return problems: packages to install, and settings that XLA does not support."""
         found = [*(_missing() or _without_devices()), *launch_problems(context, named="tpu")]
         if context.numerics.reproducible:
             rule = "XLA orders sums itself. Use strategy=mirrored, or leave it out."
@@ -59,11 +58,11 @@ class Tpu(Strategy):
         return found
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """Return what XLA draws."""
+        """Return a note about random numbers."""
         return ("XLA draws random numbers its own way: dropout agrees with other devices in distribution only.",)
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:  # noqa: ARG002
-        """One task for all devices."""
+        """Return one task for all devices."""
         return (Task(role="worker", index=0, rank=0, device="xla:0"),)
 
     def num_replicas(self, context: PlanContext) -> int:  # noqa: ARG002 - the same on any host
@@ -94,7 +93,7 @@ class TpuExecutor(SynchronousExecutor[Replica]):
 
 
 class _XlaWork(ShardStep):
-    """A try at a step; what the device draws is keyed by step and shard."""
+    """A try at a step; the random numbers of the device are keyed by step and shard."""
 
     def _forward(self, shard: int, batch: Batch) -> Loss:
         key = key32(self.replica.numerics.seed, self.ticket.step, shard)
@@ -121,7 +120,7 @@ def _missing() -> list[Problem]:
 
 
 def _without_devices() -> list[Problem]:
-    """Whether XLA finds a device; it also has to be asked before torch's first backward pass, which counts devices."""
+    """Return a problem if XLA finds no device; must run before torch's first backward pass, which counts devices."""
     try:
         _xla("runtime").global_runtime_device_count()
     except (RuntimeError, OSError) as error:
@@ -147,7 +146,7 @@ def _unfuse(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _spread_out(batch: Batch) -> Batch:
-    """Return a batch whose samples are distributed evenly over the devices, where their number allows it."""
+    """Return a batch whose samples are distributed evenly over the devices, if their number allows it."""
     count = _xla("runtime").global_runtime_device_count()
     sharding = _xla("distributed.spmd")
     mesh = sharding.Mesh(list(range(count)), (count,), ("samples",))

@@ -1,4 +1,4 @@
-"""Asynchronous central storage: every thread computes whole steps, updates are applied as they come."""
+"""Asynchronous central storage: every thread computes whole steps, updates are applied as they arrive."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from trainkit.strategies.core.update import apply_update
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlightStep:
-    """A step under way on a copy."""
+    """A step in progress on a copy."""
 
     ticket: Ticket
     copy: int
@@ -67,16 +67,16 @@ class AsyncCentralExecutor(CentralExecutor):
         self._free = list(reversed(range(len(steppers))))
         """Copies without a step, the next one last."""
         self._running: dict[Future[_Gradient], _InFlightStep] = {}
-        """In the order in which they were handed out."""
+        """In the order in which they were assigned."""
         self._left_over: list[int] = []
-        """Steps that an earlier start handed out and did not see applied."""
+        """Steps that an earlier start assigned and that were not applied."""
         self._version = 0
         """Updates that the variables have seen."""
         self._lock = Lock()
-        """Held while variables are read or written as a whole."""
+        """Held while all variables are read or written."""
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
-        """Yield whole steps, first those handed out and not applied; then empty tickets: wait for the rest."""
+        """Yield whole steps, first the ones left over; then empty tickets, which wait for the rest."""
         self._version = position.step
         first = position.step + len(self._left_over)
         last = first + (1 << 62) if until is None else until
@@ -87,14 +87,14 @@ class AsyncCentralExecutor(CentralExecutor):
             yield Ticket(position.step, ())
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Hand a step to a free copy; when there is none left, apply the first gradient that comes.
+        """Assign a step to a free copy; if none is free, apply the first gradient that arrives.
 
         Args:
-            ticket: a whole step; an empty one to wait only.
-            batches: one a shard, on the variables' device.
+            ticket: a whole step; an empty one only waits.
+            batches: one per shard, on the variables' device.
 
         Returns:
-            The update that was applied, as the step of its version; or that nothing was.
+            The applied update, as the step of its version; or that the step is in progress.
         """
         if ticket.shards:
             self._send(_InFlightStep(ticket=ticket, copy=self._free.pop()), batches)
@@ -116,7 +116,7 @@ class AsyncCentralExecutor(CentralExecutor):
         self._running[copies.submit(self._computed, work)] = sent
 
     def _computed(self, work: ThreadWork) -> _Gradient:
-        """On a thread: take the variables as they are now, and compute a whole step with them."""
+        """Read the current variables and compute a whole step with them, on a thread."""
         with self._lock:
             self._copies.refresh(work.replica)
             version = self._version
@@ -144,7 +144,7 @@ class AsyncCentralExecutor(CentralExecutor):
         return StepOutcome(version, status, work.loss_sum.to(local.device), weight, norm, left_out, tickets)
 
     def state_dict(self) -> StateDict:
-        """Return the variables and the first copy's optimizer; the others' in slots `NAME@COPY`."""
+        """Return the variables and the first copy's optimizer state; that of other copies in slots `NAME@COPY`."""
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         found = replica_state(variables)
@@ -155,7 +155,7 @@ class AsyncCentralExecutor(CentralExecutor):
         return found
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore what `state_dict` returned, or another strategy's state, whose optimizer each copy then continues."""
+        """Restore a state of `state_dict`, or of another strategy, whose optimizer state each copy then continues."""
         variables = self._variables
         variables.use_stepper(self._steppers[0])
         restore_replica(variables, state)
@@ -165,14 +165,14 @@ class AsyncCentralExecutor(CentralExecutor):
         self._copies.refresh(frozen=True)
 
     def recover(self, step: int) -> bool:
-        """Refuse: other threads are in the middle of their steps."""
+        """Return False: other threads are in the middle of their steps."""
         del step
         return False
 
     def state_dict_extra(self) -> JsonMap:
-        """Return the steps that are handed out and not applied."""
+        """Return the steps that are assigned and not applied."""
         return {"handed_out": sorted([*self._left_over, *(sent.ticket.step for sent in self._running.values())])}
 
     def load_state_extra(self, extra: JsonMap) -> None:
-        """Hand these steps out again, before any other."""
+        """Assign these steps again, before any other."""
         self._left_over = whole_numbers(extra.get("handed_out", []))

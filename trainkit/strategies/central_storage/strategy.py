@@ -1,4 +1,4 @@
-"""Central storage: the variables in one place, computed with on several devices of one process."""
+"""Central storage: the variables on one device, copies that compute on several devices of one process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from trainkit.strategies.core.synchronous import build_parts
 from trainkit.strategies.groups.devices import device_list_problems, device_problems, parse_device
 
 _CPU_THREADS = 2
-"""Copies on a host without GPUs, where nothing is said: as many as mirrored has."""
+"""Default number of copies on a host without GPUs: as many as mirrored has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class CentralStorage(Strategy):
     """`sync`: one update of all gradients of a step; `async`: an update a gradient, when it comes."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return devices that do not exist or stand twice, and processes that have no work."""
+        """Return problems: devices that do not exist or are repeated, and processes that have no work."""
         if found := launch_problems(context, named="central_storage", called="central storage"):
             return found
         key, names = "strategy.compute_devices", self.compute_devices
@@ -77,16 +77,16 @@ class CentralStorage(Strategy):
         return problems
 
     def num_replicas(self, context: PlanContext) -> int:
-        """Return the number of compute devices, which share each step; in `async` each computes whole steps."""
+        """Return the number of compute devices, which share a step; 1 in `async`, where each computes whole steps."""
         return 1 if self.mode == "async" else len(self._computing(context.num_gpus))
 
     @property
     def changes_maths_here(self) -> bool:
-        """In `async`, unless one thread is alone."""
+        """Whether several threads update asynchronously."""
         return self.mode == "async" and len(self._computing(torch.cuda.device_count())) > 1
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """Return that asynchronous updates are another training."""
+        """Return a note if asynchronous updates train differently."""
         if not self.changes_maths_here:
             return ()
         count = len(self._computing(torch.cuda.device_count()))
@@ -98,7 +98,7 @@ class CentralStorage(Strategy):
         return max(1, len(self._computing(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """One task, on the parameter device."""
+        """Return one task, on the parameter device."""
         return (Task(role="worker", index=0, rank=0, device=self._home(context.num_gpus)),)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
@@ -107,7 +107,7 @@ class CentralStorage(Strategy):
         return ModelMemory.whole(model, gradient_copies=copies)
 
     def _gradient_copies(self, numerics: Numerics, num_replicas: int) -> int:
-        """With lanes, the gradients of every lane and the tree's; in `async` the parameters of each copy as well."""
+        """Return the copies of all gradients: with lanes, of each lane and the tree; in `async` also of parameters."""
         if self.mode == "async":
             return 2 * len(self._computing(torch.cuda.device_count()))
         if numerics.reproducible:
@@ -115,7 +115,7 @@ class CentralStorage(Strategy):
         return 0 if num_replicas == 1 else num_replicas
 
     def setup(self, request: SetupRequest) -> CentralExecutor:
-        """Put the variables where they live, and a copy on each compute device."""
+        """Put the variables on the parameter device, and a copy on each compute device."""
         variables = Replica(build_parts(request))
         devices = [torch.device(name) for name in self._computing(torch.cuda.device_count())]
         for device in devices:
@@ -127,7 +127,7 @@ class CentralStorage(Strategy):
             for device, on_phase in zip(devices, phases, strict=True)
         ]
         local = LocalModel(
-            # what is evaluated must not change meanwhile: in `async` the copies are always at work
+            # the evaluated model must not change meanwhile: in `async` the copies always compute
             model=variables.model if is_async else copies[0].model,
             device=variables.device if is_async else devices[0],
             device_types=tuple(sorted({device.type for device in (*devices, variables.device)})),

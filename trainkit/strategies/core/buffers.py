@@ -1,7 +1,7 @@
-"""Buffers that the forward pass updates (the running statistics of batch normalisation), as the contract wants them.
+"""Buffers that the forward pass updates, for example the running statistics of batch normalisation.
 
-Each shard starts from the step's buffers; what its forward pass made of them is weighted by its share of the samples
-and summed like a gradient. Momentum thus acts once a step, however many shards the step was cut into.
+Each shard starts from the step's buffers; their values after its forward pass are weighted by its share of the samples
+and summed like a gradient. Momentum thus acts once per step, for any number of shards.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 class StepBuffers:
     """The buffers of a model through the shards of a step.
 
-    Buffers that no forward pass updates cost nothing. Which ones one does update is seen by watching one with torch's
-    version counters (`watch`), and agreed over the ranks (`settle`).
+    Buffers that no forward pass updates cost nothing. `watch` finds the updated ones in a forward pass, by torch's
+    version counters; the ranks agree on them and pass them to `settle`.
 
     Args:
-        dtype: what they are summed in.
+        dtype: of their sums.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
@@ -34,9 +34,9 @@ class StepBuffers:
 
     @contextmanager
     def watch(self) -> Iterator[list[float]]:
-        """Run a forward pass inside: the list then holds 1.0 for each buffer, in `names` order, that it updated.
+        """Run a forward pass inside; the list then holds 1.0 for each buffer that it updated, in the order of `names`.
 
-        The buffers are put back afterwards.
+        The buffers are restored afterwards.
         """
         self.begin_step()
         before = self.versions()
@@ -50,7 +50,7 @@ class StepBuffers:
         return [(id(tensor), tensor._version) for tensor in self.tensors()]  # noqa: SLF001 - has no public name
 
     def changed_since(self, before: Sequence[tuple[int, int]]) -> list[float]:
-        """1.0 for each buffer that a forward pass has updated since `versions` was asked and the step begun."""
+        """Return 1.0 for each buffer that a forward pass has updated since `versions` and the start of the step."""
         # Values too: torch's batch normalisation updates its statistics without counting a version.
         differs = [not torch.equal(tensor, start) for tensor, start in zip(self.tensors(), self._start, strict=True)]
         after = self.versions()
@@ -66,7 +66,7 @@ class StepBuffers:
         self._chosen = [self._all[place] for place in kept]
 
     def settle_like(self, other: StepBuffers) -> None:
-        """Keep those that the buffers of a copy of the model keep."""
+        """Keep the same buffers as those of another copy of the model."""
         chosen = {id(place) for place in other._chosen}
         self._chosen = [own for own, its in zip(self._all, other._all, strict=True) if id(its) in chosen]
 
@@ -80,13 +80,13 @@ class StepBuffers:
         return [tensor.shape for tensor in self.tensors()]
 
     def begin_step(self) -> None:
-        """Remember what every shard of the step starts from."""
+        """Store the values that every shard of the step starts from."""
         self._start = [tensor.detach().clone() for tensor in self.tensors()]
         self._sums = None
         self._in_step = True
 
     def end_forward(self, share: float, within: Container[nn.Module] | None = None) -> None:
-        """Read what the forward pass left; before backward, which may recompute it.
+        """Read the buffers after a forward pass; before backward, which may recompute it.
 
         Args:
             share: this shard's samples over the step's.
@@ -106,18 +106,18 @@ class StepBuffers:
             torch._foreach_add_(self._sums, parts)
 
     def reset(self) -> None:
-        """Back to the step's start; through `.data`, so that no backward still to come is harmed."""
+        """Restore the values of the start of the step; by `.data`, so that a later backward pass still works."""
         for tensor, start in zip(self.tensors(), self._start, strict=True):
             tensor.data.copy_(start)
 
     def recover(self) -> None:
-        """Undo what an interrupted step has done; nothing between steps."""
+        """Undo the changes of an interrupted step; does nothing between steps."""
         if self._in_step:
             self.reset()
             self._sums, self._in_step = None, False
 
     def take(self) -> list[Tensor]:
-        """Return the sums over the shards since the last call; zeros where there was none."""
+        """Return the sums over the shards since the last call; zeros if there was none."""
         sums, self._sums = self._sums, None
         if sums is None:
             return [torch.zeros_like(start, dtype=self._dtype) for start in self._start]
@@ -137,7 +137,7 @@ class StepBuffers:
         return flags
 
     def finish(self, sums: Sequence[Tensor | None]) -> None:
-        """Make the sums over all shards and ranks the next step's buffers."""
+        """Set the buffers to the sums over all shards and ranks, for the next step."""
         for tensor, start, total in zip(self.tensors(), self._start, sums, strict=True):
             if total is None:
                 continue

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from trainkit.errors import TrainingError
 
 _OF_TORCH: Final = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that `nn.Module` itself keeps: parameters, buffers, children and hooks."""
+"""Attributes of `nn.Module` itself: parameters, buffers, children and hooks."""
 _WITHOUT_STATE: Final = ("torch", "trainkit")
-"""Packages whose objects keep nothing that a model's own code writes."""
+"""Packages whose objects have no state that a model's own code writes."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _NO_OBJECT = (*_PLAIN, Tensor, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 _ABSENT: Final = object()
 
 
 class ObjectSnapshot:
-    """What some values hold at one moment: attributes of modules and objects, entries of containers, at any depth.
+    """The state of some values at one moment: attributes of modules and objects, entries of containers, at any depth.
 
     Tensors, and the modules inside of a module, are compared by identity and not looked into.
 
@@ -52,18 +52,18 @@ class ObjectSnapshot:
                 self._walk(name, value, seen)
 
     def changed(self) -> list[tuple[str, str]]:
-        """Return the name and the class of each attribute or container that holds something else than before."""
+        """Return the name and the class of each attribute or container that has changed."""
         return list(dict.fromkeys(found for place in self._places for found in _differences(*place)))
 
     def changed_class(self) -> str | None:
-        """Return the class of the first object or container that holds something else; None where none does."""
+        """Return the class of the first object or container that has changed; None if none has."""
         return next(
             (class_name(holder) for path, holder, before in self._places if any(_differences(path, holder, before))),
             None,
         )
 
     def restore(self) -> None:
-        """Put back what each attribute and container held."""
+        """Restore the content of each attribute and container."""
         for _, holder, before in self._places:
             if isinstance(holder, list):
                 holder[:] = before
@@ -97,7 +97,7 @@ class ObjectSnapshot:
 
 
 def class_name(value: Any) -> str:
-    """Return the class of a value as a message names it.
+    """Return the class of a value for a message.
 
     Example:
         >>> class_name([]), class_name(deque())
@@ -162,10 +162,10 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
-    """Raise an error where a block has changed a container or an object that it was given.
+    """Raise an error if a block has changed a container or an object among its arguments.
 
     Raises:
-        TrainingError: it has.
+        TrainingError: it has changed one.
     """
     kind = given.changed_class()
     if kind is not None:
@@ -176,7 +176,7 @@ def refuse_changes(given: ObjectSnapshot, block: str, because: str) -> None:
 
 
 def watch_first_call(module: nn.Module, block: str, because: str) -> None:
-    """Hold the first call of a block to `refuse_changes`; the hooks are gone afterwards."""
+    """Apply `refuse_changes` to the first call of a block, by hooks that are then removed."""
     given: list[ObjectSnapshot] = []
 
     def before(_module: nn.Module, args: Any, kwargs: Any) -> None:

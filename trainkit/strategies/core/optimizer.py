@@ -1,4 +1,4 @@
-"""Stepping a torch optimizer at each update's rate, by the shortest way to its kernel."""
+"""Step a torch optimizer at the learning rate of each update, by calling its kernel directly."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from trainkit.strategies.tensors.layouts import in_layout
 
 
 class OptimizerStepper:
-    """Steps an optimizer with given gradients at a given rate.
+    """Steps an optimizer with given gradients at a given learning rate.
 
-    Adam, AdamW and SGD with `fused=true` and no hooks are stepped by calling their fused kernel: the wrappers of
-    `Optimizer.step` (profiler ranges, hook dictionaries, regrouping by device) cost more than the kernel on a small
-    model. The kernel is the same, and so are the bits.
+    The fused kernels of Adam, AdamW and SGD without hooks are called directly: the wrappers of `Optimizer.step`
+    (profiler ranges, hook dictionaries, grouping by device) cost more than the kernel for a small model. The kernel is
+    the same, and so are the bits.
 
     Args:
         params: the parameters it updates, in canonical order.
@@ -40,8 +40,8 @@ class OptimizerStepper:
         """Update the parameters.
 
         Args:
-            grads: one a parameter, in the order of `params`; None leaves the parameter out, as torch does.
-            lr_factor: every group's own rate is multiplied by it.
+            grads: one per parameter, in the order of `params`; None skips the parameter, as torch does.
+            lr_factor: factor of the learning rate of every group.
         """
         grads = self._in_layout(grads)
         if self._kernels is not None and all(grad is not None for grad in grads):
@@ -62,7 +62,7 @@ class OptimizerStepper:
         self._find_kernels(grads)
 
     def _in_layout(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Give every gradient the strides of its parameter: fused kernels pair elements by their place in memory."""
+        """Return gradients with the strides of their parameters: fused kernels pair elements by memory order."""
         return [
             grad if grad is None or grad.is_sparse or grad.stride() == strides else in_layout(grad, strides)
             for grad, strides in zip(grads, self._strides, strict=True)
@@ -74,13 +74,13 @@ class OptimizerStepper:
         self._kernels = None
 
     def _unfuse(self) -> None:
-        """Fused kernels take no sparse gradients; where a group has one, torch's plain loop does."""
+        """Use torch's plain loop for groups with a sparse gradient: fused kernels take none."""
         for group in self.optimizer.param_groups:
             if group.get("fused") and any(p.grad is not None and p.grad.is_sparse for p in group["params"]):
                 group["fused"] = False
 
     def _find_kernels(self, grads: Sequence[Tensor | None]) -> None:
-        """Now that the optimizer has made its state, see whether its kernels can be called directly."""
+        """Find the kernels that can be called directly, once the optimizer has created its state."""
         make, groups = _kernel_maker(type(self.optimizer)), self.optimizer.param_groups
         if (
             make is None
@@ -95,7 +95,7 @@ class OptimizerStepper:
                 group["fused"] = False  # torch's plain loop takes slots of any strides
             return
         self._counters = _joined_counts([states[param] for param in self._params if "step" in states[param]])
-        # a fused kernel works on one device
+        # a fused kernel works on one device only
         parts = [
             (group, base_lr, members)
             for group, base_lr in zip(groups, self.base_lrs, strict=True)
@@ -111,7 +111,7 @@ def _has_plain_kernel(group: Mapping[str, Any]) -> bool:
 
 
 def _slots_agree(param: Tensor, slots: Mapping[str, Any]) -> bool:
-    """Whether every tensor of the optimizer that is of the parameter's shape has its strides."""
+    """Return whether every slot with the shape of the parameter has its strides."""
     found = (slot for slot in slots.values() if isinstance(slot, Tensor) and slot.shape == param.shape)
     return all(slot.stride() == param.stride() for slot in found)
 
@@ -124,7 +124,7 @@ def _by_device(params: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _joined_counts(states: Sequence[dict[str, Tensor]]) -> list[Tensor]:
-    """Adam's counts of steps as views of one tensor a device: its kernel reads them, one addition advances them all."""
+    """Return Adam's step counts as views of one tensor per device, so that one addition advances all of them."""
     by_device: dict[torch.device, list[dict[str, Tensor]]] = {}
     for state in states:
         by_device.setdefault(state["step"].device, []).append(state)

@@ -1,4 +1,4 @@
-"""Where the tensors of a model go."""
+"""The devices of the tensors of a model."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 
 
 class Placement(Protocol):
-    """The devices of a replica, and which tensor is on which."""
+    """The devices of a replica, and the device of each tensor."""
 
     @property
     def device(self) -> torch.device:
-        """Where batches must be, and the loss is."""
+        """The device of the batches and the loss."""
         ...
 
     @property
     def devices(self) -> Sequence[torch.device]:
-        """All of them."""
+        """All devices."""
         ...
 
     def device_of(self, name: str) -> torch.device:
@@ -45,7 +45,7 @@ class SingleDevicePlacement:
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
-        """The one."""
+        """The only device."""
         return (self.device,)
 
     def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
@@ -53,5 +53,5 @@ class SingleDevicePlacement:
         return self.device
 
     def move(self, model: nn.Module) -> nn.Module:
-        """Move it as a whole."""
+        """Move the whole model."""
         return model.to(device=self.device)

@@ -1,4 +1,4 @@
-"""One replica of a synchronous strategy: the model, its optimizer, and what a step needs beside them."""
+"""One replica of a synchronous strategy: the model, its optimizer, and other state that a step needs."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ all gradients of the model; the same on every rank; collective."""
 
 @dataclass(frozen=True, kw_only=True)
 class PlacedModel:
-    """A model with its tensors where they belong."""
+    """A model on its devices."""
 
     model: nn.Module
     params: dict[str, nn.Parameter]
     """Trainable parameters of the model by canonical name."""
     masters: dict[str, nn.Parameter]
-    """What the optimizer updates: `params` itself, or copies in higher precision."""
+    """The parameters that the optimizer updates: `params` itself, or copies in higher precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaParts:
-    """What a replica is made of."""
+    """The parts of a replica."""
 
     held: PlacedModel
-    """The model, where it belongs."""
+    """The model on its devices."""
     device: torch.device
     """Where batches must be."""
     device_types: tuple[str, ...]
@@ -71,11 +71,11 @@ class ReplicaParts:
     refuses_unused: bool = False
     """Whether a parameter without a gradient is an error."""
     join_norms: JoinNorms | None = None
-    """Where ranks hold parts of the gradients, or some of them: makes their norms those of the whole."""
+    """Returns the norms of full gradients, if ranks hold parts of the gradients or only some of them."""
 
 
 class Replica(LocalModel):
-    """A whole model, on one device or spread over several, and what a step needs beside it."""
+    """A whole model, on one or several devices, and other state that a step needs."""
 
     def __init__(self, parts: ReplicaParts) -> None:
         super().__init__(
@@ -90,16 +90,16 @@ class Replica(LocalModel):
         self.params = parts.held.params
         """Trainable parameters of the model by canonical name."""
         self.masters = parts.held.masters
-        """What the optimizer updates: `params` itself, or copies in higher precision."""
+        """The parameters that the optimizer updates: `params` itself, or copies in higher precision."""
         self.stepper, self.buffers, self.keys = parts.stepper, parts.buffers, parts.keys
         self.reducer, self.numerics, self.on_phase = parts.reducer, parts.numerics, parts.on_phase
         self.refuses_unused, self.join_norms = parts.refuses_unused, parts.join_norms
         self.packing: FlatBuffer | None = None
-        """The layout of what a step exchanges; None until the first step has shown it."""
+        """The layout of the exchange of a step; None before the first step."""
         self.used: list[bool] = []
         """Which parameters get a gradient, as the first step has shown."""
         self.some_unused = False
-        """Whether there is one that gets none."""
+        """Whether a parameter gets no gradient."""
         self.sparse: dict[int, int] | None = None
         """Places of the sparse gradients -> their sparse dims; None until a step has shown them."""
         self.exchanged: list[int] | None = None
@@ -113,10 +113,10 @@ class Replica(LocalModel):
         """The latest step whose update has ended."""
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
-        """Keep which parameters get gradients, and how a step exchanges them.
+        """Store which parameters get gradients, and how a step exchanges them.
 
         Args:
-            used: a flag a parameter.
+            used: a flag per parameter.
             sparse: places of the sparse gradients -> their sparse dims.
             exchanged: places of the gradients that the reducer sums; None: all.
         """
@@ -124,23 +124,23 @@ class Replica(LocalModel):
         self.sparse, self.exchanged = sparse, exchanged
 
     def set_sparse(self, sparse: dict[int, int] | None) -> None:
-        """Keep which gradients are sparse."""
+        """Store which gradients are sparse."""
         self.sparse = sparse
 
     def set_packing(self, packing: FlatBuffer) -> None:
-        """Keep the layout of what a step exchanges."""
+        """Store the layout of the exchange of a step."""
         self.packing = packing
 
     def set_used(self, used: Sequence[bool]) -> None:
-        """Keep which parameters get a gradient."""
+        """Store which parameters get a gradient."""
         self.used = list(used)
 
     def use_stepper(self, stepper: OptimizerStepper) -> None:
-        """Update by another optimizer from now on."""
+        """Use another optimizer from now on."""
         self.stepper = stepper
 
     def adopt_layout(self, other: Replica) -> None:
-        """Take over what another replica of the same model has seen of gradients and buffers."""
+        """Copy what another replica of the same model has found about gradients and buffers."""
         assert other.packing is not None
         self.used, self.some_unused = other.used, other.some_unused
         self.sparse, self.exchanged = other.sparse, other.exchanged
@@ -149,21 +149,21 @@ class Replica(LocalModel):
         self.packing = other.packing.on(self.device)
 
     def backward_seed(self, factor: float, total: Tensor) -> Tensor:
-        """Return where backward begins: () the factor, in the dtype and on the device of the loss; shared by steps."""
+        """Return the start gradient of backward: () the factor, with dtype and device of the loss; shared by steps."""
         if self._seed is None or self._seed[0] != (factor, total.dtype):
             self._seed = (factor, total.dtype), torch.full_like(total, factor, requires_grad=False)
         return self._seed[1]
 
     def begin_update(self, step: int) -> None:
-        """Note that parameters, buffers and optimizer are about to change."""
+        """Record that an update of parameters, buffers and optimizer begins."""
         self._update_begun = step
 
     def end_update(self, step: int) -> None:
-        """Note that they are those of the next step."""
+        """Record that the update is complete."""
         self._update_ended = step
 
     def recover(self, step: int) -> bool:
-        """Put buffers back that the forward passes of an interrupted step have changed.
+        """Restore the buffers that the forward passes of an interrupted step have changed.
 
         Args:
             step: updates completed, as the training counts them.
@@ -214,13 +214,13 @@ class Replica(LocalModel):
 
     @torch.no_grad()
     def refresh_params(self) -> None:
-        """Round the masters to the parameters that the forward pass uses."""
+        """Copy the masters, rounded, to the parameters of the forward pass."""
         if self.masters_apart:
             torch._foreach_copy_(list(self.params.values()), list(self.masters.values()))
 
 
 def make_master_params(model: nn.Module, precision: Precision, spread: Placement) -> dict[str, nn.Parameter]:
-    """Return copies for the optimizer to update, where the parameters' own dtype loses small updates; else empty."""
+    """Return copies for the optimizer to update if the dtype of the parameters would lose small updates; else empty."""
     if precision.model_dtype is precision.master_dtype:
         return {}
     named = ((name, param) for name, param in model.named_parameters() if param.requires_grad)
@@ -229,7 +229,7 @@ def make_master_params(model: nn.Module, precision: Precision, spread: Placement
 
 
 def replica_state(replica: Replica) -> dict[str, Tensor]:
-    """Parameters in the masters' dtype, buffers that the model saves, optimizer slots; no copies."""
+    """Return parameters in the masters' dtype, buffers that the model saves, and optimizer slots; no copies."""
     frozen = {name: param for name, param in replica.model.named_parameters() if not param.requires_grad}
     found = {f"param/{name}": param.detach() for name, param in {**replica.masters, **frozen}.items()}
     saved = replica.model.state_dict()
@@ -238,7 +238,7 @@ def replica_state(replica: Replica) -> dict[str, Tensor]:
 
 
 def restore_replica(replica: Replica, tensors: Mapping[str, Tensor]) -> None:
-    """Take over the tensors of a checkpoint.
+    """Load the tensors of a checkpoint.
 
     Raises:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
@@ -256,7 +256,7 @@ _LIKE_PARAM: Final = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"}
     | {"sum", "ax", "prev"}
 )
-"""Slots that the optimizers of torch keep in the shape of the parameter; fused kernels trust it without a look."""
+"""Slots of torch's optimizers with the shape of the parameter, which fused kernels do not check."""
 
 
 def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> Iterator[str]:
@@ -279,7 +279,7 @@ def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Te
 
     Args:
         own: the shapes of this model's parameters and buffers, by key.
-        tensors: the checkpoint's; read no earlier than before.
+        tensors: of the checkpoint; only shapes are read.
 
     Raises:
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.

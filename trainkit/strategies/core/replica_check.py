@@ -1,4 +1,4 @@
-"""Whether the copies of the parameters are still equal, from a hash of their bits."""
+"""Check whether the copies of the parameters are still equal, by a hash of their bits."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from trainkit.strategies.core.replica import Replica
 
 _INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK: Final = 1 << 22
-"""Elements hashed at once: the integers of a large parameter would take twice its memory."""
+"""Elements hashed at a time: the integers of a large parameter would take twice its memory."""
 
 
 def bits_hash(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's bits, each element times an odd number of its place, modulo 2^64, as int64.
 
-    One changed bit always changes it, for an odd factor loses none.
+    One changed bit always changes it, because multiplication by an odd number is invertible.
 
     Example:
         >>> int(bits_hash(torch.tensor([0.0, 0.0]))), bool(bits_hash(torch.ones(2)) == bits_hash(torch.ones(2)))
@@ -39,7 +39,7 @@ def bits_hash(tensor: Tensor) -> Tensor:
 def drifted_parameter(replica: Replica) -> str | None:
     """Return the first parameter that differs in any bit between ranks, and where it differs; collective.
 
-    Where most ranks agree, the others are named; where none do, all but rank 0.
+    If most ranks agree, the others are named; otherwise all but rank 0.
     """
     named = dict(replica.model.named_parameters())
     if replica.masters_apart:

@@ -25,17 +25,17 @@ def find_sparse(grads: Sequence[Tensor | None]) -> dict[int, int]:
     found = {place: grad.sparse_dim() for place, grad in enumerate(grads) if grad is not None and grad.is_sparse}
     checks = torch.sparse.check_sparse_tensor_invariants
     if found and not checks.is_enabled():  # type: ignore[no-untyped-call]
-        checks.disable()  # type: ignore[no-untyped-call] # said outright: torch and its optimizers warn otherwise
+        checks.disable()  # type: ignore[no-untyped-call] # explicit: torch and its optimizers warn otherwise
     return found
 
 
 def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collective: Collective) -> tuple[Tensor, int]:
     """Return the sum of a sparse gradient over the ranks; collective.
 
-    Every rank receives the rows of all and adds equal ones in the order of the ranks, so all end with the same bits.
+    Every rank receives the rows of all ranks and adds equal rows in the order of the ranks: all get the same bits.
 
     Args:
-        grad: this rank's sum over its shards, sparse; None where it had none.
+        grad: this rank's sum over its shards, sparse; None if it had no shard.
         like: the parameter; its shape and device.
         sparse_dim: dims that the indices span.
         collective: the ranks.
@@ -60,11 +60,11 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
 
 
 def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
-    """Embeddings with sparse gradients, for a strategy that cannot take those.
+    """Return problems of embeddings with sparse gradients, for a strategy that does not support them.
 
     Args:
-        model: perhaps without its numbers.
-        why: what becomes of such gradients there: "which are not summed".
+        model: may be on the meta device.
+        why: the problem with such gradients: "which are not summed".
     """
     return [
         Problem(key="model", rule=f"{name} has sparse gradients, {why}. Use sparse=False.")
@@ -82,8 +82,8 @@ def sparse_figures(totals: Mapping[int, Tensor], sent_bytes: int, num_ranks: int
         num_ranks: ranks of the run.
 
     Returns:
-        `sparse_density`: elements of them that are there, over all; `sparse_saved_mb`: MiB that a rank did not send,
-        against an all-reduce of the dense gradients, which sends 2 (n - 1) / n of them.
+        `sparse_density`: present elements over all elements; `sparse_saved_mb`: MiB that a rank did not send, compared
+        with an all-reduce of the dense gradients, which sends 2 (n - 1) / n of them.
     """
     dense = sum(total.numel() for total in totals.values())
     dense_bytes = sum(total.numel() * total.element_size() for total in totals.values())
@@ -93,10 +93,10 @@ def sparse_figures(totals: Mapping[int, Tensor], sent_bytes: int, num_ranks: int
 
 
 def with_values(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Gradients with the sparse ones coalesced, and the tensors that hold their numbers.
+    """Return the gradients, sparse ones coalesced, and the tensors of their values.
 
-    What is done to the second in place (scaling, clipping) is done to the first; norms over the second are those of
-    the whole, since what is not there is zero. Empty ones are left out of it.
+    In-place operations on the second (scaling, clipping) change the first; norms over the second are those of the full
+    gradients, because absent elements are zero. The second has no empty tensors.
     """
     coalesced = [grad.coalesce() if grad is not None and grad.is_sparse else grad for grad in grads]
     held = [grad._values() if grad.is_sparse else grad for grad in coalesced if grad is not None]  # noqa: SLF001
@@ -104,16 +104,16 @@ def with_values(grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], li
 
 
 def agree_on_exchanged_grads(replica: Replica, used: Sequence[int], sparse_dims: Sequence[int]) -> None:
-    """Keep what the ranks together have seen of the gradients in a first shard each.
+    """Store which gradients the ranks have found in their first shards.
 
     Args:
-        replica: where it is kept.
-        used: a parameter's flag is 0 where no rank saw a gradient.
-        sparse_dims: how many dims of its gradient are sparse, 0 where it is dense.
+        replica: stores it.
+        used: a flag per parameter, 0 if no rank found a gradient.
+        sparse_dims: number of sparse dims of its gradient, 0 if it is dense.
 
     Raises:
-        TrainingError: a parameter got none, and the strategy does not allow that; or the optimizer refuses what a
-            reproducible run makes of sparse gradients.
+        TrainingError: a parameter has no gradient, and the strategy does not allow that; or the optimizer does not
+            support the dense gradients that a reproducible run needs.
     """
     some_unused = not all(used)
     if some_unused and replica.refuses_unused:
@@ -140,9 +140,9 @@ def scatter_to_all_params(
     Collective where there are sparse ones.
 
     Args:
-        replica: knows the places.
-        sums: what the reducer gave: gradients of `replica.exchanged`, then the rest.
-        sparse: this rank's sums of the sparse ones, by place; empty where it had no shard.
+        replica: has the places.
+        sums: the result of the reducer: gradients of `replica.exchanged`, then the rest.
+        sparse: this rank's sums of the sparse ones, by place; empty if it had no shard.
     """
     exchanged = replica.exchanged or []
     found: list[Tensor | None] = [None] * len(replica.params)

@@ -26,9 +26,9 @@ from trainkit.strategies.tensors.layouts import dense_strides, layout_mark
 
 
 def cloned_batch(batch: Batch) -> Batch:
-    """Copy a batch into memory of its own.
+    """Copy a batch into separate memory.
 
-    One that is a view begins at another alignment on another rank, and then vector code sums it in another order.
+    A view may have another alignment on another rank, and vectorized code then sums it in another order.
     """
     cloned: Batch = tree_map(lambda value: value.clone() if isinstance(value, Tensor) else value, batch)
     return cloned
@@ -36,15 +36,15 @@ def cloned_batch(batch: Batch) -> Batch:
 
 @dataclass(frozen=True, slots=True)
 class LossDivisor:
-    """What the loss of a step is divided by before backward.
+    """The divisor of the loss of a step before backward.
 
     A bare sum is never backpropagated: at a loss scale of 65536 the sum over 64 targets overflows fp16.
     """
 
     value: float
-    """The step's total weight where it is known, else a power of two near it."""
+    """The step's total weight if it is known, else a power of two near it."""
     counted: bool
-    """Whether gradients must be multiplied by `value` over the counted weight once that is summed; exact, since
+    """Whether gradients must be multiplied by `value` over the counted weight when that is summed; exact, because
     `value` is a power of two."""
 
     @classmethod
@@ -64,7 +64,7 @@ _divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short
 
 
 class ShardStep:
-    """One try at a step on one rank: its shards, and what they add up to.
+    """One try at a step on one rank: its shards and their sums.
 
     Args:
         batches: one a shard, on the replica's device.
@@ -96,7 +96,7 @@ class ShardStep:
         return sums if self.replica.exchanged is None else scatter_to_all_params(self.replica, sums, self._sparse)
 
     def partials(self) -> Iterator[tuple[int, Sequence[Tensor | None]]]:
-        """(lane, its sums), computed as they are asked for: partial sums are combined before the next one exists."""
+        """Yield (lane, its sums), computed on iteration: partial sums are combined before the next one exists."""
         lanes = self.replica.lanes
         numbered = zip(self.ticket.shards, self.batches, strict=True)
         if not self.ticket.shards:
@@ -112,12 +112,12 @@ class ShardStep:
         for shard, batch in shards:
             weight = weight + self._shard(shard, batch)
         self.weight = self.weight + weight
-        if shards[-1][0] == self.ticket.shards[-1]:  # what comes now is the exchange
+        if shards[-1][0] == self.ticket.shards[-1]:  # the exchange follows
             self._enter("reduce")
         return self._take_grads(weight)
 
     def _shard(self, shard: int, batch: Batch) -> Tensor | float:
-        """Forward and backward of one shard into `.grad`; returns its weight."""
+        """Run forward and backward of one shard into `.grad`; return its weight."""
         replica = self.replica
         self._enter("forward")
         loss = self._forward(shard, batch)
@@ -147,9 +147,9 @@ class ShardStep:
         return self.training.plan.shard_size(self.ticket.step, shard) / self.batch_size
 
     def _seed(self, total: Tensor) -> Tensor:
-        """Where backward begins: the gradient of loss scale times mean loss by the summed loss, () like the loss.
+        """Return () the start gradient of backward: of loss scale times mean loss, by the summed loss.
 
-        The same bits as dividing the loss by the weight, which are those of torch's own mean, without two kernels.
+        The bits equal those of dividing the loss by the weight, as torch's own mean does, without two kernels.
         """
         return self.replica.backward_seed(self.replica.loss_scale.scale / self.divisor.value, total)
 
@@ -167,7 +167,7 @@ class ShardStep:
             replica.set_sparse(find_sparse(taken))
         if replica.some_unused:
             self._refuse_late(taken)
-        if replica.sparse and replica.lanes is not None:  # their order of summation is that of dense vectors
+        if replica.sparse and replica.lanes is not None:  # they are summed in the order of dense vectors
             taken = [grad.to_dense() if grad is not None and grad.is_sparse else grad for grad in taken]
         if replica.exchanged is not None:
             self._sparse = {place: taken[place] for place in replica.sparse or {}}
@@ -189,10 +189,10 @@ class ShardStep:
                 )
 
     def agree_on_grad_layout(self) -> FlatBuffer:
-        """See which parameters get gradients and which buffers are updated, and agree on it; collective, once.
+        """Find which parameters get gradients and which buffers are updated, and agree on it; collective, once.
 
-        The first shard is computed and thrown away; all it draws is keyed, so the step itself is none the worse. A
-        single rank that neither exchanges nor keeps buffers has nothing to find out.
+        The first shard is computed and discarded; its random numbers are keyed, so the step itself is not affected. A
+        single rank without exchange and buffers skips this.
         """
         replica = self.replica
         names, buffers = list(replica.params), replica.buffers
@@ -206,7 +206,7 @@ class ShardStep:
                 loss = self._forward(self.ticket.shards[0], self.batches[0])
             loss.loss_sum.backward()  # type: ignore[no-untyped-call]
             buffers.reset()
-            attributes.restore()  # a count that the model keeps does not see this pass
+            attributes.restore()  # counters of the model do not include this pass
             if exchanges:
                 grads = [param.grad for param in replica.params.values()]
                 flags = [int(grad is not None) for grad in grads]
@@ -217,7 +217,7 @@ class ShardStep:
         rows = torch.stack(replica.data_ranks.gather(torch.tensor([*own, *flags, *dims, *map(int, changed)])))
         count = len(names)
         _refuse_other_layouts(names, rows[:, :count])
-        found: list[int] = rows[:, count:].amax(0).tolist()  # a rank without a shard has seen nothing
+        found: list[int] = rows[:, count:].amax(0).tolist()  # a rank without a shard has found nothing
         if exchanges:
             agree_on_exchanged_grads(replica, found[:count], found[count : 2 * count])
         buffers.settle(found[2 * count :])

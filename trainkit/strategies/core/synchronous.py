@@ -45,10 +45,10 @@ from trainkit.strategies.reducers import BackendReducer, DeterministicReducer, L
 from trainkit.strategies.tensors.layouts import make_dense
 
 MakeReducer = Callable[[Collective, Numerics], Reducer]
-"""Makes what adds up the partial sums of a step, over the data ranks; collective."""
+"""Makes the reducer of a step over the data ranks; collective."""
 
 MoveModel = Callable[[nn.Module, Precision, Placement], PlacedModel]
-"""Puts the tensors of a model where they belong, in the numbers they are held in; collective."""
+"""Moves the tensors of a model to their devices and dtypes; collective."""
 
 R = TypeVar("R", bound=Replica)
 
@@ -64,14 +64,14 @@ def backend_or_lanes(collective: Collective, numerics: Numerics) -> Reducer:
 
 
 def no_reducer(collective: Collective, numerics: Numerics) -> Reducer:  # noqa: ARG001
-    """Return a reducer that sums nothing: gradients are summed elsewhere, or as backward makes them."""
+    """Return a reducer that sums nothing: gradients are summed elsewhere, or during backward."""
     return LocalReducer()
 
 
 def synchronous_gradient_copies(numerics: Numerics, num_replicas: int) -> int:
-    """Return the copies of all gradients that an exchange takes.
+    """Return the number of copies of all gradients that an exchange needs.
 
-    One flat vector; with lanes, the partial sums that wait for their neighbour in the tree.
+    One flat vector; with lanes, the partial sums that wait for their sibling in the tree.
     """
     if not numerics.reproducible:
         return 0 if num_replicas == 1 else 1
@@ -80,7 +80,7 @@ def synchronous_gradient_copies(numerics: Numerics, num_replicas: int) -> int:
 
 
 def move_and_cast(model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-    """Move a whole model to its devices, in its precision.
+    """Move a whole model to its devices, in its dtypes.
 
     Raises:
         ConfigError: a trainable parameter is an expanded tensor.
@@ -100,13 +100,13 @@ def build_parts(
     make_reducer: MakeReducer = backend_or_lanes,
     move: MoveModel = move_and_cast,
 ) -> ReplicaParts:
-    """Move a model to its devices and precision, and build its optimizer there; collective.
+    """Move a model to its devices and dtypes, and build its optimizer there; collective.
 
     Args:
-        request: the model, and how it is trained.
-        ranks: the other ranks, joined already; None: there are none.
-        placement: where the tensors go; None: all to the device of the task.
-        make_reducer: makes what adds up the partial sums of a step.
+        request: the model and the settings.
+        ranks: from `join`; None: this rank is alone.
+        placement: the devices of the tensors; None: the device of the task.
+        make_reducer: makes the reducer of a step.
         move: moves the model.
     """
     ranks = ranks or RankGroup()
@@ -135,17 +135,17 @@ def build_parts(
 
 
 def broadcast_initial(replica: Replica) -> None:
-    """Copy rank 0's parameters and buffers: a model may draw its own where no seed reaches. Collective."""
+    """Broadcast rank 0's parameters and buffers: a model may draw numbers that no seed controls. Collective."""
     if replica.num_ranks > 1:
         for tensor in [*replica.model.state_dict().values(), *replica.masters.values()]:
             broadcast_values(tensor, src=0)
 
 
 class SynchronousExecutor(Executor, Generic[R]):
-    """A rank that computes its shards of a step, and then makes the same update as every other.
+    """A rank that computes its shards of a step, and then makes the same update as every other rank.
 
     Args:
-        ranks: the other ranks; None: there are none.
+        ranks: None: this rank is alone.
         make_step: makes one try at a step.
     """
 
@@ -171,7 +171,7 @@ class SynchronousExecutor(Executor, Generic[R]):
         return shards_of_rank(shards, rank=replica.rank, num_ranks=replica.num_ranks, lanes=replica.lanes)
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:  # noqa: ARG002 - the loop ends
-        """Yield the ticket of the position's step: the next one once it has moved, the same one while it has not."""
+        """Yield the ticket of the position's step; the same ticket again until the position advances."""
         while True:
             step = position.step
             yield Ticket(step, self.assign(step))
@@ -197,11 +197,11 @@ class SynchronousExecutor(Executor, Generic[R]):
         restore_replica(self._replica, state)
 
     def recover(self, step: int) -> bool:
-        """Put the buffers of an interrupted step back, where no update has begun."""
+        """Restore the buffers of an interrupted step, if no update has begun."""
         return self._replica.recover(step)
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the reducer, then leave the other ranks."""
+        """Close the reducer, then leave the process group."""
         self._replica.reducer.close()
         self._ranks.close(failed=failed)
 

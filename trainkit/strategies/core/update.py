@@ -1,4 +1,4 @@
-"""The update of a synchronous step: unscale, look for overflow, clip, step; the same decision on every rank."""
+"""The update of a synchronous step: unscale, check for overflow, clip, step; the same decision on every rank."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def apply_update(
     """Update parameters, buffers and loss scale from the sums over all shards and ranks.
 
     Args:
-        replica: where; its parameters, buffers, optimizer state and loss scale change.
-        sums: gradients, then updated buffers, then the counted weight where there is one; consumed.
-        divisor: what the loss was divided by.
+        replica: its parameters, buffers, optimizer state and loss scale change.
+        sums: gradients, then updated buffers, then the counted weight if there is one; consumed.
+        divisor: of the loss.
         update: learning rate and clip of this update.
-        loss_sum: () the loss that this rank has seen, None where it had no shard.
-        deciders: the ranks that leave a step out together; None: all processes of the run.
+        loss_sum: () the loss of this rank, None if it had no shard.
+        deciders: the ranks that skip a step together; None: all processes of the run.
 
     Returns:
-        What became of the step, and the global norm before clipping where it was needed, () on the device.
+        The status of the step, and the global norm before clipping if it was needed, () on the device.
 
     Raises:
         LossScaleError: too many overflows in a row.
@@ -75,9 +75,9 @@ def apply_update(
 
 
 def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, deciders: Collective) -> Status:
-    """Decide on a step by what any rank has seen, alike on all of them; collective, waits for the device.
+    """Decide on a step by the values of all ranks, alike on all of them; collective, waits for the device.
 
-    A smaller loss scale helps against gradients that overflow, and not where loss or buffers are not finite.
+    A smaller loss scale helps if gradients overflow, but not if loss or buffers are not finite.
     """
     here = [~torch.isfinite(norms.max())]
     loss_or_buffers = [flag.to(norms.device) for flag in beyond_scaling]
@@ -89,21 +89,21 @@ def _agreed(replica: Replica, beyond_scaling: Sequence[Tensor], norms: Tensor, d
 
 
 def _normalise(grads: list[Tensor], weight: Tensor | None, divisor: float) -> None:
-    """From the planned power of two to the counted weight. A weight of zero gives zeros; the engine names it."""
+    """Divide by the counted weight instead of the planned power of two; a weight of zero gives zeros."""
     assert weight is not None
     factor = torch.where(weight > 0, divisor / weight, 0.0).squeeze(0)
     _scale(grads, factor)
 
 
 def _all_finite(norms: Tensor) -> bool:
-    """Whether every gradient is finite, by its largest element. Waits for the device."""
+    """Return whether every gradient is finite, by its largest element; waits for the device."""
     return bool(torch.isfinite(norms.max()).item())
 
 
 def _clip(grads: list[Tensor], norms: Tensor, max_norm: float) -> Tensor:
-    """Scale gradients down to a global norm; returns the norm before.
+    """Scale gradients down to a global norm; return the norm before.
 
-    Norms of whole variables, combined in canonical order: norms of pieces would depend on how they were cut.
+    Norms of whole variables are combined in canonical order: norms of parts would depend on how they are cut.
     """
     norm: Tensor = torch.linalg.vector_norm(norms)
     _scale(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -118,7 +118,7 @@ def _scale(grads: list[Tensor], factor: Tensor) -> None:
 
 def _norms(replica: Replica, grads: Sequence[Tensor | None], present: list[Tensor], order: float) -> Tensor:
     """Return the norm of each gradient, on the device of the first; collective where ranks hold parts of them."""
-    filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty part has no largest element
+    filled = [grad if grad.numel() else grad.new_zeros(1) for grad in present]  # an empty tensor has no largest element
     norms = torch._foreach_norm(filled, order)  # noqa: SLF001 - what torch's own clipping calls
     if len({norm.device for norm in norms}) > 1:
         norms = tuple(norm.to(norms[0].device) for norm in norms)

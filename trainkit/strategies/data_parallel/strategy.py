@@ -43,12 +43,12 @@ from trainkit.strategies.reducers.shared_memory import SharedMemoryReducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 
 Reduce = Literal["backend", "shared_memory", "ring", "hierarchical", "to_one_device", "auto"]
-"""Who adds up gradients over the ranks."""
+"""The reducers that sum gradients over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReductionOptions:
-    """The choice of how gradients are summed over ranks."""
+    """The options of summing gradients over ranks."""
 
     reduce: Annotated[Reduce, placement] = "backend"
     """Who sums gradients; shared_memory is for CPU processes of one host, auto times what can work here."""
@@ -64,7 +64,7 @@ class ReductionOptions:
     """Whether parameters may get no gradient; they are then left out of the exchange. False names them in an error."""
 
     def reduction_problems(self, context: PlanContext, tasks: Callable[[], Sequence[Task]]) -> list[Problem]:
-        """Return reducers, compression and modes that do not go together; pure."""
+        """Return problems of combined reducers, compression and modes; pure."""
         if context.numerics.reproducible:
             return self._beside_lanes()
         return [*self._reduce_problems(context, tasks), *self._compression_problems(context)]
@@ -119,7 +119,7 @@ class ReductionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
-    """What mirrored and multi_worker_mirrored share: everything but the machines they take.
+    """The common code of mirrored and multi_worker_mirrored: all but the accepted launches.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
     and every replica makes the same update.
@@ -127,15 +127,15 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
 
     traits: ClassVar[Traits] = Traits(elastic=True, compiles="model")
     shard_step: ClassVar[type[ShardStep]] = ShardStep
-    """What computes a try at a step; a subclass may compute in another way."""
+    """The class of a try at a step; a subclass may set another one."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what concerns every process group; reducers, compression and modes that do not go together."""
+        """Return problems of every process group, and of combined reducers, compression and modes."""
         found = super().validate(context)
         return [*found, *self.reduction_problems(context, lambda: self.tasks(context))]
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return a whole replica, the vector of the exchange, and what reducers and compression keep beside it."""
+        """Return a whole replica, the vector of the exchange, and the memory of reducers and compression."""
         return ModelMemory.whole(
             model, gradient_copies=self.gradient_copies(context.numerics, self.num_replicas(context))
         )
@@ -145,14 +145,14 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         copies = synchronous_gradient_copies(numerics, num_replicas)
         if numerics.reproducible or num_replicas == 1:
             return copies
-        # A slot, a result, and a share of the total; ring: what comes from the neighbour.
+        # shared_memory: a slot, a result, and a part of the total; ring: a receive buffer.
         beside = {"backend": 0, "to_one_device": 0, "hierarchical": 0, "ring": 1, "shared_memory": 2, "auto": 2}
-        # Two bytes for four; PowerSGD: what was not sent, and the gradients to compare with.
+        # Two bytes instead of four; PowerSGD: the error, and the gradients to compare with.
         compressed = {"none": 0, "bf16": 1, "fp16": 1, "powersgd": 2}
         return copies + beside[self.reduce] + compressed[self.compression]
 
     def setup(self, request: SetupRequest) -> DataParallelExecutor:
-        """Join the other ranks, and begin with the numbers of rank 0."""
+        """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
         parts = build_parts(request, ranks=ranks, make_reducer=self.make_reducer)
         refuses_unused = not self.allow_unused and ranks.data_ranks.num_ranks > 1
@@ -167,7 +167,7 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         )
 
     def make_reducer(self, collective: Collective, numerics: Numerics) -> Reducer:
-        """Return the lanes of a reproducible run, nothing for one replica, else what `reduce` names; collective."""
+        """Return the lanes of a reproducible run, none for one replica, else the reducer of `reduce`; collective."""
         if numerics.reproducible or collective.num_ranks == 1:
             return backend_or_lanes(collective, numerics)
         makers = self._makers(collective)
@@ -176,7 +176,7 @@ class DataParallel(ReductionOptions, ProcessGroupOptions, Strategy):
         return makers[self.reduce]()
 
     def _makers(self, collective: Collective) -> dict[str, Callable[[], Reducer]]:
-        """How to make each reducer; with auto, those that can work here and differ from one another; collective."""
+        """Return a factory for each reducer; with auto, only for distinct ones that work here; collective."""
         hosts = [int(mark) for mark in torch.cat(collective.gather(torch.tensor([host_id()])))]
         rank, timeout_s = collective.rank, self.timeout_s
         makers: dict[str, Callable[[], Reducer]] = {
@@ -207,7 +207,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
     """A rank with a copy of the model, whose gradients a reducer sums over the ranks.
 
     Args:
-        recovers: whether an exchange that is interrupted leaves nothing behind.
+        recovers: whether an interrupted exchange leaves no state behind.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         self._recovers = recovers
 
     def tune(self) -> tuple[str, ...]:
-        """With auto, time the reducers on this model's gradients, or keep the choice of the run that is continued."""
+        """With auto, time the reducers on this model's gradients, or keep the choice of the resumed run."""
         replica, reducer = self._replica, self._replica.reducer
         if not isinstance(reducer, AutoReducer):
             return ()
@@ -231,7 +231,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         return (reducer.choose(FlatBuffer.like(masters, replica.precision.master_dtype, replica.device)),)
 
     def state_dict_extra(self) -> JsonMap:
-        """Return the reducer that auto chose, and the steps PowerSGD has seen."""
+        """Return the reducer that auto chose, or the steps of PowerSGD."""
         reducer = self._replica.reducer
         if isinstance(reducer, AutoReducer) and reducer.chosen is not None:
             return {"reduce": reducer.chosen}
@@ -240,7 +240,7 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         return {}
 
     def load_state_extra(self, extra: JsonMap) -> None:
-        """Take up the same choice; PowerSGD's error feedback begins at zero."""
+        """Restore the choice; PowerSGD's error feedback begins at zero."""
         reducer = self._replica.reducer
         if isinstance(reducer, AutoReducer):
             reducer.recall(extra.get("reduce"))
@@ -252,13 +252,13 @@ class DataParallelExecutor(SynchronousExecutor[Replica]):
         return drifted_parameter(self._replica)
 
     def recover(self, step: int) -> bool:
-        """Undo an interrupted step; not where an exchange leaves something behind, PowerSGD's error feedback."""
+        """Undo an interrupted step, unless the exchange leaves state behind (PowerSGD's error feedback)."""
         return self._recovers and super().recover(step)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mirrored(DataParallel):
-    """Train a copy of the model on every device of this host, in step.
+    """Train a copy of the model on every device of this host, synchronously.
 
     Each replica computes its shards of the global batch; gradients are summed over all (NCCL on GPUs, gloo on CPUs),
     and every replica makes the same update.
@@ -285,7 +285,7 @@ _OTHER = "Use strategy=multi_worker_mirrored: the same training over hosts."
 
 @dataclass(frozen=True, kw_only=True)
 class MultiWorkerMirrored(DataParallel):
-    """Train a copy of the model on every device of every host, in step: mirrored, over machines.
+    """Train a copy of the model on every device of every host, synchronously: mirrored, over machines.
 
     It joins the processes that torchrun, SLURM, MPI, TF_CONFIG or a cluster spec started. Where nothing started it, it
     takes the devices of this host.

@@ -1,4 +1,4 @@
-"""One replica over several devices: its blocks where a map says, activations moved between them."""
+"""One replica on several devices: a map places its blocks, activations are moved between them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DeviceMap(Strategy):
     """GiB of parameters, gradients, buffers and a shard's activations on a device: for all, or by device, `{0:20}`."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return devices that do not exist; `validate_model` judges the map by the model."""
+        """Return problems of the devices; `validate_model` checks the map."""
         if found := launch_problems(context, named="device_map", called="a device map"):
             return found
         problems = [
@@ -68,18 +68,18 @@ class DeviceMap(Strategy):
         return problems or self._memory_problems(context.num_gpus)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return what is wrong with the map for this model."""
+        """Return problems of the map for this model."""
         layout = self._judged(model, context)
         return [] if isinstance(layout, DeviceLayout) else self._with_limits(layout)
 
     def describe_partition(self, model: nn.Module, context: PlanContext) -> tuple[StagePart, ...]:
-        """Return a part for each stretch of the model on one device."""
+        """Return each consecutive part of the model on one device."""
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
         layout = self._judged(model, context)
         return layout.parts(model_bytes(precision)) if isinstance(layout, DeviceLayout) else ()
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> DeviceMap:
-        """Return it with a map in place of `auto`: what a shard keeps in each block is known here only."""
+        """Return the strategy with a map instead of `auto`: the activations of each block are known only here."""
         if self.map != "auto" or len(self._used(context.num_gpus)) == 1:
             return self
         layout = self._judged(build(), context)
@@ -89,7 +89,7 @@ class DeviceMap(Strategy):
         return replace(self, map={unit.name: device for unit, device in placed if device is not None}, devices=None)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return what the fullest device holds, and the partial sums of a reproducible run."""
+        """Return the memory of the fullest device, and the partial sums of a reproducible run."""
         copies = synchronous_gradient_copies(context.numerics, 1)
         layout = self._judged(model, context)
         if not isinstance(layout, DeviceLayout):
@@ -101,7 +101,7 @@ class DeviceMap(Strategy):
         return ModelMemory(resident=fullest, gradient_copies=copies)
 
     def _judged(self, model: nn.Module, context: PlanContext) -> DeviceLayout | list[Problem]:
-        """Return the layout of a model whose shapes are known but not its values, or the problems."""
+        """Return the layout of a model, which may be on the meta device, or the problems."""
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
         return self._fitting(precision, context.num_gpus, context).layout(model)
 
@@ -110,7 +110,7 @@ class DeviceMap(Strategy):
         return max(1, sum(device != "cpu" for device in self._used(num_gpus)))
 
     def tasks(self, context: PlanContext) -> tuple[Task, ...]:
-        """One task; its device is the first GPU of the map, else the CPU."""
+        """Return one task; its device is the first GPU of the map, else the CPU."""
         found = self._used(context.num_gpus)
         return (Task(role="worker", index=0, rank=0, device=min(found, key=lambda device: device == "cpu")),)
 
@@ -136,7 +136,7 @@ class DeviceMap(Strategy):
 
     def _fitting(self, precision: Precision, num_gpus: int, context: PlanContext | None = None) -> PartitionSolver:
         given = None if self.map == "auto" else self.map
-        alone = len(self._used(num_gpus)) == 1  # and nothing to weigh
+        alone = len(self._used(num_gpus)) == 1  # and nothing to balance
         return PartitionSolver(
             given=given if isinstance(given, Mapping) else None,
             devices=self._used(num_gpus),
@@ -146,7 +146,7 @@ class DeviceMap(Strategy):
         )
 
     def _with_limits(self, problems: list[Problem]) -> list[Problem]:
-        """Problems of memory, with the value that set the limits."""
+        """Return problems, with the configured value for those of memory."""
         key, limits = "strategy.max_memory", self.max_memory
         if isinstance(limits, Mapping):
             shown: object = "{" + ",".join(f"{device}:{gib}" for device, gib in limits.items()) + "}"
@@ -163,7 +163,7 @@ class DeviceMap(Strategy):
         return tuple(dict.fromkeys(device for one in named if (device := parse_device(one)) is not None)) or ("cpu",)
 
     def _capacities(self, num_gpus: int) -> dict[str, float]:
-        """Device -> the bytes it takes, where that is limited."""
+        """Return device -> its byte limit, if it has one."""
         if isinstance(self.max_memory, Mapping):
             limits = {parse_device(_as_given(device)): gib for device, gib in self.max_memory.items()}
             return {device: gib * 2**30 for device, gib in limits.items() if device is not None}
@@ -195,13 +195,13 @@ def _as_given(device: str) -> int | str:
 
 
 def _make_reducer(collective: Collective, numerics: Numerics) -> Reducer:
-    """Return the lanes of a reproducible run, whose sums return to the devices of their parts; else no reducer."""
+    """Return the lanes of a reproducible run, whose sums return to the devices of their parts; else no exchange."""
     reducer = backend_or_lanes(collective, numerics)
     return _Returning(reducer) if isinstance(reducer, DeterministicReducer) else reducer
 
 
 class _Returning(Reducer):
-    """Gives each sum back on the device that its parts came from: the lanes add up in one vector, on one device."""
+    """Returns each sum on the device of its parts: lanes are summed in one vector, on one device."""
 
     def __init__(self, lanes: DeterministicReducer) -> None:
         self._reducer = lanes

@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: every rank holds a part of each parameter, and gathers it where it computes."""
+"""Fully sharded data parallelism: every rank holds a part of each parameter, and gathers it to compute."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
     """Whether parts and their optimizer are kept in the memory of the host, and travel to the GPU to be gathered."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what concerns every strategy that cuts parameters; uneven groups, keys without effect."""
+        """Return problems of every strategy that shards parameters; uneven groups, keys without effect."""
         found = [*super().validate(without_order(context)), *sharding_problems(context)]
         if found:
             return found
@@ -101,7 +101,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return found
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
-        """Return parameters that cannot be cut; classes that the model has not."""
+        """Return problems: parameters that cannot be sharded, and classes that the model does not have."""
         found = unsharded_model_problems(model)
         if isinstance(self.wrap, str):
             return found
@@ -120,7 +120,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return {"replicas": count}
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return a part of each parameter (the first rank's rows are most), and what is gathered for a while."""
+        """Return the first rank's part of each parameter, which is the largest, and temporarily gathered ones."""
         ranks = self.num_replicas(context) // self.replicate
         resident = {
             name: -(-param.shape[0] // ranks) * (param.numel() // max(param.shape[0], 1)) if param.dim() else 1
@@ -142,7 +142,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return params + 2 * max(largest, rest) + (whole if self.sync == "last" else 0)
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
-        """Join the other ranks, and cut the model over them."""
+        """Join the other ranks, and shard the model over them."""
         ranks = self.join(request.identity)
         parts = build_parts(request, ranks=ranks, make_reducer=no_reducer, move=partial(cut_and_cast, self._cut))
         held = parts.held
@@ -158,7 +158,7 @@ class Fsdp(ProcessGroupOptions, Strategy):
         return ShardedExecutor(replica, request.training, ranks=ranks)
 
     def _cut(self, model: nn.Module, precision: Precision, spread: Placement) -> nn.Module:
-        """Cut every parameter over the ranks of a group; collective."""
+        """Shard every parameter over the ranks of a group; collective."""
         ranks = torch.distributed.get_world_size()
         sharding = Sharding(
             mesh=Axes(replicate=self.replicate, shard=ranks // self.replicate).mesh(spread.device.type),

@@ -1,4 +1,4 @@
-"""The axes over which the ranks of a run are arranged, multiplied in one place."""
+"""The axes on which the ranks of a run are arranged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainkit.errors import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Axes:
-    """How many ranks each axis has; the first axis moves slowest, so that ranks of the last are neighbours.
+    """The number of ranks of each axis; the last axis varies fastest, so that its ranks are neighbours.
 
     Example:
         >>> axes = Axes(replicate=2, tensor=2)
@@ -21,11 +21,11 @@ class Axes:
     """
 
     replicate: int = 1
-    """Copies, each with shards of its own."""
+    """Copies, each with its own shards."""
     shard: int = 1
-    """Ranks with shards of their own that hold parts of one copy."""
+    """Ranks with their own shards that hold parts of one copy."""
     tensor: int = 1
-    """Parts of the single layers."""
+    """Parts of each layer."""
 
     @property
     def num_ranks(self) -> int:
@@ -33,14 +33,14 @@ class Axes:
         return prod(astuple(self))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Axis -> a rank's place on it."""
+        """Return axis -> the position of a rank on it."""
         found: dict[str, int] = {}
         for axis in reversed(fields(self)):
             rank, found[axis.name] = divmod(rank, getattr(self, axis.name))
         return dict(reversed(found.items()))
 
     def problems(self, num_ranks: int) -> list[Problem]:
-        """Whether they make up the ranks that there are."""
+        """Return a problem if their product is not the number of ranks."""
         if self.num_ranks == num_ranks:
             return []
         used = [(axis.name, getattr(self, axis.name)) for axis in fields(self) if getattr(self, axis.name) > 1]
@@ -51,7 +51,7 @@ class Axes:
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return the mesh of the axes with more than one rank, by their names; collective, once a process group.
 
-        A single axis of one rank stays where no axis has more.
+        If no axis has more, one axis of one rank remains.
         """
         used = {axis.name: getattr(self, axis.name) for axis in fields(self) if getattr(self, axis.name) > 1}
         used = used or {"replicate": 1}

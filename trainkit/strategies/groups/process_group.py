@@ -1,4 +1,4 @@
-"""Strategies whose ranks meet in one process group, a device each, on this host or in a launch over several."""
+"""Strategies whose ranks form one process group, a device each, on this host or in a launch over several."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from trainkit.strategies.rendezvous_store import store_client
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessGroupOptions:
-    """What strategies of several processes share: which processes there are, their devices, and how they meet.
+    """The common options of strategies with several processes: the processes, their devices, and the process group.
 
     Without a launch a process is started for every rank, on a device of this host; in a launch its processes are the
     ranks, one device each. A replica is `ranks_a_replica` neighbouring ranks: one where it is whole.
     """
 
     alone_as_one_device: ClassVar[bool] = False
-    """Whether a single rank runs the code of one device. Each class says so for itself: a subclass may compute in
-    another way."""
+    """Whether a single rank runs the code of one device; not inherited: a subclass may be another computation."""
 
     replicas: Annotated[int | Literal["auto"], placement, at_most(MOST_PROCESSES)] = "auto"
     """Replicas of this host; auto: as many as its GPUs make up, or 2 processes; in a launch, those that it started."""
@@ -51,7 +50,7 @@ class ProcessGroupOptions:
         return 0
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Devices that do not exist or stand twice, replicas that have no device or no lane, a launch that misfits."""
+        """Return problems: invalid or repeated devices, replicas without device or lane, a launch that does not fit."""
         problems = self._device_problems(context)
         if problems:
             return problems
@@ -102,7 +101,7 @@ class ProcessGroupOptions:
         return f"{_counted(count, 'replica', 's')} of {each} ranks {verb} {count * each} devices"
 
     def _launch_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
-        """Roles that nobody plays here, and numbers of processes that fit no devices of this host."""
+        """Return problems: roles that are not used here, and numbers of processes that do not fit the devices."""
         others = sorted({task.role for task in launch.tasks} - {"chief", "worker"})
         problems = [
             Problem(key=f"cluster.{role}", rule=f"{launch.kind} names tasks of this role, and here all are workers.")
@@ -123,7 +122,7 @@ class ProcessGroupOptions:
         return problems
 
     def _replica_problems(self, context: PlanContext, launch: LaunchEnvironment) -> list[Problem]:
-        """Whether the processes of all hosts make up the replicas that are asked for."""
+        """Return a problem if the processes of all hosts do not make up the configured replicas."""
         each, ranks = self.ranks_a_replica, launch.num_ranks * self._ranks_a_process(context, launch)
         found = f"{launch.kind} started {_counted(ranks, 'process', 'es')}, and a replica takes {each}"
         if ranks % each:
@@ -169,7 +168,7 @@ class ProcessGroupOptions:
         )
 
     def _ranks_a_process(self, context: PlanContext, launch: LaunchEnvironment) -> int:
-        """One, but for a process that takes all devices of its host."""
+        """Return the ranks of a process: one, unless it takes all devices of its host."""
         if not launch.takes_devices:
             return 1
         if self.devices is not None and launch.num_local == 1:

@@ -1,4 +1,4 @@
-"""Averaging what replicas trained apart: parameters, optimizer state, buffers, as one flat vector in one exchange."""
+"""Average the parameters, optimizer state and buffers of replicas, as one flat vector in one exchange."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOT = "optimizer/outer_momentum/"
 
 @dataclass(frozen=True, kw_only=True)
 class OuterOptimizer:
-    """The outer optimizer: SGD on what the parameters moved by between two averages.
+    """The outer optimizer: SGD on the change of the parameters between two averages.
 
     With x the parameters after the last average, m the new average, d = x - m, and v = momentum v + d:
     x <- x - lr (d + momentum v) with Nesterov's momentum, x - lr v without. A rate of 1 without momentum gives m.
@@ -40,7 +40,7 @@ class OuterOptimizer:
 
 @dataclass(kw_only=True)
 class AveragingWindow:
-    """The steps since the last average, and what the outer optimizer keeps over all of them."""
+    """The steps since the last average, and the state of the outer optimizer."""
 
     outer: OuterOptimizer
     """How the average becomes the next parameters."""
@@ -51,12 +51,12 @@ class AveragingWindow:
     samples: float = 0.0
     """Samples that this rank trained on in them."""
     start: Tensor | None = None
-    """The parameters at the last average, one flat vector; only where there is an outer optimizer."""
+    """The parameters at the last average, one flat vector; only with an outer optimizer."""
     momentum: Tensor | None = None
     """The outer optimizer's momentum, one flat vector; None before its first step."""
 
     def begin(self, replica: Replica) -> None:
-        """Remember what the window starts from."""
+        """Store the parameters at the start of the window."""
         if self.steps == 0 and self.outer.lr is not None:
             self.start = _parameters(replica).pack(list(replica.masters.values()), into=self.start)
 
@@ -68,10 +68,10 @@ class AveragingWindow:
 
     @torch.no_grad()
     def average(self, replica: Replica) -> None:
-        """Make all replicas alike; collective, unless there is one.
+        """Average the replicas; collective, unless there is one.
 
-        Parameters and optimizer state weigh by the targets of their rank, buffers by its samples; counters (Adam's
-        steps, a buffer of integers) are those of rank 0, which has a shard of every step.
+        Parameters and optimizer state are weighted by the targets of their rank, buffers by its samples; counters
+        (Adam's steps, integer buffers) are those of rank 0, which has a shard of every step.
         """
         if replica.num_ranks > 1:
             _make_state(replica)
@@ -97,7 +97,7 @@ class AveragingWindow:
         by_targets, by_samples, counts, totals = flat.split_with_sizes(
             _lengths(weighed, buffers, counters, flat.numel())
         )
-        # A rank without a target must not count, and a window in which nobody had one must not divide by zero.
+        # A rank without targets must not count, and a window without any must not divide by zero.
         totals[0], totals[1] = self.targets, self.samples
         totals.clamp_(min=1e-20)
         by_targets.mul_(totals[0])
@@ -127,7 +127,7 @@ class AveragingWindow:
         return {_SLOT + name: view for name, view in zip(replica.masters, views, strict=True)}
 
     def load_state(self, replica: Replica, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Take over what `state` gave; returns the tensors that are not the outer optimizer's."""
+        """Load the result of `state`; return the tensors that are not the outer optimizer's."""
         own = [tensors.get(_SLOT + name) for name in replica.masters]
         kept = self.outer.lr is not None and any(tensor is not None for tensor in own)
         self.momentum = _parameters(replica).pack(own) if kept else None
@@ -139,7 +139,7 @@ def _parameters(replica: Replica) -> FlatBuffer:
 
 
 def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
-    """Parameters and the optimizer's tensors, and its counters, in canonical order: the same on every rank."""
+    """Return parameters with the optimizer's tensors, and its counters; in canonical order, the same on every rank."""
     weighed: list[Tensor] = [master.detach() for master in replica.masters.values()]
     counters: list[Tensor] = []
     for master in replica.masters.values():
@@ -153,7 +153,7 @@ def _trained(replica: Replica) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _make_state(replica: Replica) -> None:
-    """Let the optimizer of a rank that had no shard so far make its state, by a step that moves nothing."""
+    """Let the optimizer of a rank without shards so far create its state, by a step with learning rate 0."""
     if not replica.stepper.optimizer.state:
         zeros: list[Tensor | None] = [
             torch.zeros_like(master) if used else None

@@ -1,4 +1,4 @@
-"""Local SGD: replicas step alone and average now and then, which changes the maths and saves exchanges."""
+"""Local SGD: replicas step alone and average periodically, which changes the maths and saves communication."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from trainkit.strategies.local_sgd.averaging import AveragingWindow, OuterOptimi
 from trainkit.strategies.reducers import LocalReducer
 
 _AVERAGE_ALONE: Final = OuterOptimizer()
-"""No outer optimizer."""
+"""The average without an outer optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _OwnPart(BatchPlan):
-    """A plan as a replica sees a step that it makes alone: the shards it computes are the batch."""
+    """The plan of a step that a replica makes alone: its shards are the batch."""
 
     shards: tuple[int, ...]
 
@@ -84,7 +84,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
     """What becomes of the average."""
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what concerns every process group, and what replicas that differ cannot keep."""
+        """Return problems of every process group, and settings that differing replicas do not support."""
         problems = self._count_problems(context.launch) or super().validate(context)
         if context.numerics.reproducible:
             rule = "local_sgd depends on the number of replicas. Use strategy=mirrored, or false."
@@ -112,11 +112,11 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return [Problem(key="strategy.replicas", value=self.replicas, rule=rule)]
 
     def replicas_here(self, launch: LaunchEnvironment | None) -> int:
-        """Return this host's share: `replicas` counts those of all hosts, since their number changes the result."""
+        """Return this host's share: `replicas` counts all hosts, because the number changes the result."""
         return self.replicas if launch is None else self.replicas * launch.num_local // launch.num_ranks
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """Return what is averaged when, and that it is another training."""
+        """Return a note about the averages."""
         first = f", after {self.local_after} steps as in mirrored" if self.local_after else ""
         steps = "step" if self.average_every == 1 else f"{self.average_every} steps"
         outer = "" if self.outer.lr is None else f", then an outer step at rate {self.outer.lr:g}"
@@ -129,16 +129,16 @@ class LocalSgd(ProcessGroupOptions, Strategy):
         return (f"{line}: another training than that of one device.",)
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - on any number
-        """Return a whole replica and the flat vector of an average: parameters and two moments; the outer optimizer."""
+        """Return a whole replica, the vector of an average (parameters and two moments), and the outer optimizer."""
         return ModelMemory.whole(model, gradient_copies=3 + (3 if self.outer.lr is not None else 0))
 
     def next_sync_step(self, step: int) -> int:
-        """Return the step of the next average, or the step itself while replicas are still in step."""
+        """Return the step of the next average, or the step itself before replicas step alone."""
         apart = step - self.local_after
         return step if apart <= 0 else step + -apart % self.average_every
 
     def setup(self, request: SetupRequest) -> LocalSgdExecutor:
-        """Join the other ranks, and begin with the numbers of rank 0."""
+        """Join the other ranks, and broadcast the model of rank 0."""
         ranks = self.join(request.identity)
         parts = build_parts(request, ranks=ranks)
         replica = Replica(parts)
@@ -153,7 +153,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
     """A replica that steps alone and is averaged with the others every few steps.
 
     Args:
-        replica: computes where gradients are summed over all replicas.
+        replica: its gradients are summed over all replicas.
         apart: the same model, with a reducer that sums over no other rank.
     """
 
@@ -164,10 +164,10 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         self._settings, self._apart = settings, apart
         self._window = AveragingWindow(outer=settings.outer)
         self._skipped: list[tuple[int, int]] = []
-        """(step, shard) of the shards that this replica has left out since the last average."""
+        """(step, shard) of the shards that this replica has skipped since the last average."""
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Make an update of this replica's own; after the last one of a window, average."""
+        """Update this replica alone; after the last step of a window, average."""
         if ticket.step < self._settings.local_after:
             return super().step(ticket, batches)
         training = self._training
@@ -184,7 +184,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         return outcome
 
     def _step_alone(self, ticket: Ticket, batches: Sequence[Batch], own: StepContext) -> StepOutcome:
-        """Run forward, backward and update of one replica, by the mean over its own targets."""
+        """Run forward, backward and update of one replica, with the mean over its own targets."""
         replica, apart = self._replica, self._apart
         if replica.packing is None:
             ShardStep(replica, ticket, batches, own).agree_on_grad_layout()
@@ -205,7 +205,7 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         return StepOutcome(ticket.step, status, work.loss_sum, work.weight, norm)
 
     def _left_out_by_any(self) -> tuple[LeftOut, ...]:
-        """Return the steps of the window that any replica has left out, with those replicas' shards; collective."""
+        """Return the steps of the window that a replica has skipped, with the shards; collective."""
         if not self._replica.numerics.leaves_out:
             return ()
         here, self._skipped = self._skipped, []
@@ -215,22 +215,22 @@ class LocalSgdExecutor(SynchronousExecutor[Replica]):
         return tuple(LeftOut(step, (Ticket(step, tuple(sorted(shards[step]))),)) for step in sorted(shards))
 
     def sync(self) -> tuple[LeftOut, ...]:
-        """Average what was trained since the last time: the training ends here."""
+        """Average at the end of the training, if steps were made since the last average."""
         if not self._window.steps:
             return ()
         self._window.average(self._replica)
         return self._left_out_by_any()
 
     def check_replicas(self) -> str | None:
-        """Return the first parameter that differs between ranks, where replicas are identical; collective."""
+        """Return the first parameter that differs between ranks, at a step with identical replicas; collective."""
         return drifted_parameter(self._replica)
 
     def state_dict(self) -> StateDict:
-        """Return what every synchronous strategy keeps, and the outer optimizer's momentum."""
+        """Return the state of every synchronous strategy, and the outer optimizer's momentum."""
         return {**super().state_dict(), **self._window.state(self._replica)}
 
     def recover(self, step: int) -> bool:
-        """Refuse: between averages each rank has parameters of its own."""
+        """Return False: between averages each rank has its own parameters."""
         del step
         return False
 

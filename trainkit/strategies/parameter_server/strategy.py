@@ -1,4 +1,4 @@
-"""The parameter server as a strategy: tasks chief, worker, ps and evaluator."""
+"""The parameter server as a strategy, with the tasks chief, worker, ps and evaluator."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _ACCEPT = Staleness()
 class ParameterServer(Strategy):
     """Keep the variables on servers, and let workers come and go.
 
-    The chief orders: it hands out tickets, and says which gradients make the next update; it works itself, on a thread
-    of its own. Workers pull the variables, compute, and push gradients. Servers hold a share of the variables each,
-    balanced by bytes, with its part of the optimizer. In `sync` a ticket is a shard of a step, for whoever is free, and
-    the training is that of one device, to the bit where `numerics.reproducible` says so; in `async` it is a whole step,
-    and every gradient is an update of its own when it comes: another training, which depends on who is faster.
+    The chief assigns tickets and chooses the gradients of the next update; it also computes, on a separate thread.
+    Workers pull the variables, compute, and push gradients. Each server holds a part of the variables, balanced by
+    bytes, with their optimizer state. In `sync` a ticket is a shard of a step for any idle worker, and the training is
+    that of one device, to the bit with `numerics.reproducible`; in `async` it is a whole step, and every gradient is a
+    separate update when it arrives: another training, which depends on the speed of the workers.
 
     Example:
         >>> [str(task) for task in ParameterServer(workers=2, servers=1, evaluator=True).tasks(PlanContext())]
@@ -79,16 +79,16 @@ class ParameterServer(Strategy):
 
     @property
     def changes_maths_here(self) -> bool:
-        """In `async`, unless one worker is alone; where shards of several steps are mixed, or numbers are rounded."""
+        """Whether several workers update asynchronously, updates mix shards of steps, or numbers are rounded."""
         mixes = self.spare_mode == "replace" and self.spare_replicas > 0
         return (self.mode == "async" and self.workers != 1) or mixes or self.transfer != "full"
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return what does not go together."""
+        """Return problems of the fields, with each other and with the context."""
         return _limits(self, context)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return an optimizer that is not elementwise, where a variable would be cut by rows."""
+        """Return a problem if the optimizer is not elementwise and a variable would be split by rows."""
         precision = Precision(value=context.precision)  # type: ignore[arg-type]
         found = split_problems(
             VariableShards(variables_of(model, precision.master_dtype), self.num_servers(context)), context
@@ -99,11 +99,11 @@ class ParameterServer(Strategy):
         return found
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> ParameterServer:  # noqa: ARG002 - no model needed
-        """Return it with the numbers of tasks that a launch has."""
+        """Return the strategy with the numbers of tasks of the launch."""
         return replace(self, workers=self.num_workers(context), servers=self.num_servers(context))
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:  # noqa: ARG002 - the same of any
-        """Return that it is another training, where it is."""
+        """Return a note if it trains differently from one device."""
         if not self.changes_maths_here:
             return ()
         why = {
@@ -156,24 +156,24 @@ class ParameterServer(Strategy):
         return len(self.tasks(PlanContext())) + computing - self.num_workers(PlanContext())
 
     def runs_loop(self, task: Task) -> bool:
-        """Return whether it is the chief alone."""
+        """Return whether it is the chief."""
         return task.role == "chief"
 
     def restarts_alone(self, task: Task) -> bool:
-        """Return whether it is a worker, which keeps nothing that another would need."""
+        """Return whether it is a worker, which has no state that another task would need."""
         return task.role == "worker"
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:  # noqa: ARG002 - the servers hold gradients
-        """Return a whole replica and the chief's second model. Threads on a CPU have gradients of their own."""
+        """Return a whole replica and the chief's second model; each thread on a CPU has its own gradients."""
         return ModelMemory.whole(model, gradient_copies=self.devices_per_worker)
 
     def setup(self, request: SetupRequest) -> CoordinatorExecutor:
-        """Make the chief's models, one to evaluate and one to compute with, and the links to the servers."""
+        """Make the chief's models, one to evaluate and one to compute with, and connect to the servers."""
         computing = _replica(replace(request, model=copy.deepcopy(request.model)))
         return CoordinatorExecutor(self._settings(), request, _replica(request), computing)
 
     def run_auxiliary(self, context: TaskContext) -> None:
-        """Do what workers and servers do, until the chief ends them."""
+        """Run a worker or a server until the chief ends it."""
         settings = self._settings()
         if context.identity.task.role == "ps":
             run_server(settings, context)
@@ -195,14 +195,14 @@ class ParameterServer(Strategy):
         )
 
     def _on_device(self, task: Task, num_gpus: int, place: int) -> Task:
-        """Servers and the evaluator compute on the CPU; workers on the GPUs in turn, shared where there are more."""
+        """Return a task with its device: the CPU for servers and evaluator, the GPUs in turn for workers."""
         computes = task.role in ("chief", "worker") and num_gpus > 0
         device = f"cuda:{place * self.devices_per_worker % num_gpus}" if computes else "cpu"
         return Task(role=task.role, index=task.index, rank=task.rank, device=device)
 
 
 def _replica(request: SetupRequest) -> Replica:
-    """Return a task's replica, which computes one sum; the servers add these up."""
+    """Return a task's replica; the servers sum its gradients."""
     return Replica(build_parts(request, make_reducer=no_reducer))
 
 

@@ -88,7 +88,7 @@ class StagedForward:
 
 
 def assemble(parts: ReplicaParts, cut: StageAssignment, *, stages: int, schedule: ScheduleName) -> PipelineReplica:
-    """Make the replica of one rank, and let a call of its model go through all stages; collective."""
+    """Make the replica of one rank, and let a call of its model run all stages; collective."""
     all_ranks, model = parts.all_ranks, parts.held.model
     place = all_ranks.rank % stages
     holders = holders_of(model, cut, stages)
@@ -125,7 +125,7 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class PipelineWork(ShardStep):
-    """One try at a step: forward and backward of its shards through the stages, and what they add up to.
+    """One try at a step: forward and backward of its shards through the stages, and their sums.
 
     Args:
         batches: one a shard; every rank of a replica has them all.
@@ -164,7 +164,7 @@ class PipelineWork(ShardStep):
         return [*sums, *self._counted()]
 
     def _groups(self) -> list[list[Chunk]]:
-        """Microbatches by shape, in the order of the shards: a schedule takes those of one."""
+        """Return the microbatches by shape, in the order of the shards: a schedule takes one shape."""
         groups: dict[Any, list[Chunk]] = {}
         objective = self.training.objective
         assert isinstance(objective, Supervised)
@@ -177,7 +177,7 @@ class PipelineWork(ShardStep):
         return list(groups.values())
 
     def _measured(self, groups: Sequence[Sequence[Chunk]]) -> None:
-        """Compute the groups, and note the share of the time in which this rank waited for others."""
+        """Compute the groups, and record the fraction of the time in which this rank waited for others."""
         replica = self.replica
         replica.clock.reset()
         start = time.perf_counter()
@@ -196,7 +196,7 @@ class PipelineWork(ShardStep):
             replica.step_metrics["pipeline/bubble_ideal"] = ideal_s / total
 
     def _through_the_stages(self, chunks: Sequence[Chunk]) -> int:
-        """Forward and backward of microbatches of one shape; how many there were, with the repeats."""
+        """Run forward and backward of microbatches of one shape; return their number, with repetitions."""
         replica = self.replica
         traced = replica.trace(self._inputs[chunks[0].shard])
         count = padded_microbatches(replica.schedule, len(chunks), replica.num_stage_ranks)
@@ -223,11 +223,11 @@ class PipelineWork(ShardStep):
             seen = loss.loss_sum.detach()
             self.loss_sum = seen if self.loss_sum is None else self.loss_sum + seen
             self.weight = self.weight + (loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight)
-            # The factor is what backward begins with: the bits of dividing the loss, without that kernel.
+            # Backward begins with this factor: the same bits as dividing the loss, without that kernel.
             return total * (replica.loss_scale.scale / self.divisor.value)
 
     def _counted(self) -> list[Tensor]:
-        """Return the counted weight, which the last stage knows; collective where it is counted."""
+        """Return the counted weight, which the last stage has; collective if it is counted."""
         if not self.divisor.counted:
             return []
         replica = self.replica
@@ -241,7 +241,7 @@ def _repeat(chunk: Chunk) -> Chunk:
 
 
 def _forget(stages: Sequence[ChunkStage], traced: Traced) -> None:
-    """Let go of the step's batches."""
+    """Release the batches of the step."""
     for stage in stages:
         stage.take(())
         stage.clear_runtime_states()
@@ -258,7 +258,7 @@ def _zeros_where_used(grad: Tensor | None, used: bool, master: Tensor) -> Tensor
 
 
 def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
-    """Agree with the other ranks on the parameters that get gradients and the buffers that are updated; collective."""
+    """Agree with the other ranks on which parameters get gradients and which buffers are updated; collective."""
     places = {name: at for at, name in enumerate(replica.holders)}
     flags = torch.zeros(len(places), dtype=torch.int64)
     for name, grad in zip(replica.params, grads, strict=True):
@@ -276,7 +276,7 @@ def _settle(replica: PipelineReplica, grads: Sequence[Tensor | None]) -> None:
 class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
     """A rank that sends the shards of its replica through its stages.
 
-    It begins with what the first replica has, and with tied weights from their first stage; collective.
+    Construction broadcasts the tensors of the first replica, and tied weights from their first stage; collective.
     """
 
     def __init__(self, replica: PipelineReplica, training: StepContext, ranks: RankGroup) -> None:
@@ -288,7 +288,7 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
             replica.groups.align(replica.masters, replica.holders)
 
     def sharded_state_dict(self) -> ShardedState:
-        """Return this rank's tensors; of the first replica, and those of several stages on the first of them."""
+        """Return this rank's tensors, on the first replica; a tensor of several stages, on the first stage."""
         replica = self._replica
         if replica.rank:
             return {}
@@ -306,7 +306,7 @@ class PipelineExecutor(SynchronousExecutor[PipelineReplica]):
         restore_replica(self._replica, select(state, lambda key: name_in(key) not in foreign))
 
     def recover(self, step: int) -> bool:
-        """Refuse: other ranks hold stages, and may have begun an update."""
+        """Return False: other ranks hold stages, and may have begun an update."""
         del step
         return False
 

@@ -1,4 +1,4 @@
-"""What a rank of a pipeline works on: its stages, their schedules, and what it shares with other ranks."""
+"""The stages of a rank of a pipeline, their schedules, and the groups of ranks with the same tensors."""
 
 from __future__ import annotations
 
@@ -158,35 +158,35 @@ def _described(program: Program, number: int) -> Tensor:
 ShapeKey = tuple[Any, ...]
 
 Score = Callable[[Sequence[Tensor], int], Tensor]
-"""(outputs, number of the microbatch) -> where its backward pass begins."""
+"""(outputs, number of the microbatch) -> the start value of its backward pass."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Traced:
-    """What the model does with inputs of one shape, cut into stages."""
+    """The computation of the model for inputs of one shape, cut into stages."""
 
     program: Program
     stretches: tuple[StageProgram, ...]
     segments: dict[int, StageModule]
-    """Stage -> what computes it, for the stages of this rank."""
+    """Stage -> its module, for the stages of this rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageLayout:
-    """Which stages are where, and which of them are here."""
+    """The ranks of the stages, and the stages of this rank."""
 
     cut: StageAssignment
     """All stages."""
     num_stage_ranks: int
     """Ranks of the replica; stage i is on rank i modulo this."""
     place: int
-    """Of this rank among them."""
+    """The position of this rank among them."""
     schedule: ScheduleName
     """The order in which a rank computes microbatches."""
     groups: Groups
-    """The ranks that gradients are added up with."""
+    """The process groups that sum gradients."""
     holders: dict[str, tuple[int, ...]]
-    """Parameter or buffer -> the places in the pipeline that hold it."""
+    """Parameter or buffer -> the positions in the pipeline that hold it."""
     blocks: dict[int, Blocks]
     """Stage -> its modules, for the stages of this rank."""
     buffer_names: list[str]
@@ -203,28 +203,28 @@ class PipelineReplica(Replica):
         self.blocks, self.buffer_names = layout.blocks, layout.buffer_names
         self.clock = BusyTimer()
         self.settled = False
-        """Whether the first step has shown which buffers are updated and which parameters are used."""
+        """Whether it is known which buffers are updated and which parameters are used."""
         self.changed: list[float] = []
-        """A flag a buffer of this rank: whether a forward pass of the first step has updated it."""
+        """A flag per buffer of this rank: whether a forward pass of the first step has updated it."""
         self._versions: list[tuple[int, int]] = []
         self._traced: dict[ShapeKey, Traced] = {}
         self._schedules: dict[tuple[Any, ...], tuple[Any, list[ChunkStage]]] = {}
         self._own_code: ObjectSnapshot | None = None
-        """What the attributes of the model's own code held when the traces were made."""
+        """The attributes of the model's own code when the traces were made."""
         self._score: Score | None = None
         self._step = 0
 
     def begin_step(self, step: int, score: Score) -> None:
-        """Compute the microbatches of a step from now on.
+        """Begin with the microbatches of a step.
 
         Args:
             step: its number.
-            score: what the last stage scores a microbatch with: (outputs, its number) -> where backward begins.
+            score: scores a microbatch on the last stage: (outputs, its number) -> the start value of backward.
         """
         self._step, self._score = step, score
 
     def settle(self, *, used: Sequence[bool], buffers: Sequence[float]) -> None:
-        """Keep which parameters get gradients and which buffers are updated, as all ranks have seen it."""
+        """Store which parameters get gradients and which buffers are updated, as agreed by all ranks."""
         self.set_used(used)
         if self.buffers.names:
             self.buffers.settle(buffers)
@@ -236,7 +236,7 @@ class PipelineReplica(Replica):
         return sorted(self.blocks)
 
     def is_home(self, name: str) -> bool:
-        """Whether this is the rank of its replica that answers for a tensor which several hold."""
+        """Return whether this is the first rank of its replica that holds a tensor."""
         return self.holders[name][0] == self.place
 
     def trace(self, inputs: Any) -> Traced:
@@ -261,9 +261,9 @@ class PipelineReplica(Replica):
         return self._traced[key]
 
     def _forget_outdated(self) -> None:
-        """Forget all traces where an attribute between blocks was changed, by a callback for instance.
+        """Discard all traces if an attribute of code between blocks was changed, for example by a callback.
 
-        A trace holds the values that attributes had when it was made. The mode of a module is part of a trace's key.
+        A trace contains the values that attributes had when it was made. The mode of a module is part of a trace's key.
         """
         changed = [] if self._own_code is None else [name for name, _ in self._own_code.changed()]
         if self._own_code is None or any(name.rpartition(".")[2] != "training" for name in changed):
@@ -310,13 +310,13 @@ class PipelineReplica(Replica):
         return self._score(outputs, int(number))
 
     def before_forward(self, chunk: Chunk) -> None:
-        """Key the shard's random numbers; the model's own code is keyed by calls of its program."""
+        """Set the random key of the shard; calls of the program set the keys of the model's own code."""
         self.keys.enter(step=self._step, shard=chunk.shard)
         if self.buffers.names and not self.settled:
             self._versions = self.buffers.versions()
 
     def after_forward(self, chunk: Chunk, stage: int) -> None:
-        """Weight the buffers that the shard has left, and put them back."""
+        """Weight the buffers after the shard, and restore them."""
         if not self.buffers.names:
             return
         if not self.settled:
@@ -327,7 +327,7 @@ class PipelineReplica(Replica):
         self.buffers.reset()
 
     def after_backward(self) -> None:
-        """Add up gradients in the masters' numbers, where those are apart."""
+        """Add gradients to separate masters."""
         if self.masters_apart:
             self.accumulate_in_masters()
 

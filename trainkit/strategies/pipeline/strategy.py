@@ -1,4 +1,4 @@
-"""Pipelines: the stages of a model on the ranks of a replica, and shards that flow through them."""
+"""Pipelines: the stages of a model on the ranks of a replica, with the shards of a step as microbatches."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
     @property
     def ranks_a_replica(self) -> int:
-        """The stages that are computed at once."""
+        """The ranks of the stages."""
         return self.stages
 
     @property
@@ -91,7 +91,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return self.stages * self.stages_a_rank
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return schedules and stages that do not go together, and what concerns every process group."""
+        """Return problems: schedules that do not fit the stages, and those of every process group."""
         found = []
         if several_a_rank(self.schedule) is False and self.stages_a_rank > 1:
             rule = f"schedule={self.schedule} has one stage a rank. Use interleaved, or leave it out."
@@ -123,7 +123,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return Limits(given=self.max_memory, num_ranks=self.stages)
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:
-        """Return what is wrong with the map for this model, and with the model for a pipeline."""
+        """Return problems of the map for this model, and of the model for a pipeline."""
         cut = self._cut(model, context.precision, context)
         if not isinstance(cut, StageAssignment):
             return cut
@@ -165,7 +165,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return {"stages": count}
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return what the fullest rank holds, and a flat vector for the exchange between replicas."""
+        """Return the memory of the fullest rank, and a flat vector for the exchange between replicas."""
         copies = 0 if self.num_replicas(context) == 1 else 1
         from trainkit.strategies.pipeline.groups import holders_of  # noqa: PLC0415 - torch.distributed
 
@@ -181,7 +181,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
         return ModelMemory(resident=fullest, gradient_copies=copies)
 
     def resolve(self, build: Callable[[], nn.Module], context: PlanContext) -> Pipeline:
-        """Return it with a stage for each block: what a shard keeps in each, and their order, are known here only."""
+        """Return the strategy with a stage for each block: activations and the order of blocks are known only here."""
         model = build()
         if isinstance(self.map, Mapping) and not names_parts(model, self.map):
             return self
@@ -243,7 +243,7 @@ class Pipeline(ProcessGroupOptions, Strategy):
 
 
 def _keep_stages(kept: StageParams, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-    """Keep the tensors of a rank's stages, and copies of higher precision of these alone."""
+    """Keep the tensors of a rank's stages, and copies of higher precision only of these."""
     kept.release(model, lazy_init_values(model))
     held = move_and_cast(model, precision, placement)
     params = _here(held.params)
@@ -253,7 +253,7 @@ def _keep_stages(kept: StageParams, model: nn.Module, precision: Precision, plac
 
 
 def _scores_alone(objective: Objective) -> bool:
-    """Whether an objective needs the model's outputs and the targets only: a loss of its own would not be called."""
+    """Return whether an objective needs only outputs and targets: its own `loss` would not be called."""
     return isinstance(objective, Supervised) and type(objective).loss is Supervised.loss
 
 

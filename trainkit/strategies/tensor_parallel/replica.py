@@ -1,4 +1,4 @@
-"""A rank's parts of a replica whose layers are cut, and the rank's place among the others."""
+"""A rank's parts of a replica whose layers are sharded, and its position on the mesh."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class OnMesh(SingleDevicePlacement):
     axes: Axes = field(default_factory=Axes)
     """How the ranks are arranged."""
     rank: int = 0
-    """This one."""
+    """This rank."""
     mesh: DeviceMesh | None = None
-    """The axes of more than one rank; None where there is no other rank."""
+    """The axes of more than one rank; None if there is no other rank."""
 
     @property
     def places(self) -> dict[str, int]:
@@ -34,16 +34,16 @@ class OnMesh(SingleDevicePlacement):
         return self.axes.coordinates(self.rank)
 
     def group(self, axis: str) -> dist.ProcessGroup | None:
-        """Return the group of ranks that differ only on one axis; None where this is the only one."""
+        """Return the group of ranks that differ only on one axis; None if this is the only one."""
         return None if self.mesh is None or getattr(self.axes, axis) == 1 else self.mesh.get_group(axis)
 
 
 def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
-    """Where a part of a part lies in the whole.
+    """Return the slice of a part of a part in the full tensor.
 
     Args:
-        outer: where the layer's part lies.
-        part: what is left of it on this rank: a DTensor, cut over the replicas, or a plain tensor, all of it.
+        outer: the slice of the layer's part.
+        part: a DTensor, sharded over the replicas, or a plain tensor, which is the whole part.
     """
     inner = ShardSlice.of(part, is_first=outer.is_written)
     offset = tuple(start + more for start, more in zip(outer.offset, inner.offset, strict=True))
@@ -52,9 +52,9 @@ def within(outer: ShardSlice, part: Tensor) -> ShardSlice:
 
 @torch.no_grad()
 def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
-    """Take over what the first rank holds whole, and the first replica's parts; collective.
+    """Broadcast the whole tensors of the first rank, and the parts of the first replica; collective.
 
-    A model may draw its own numbers where no seed reaches. Parts that replicas share out are alike already.
+    A model may draw numbers that no seed controls. Parts that are sharded over replicas are equal already.
     """
     if place.mesh is None or place.axes.shard > 1:
         return
@@ -71,7 +71,7 @@ def begin_alike(replica: ShardedReplica, place: OnMesh) -> None:
 
 
 def drifted_part(replica: ShardedReplica) -> str | None:
-    """Return the first parameter whose same part differs in bits between two ranks, and name them; collective."""
+    """Return the first parameter of which two ranks hold the same part in different bits; collective."""
     names = list(replica.parts)
     rows = [
         [int(bits_hash(part)), hash64(*replica.cuts[name].offset) >> 1]  # a signed number holds 63 bits

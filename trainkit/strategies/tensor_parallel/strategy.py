@@ -1,4 +1,4 @@
-"""Tensor parallelism: every layer of a plan is cut over the ranks of a replica, which compute each sample together."""
+"""Tensor parallelism: the layers of a plan are sharded over the ranks of a replica, which compute together."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return max(self.degree, 1)
 
     def validate(self, context: PlanContext) -> list[Problem]:
-        """Return degrees that are none, and what cut layers cannot keep; `validate_model` judges the plan."""
+        """Return problems of degrees, and settings that sharded layers do not support."""
         if self.degree < 1:
             return [Problem(key="strategy.degree", value=self.degree, rule="must be 1 or more.")]
         problems = [*super().validate(without_order(context)), *sharding_problems(context)]
@@ -90,13 +90,13 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return problems
 
     def validate_model(self, model: nn.Module, context: PlanContext) -> list[Problem]:  # noqa: ARG002 - on any host
-        """Return what is wrong with the plan for this model; what cannot be cut over the replicas."""
+        """Return problems of the plan for this model, and parameters that cannot be sharded over the replicas."""
         fit = self._fitted(model)
         found = [*(fit.problems or shares_rng_across_ranks(model, fit))]
         return [*found, *(unsharded_model_problems(model) if self.shard else [])]
 
     def notes(self, model: nn.Module) -> tuple[str, ...]:
-        """Return which layers are cut how, and whether what they draw is then another training's."""
+        """Return notes: how layers are sharded, and whether their random numbers differ from those of one device."""
         if self.degree == 1:
             return ("strategy.degree=1 cuts no layer: every replica is whole, as in strategy=mirrored.",)
         fit = self._fitted(model)
@@ -110,7 +110,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return (line, "the model draws random numbers: where layers are cut, alike in distribution only.")
 
     def estimate_memory(self, model: nn.Module, context: PlanContext) -> ModelMemory:
-        """Return what a rank holds; the vector that replicas exchange, unless backward sums part by part."""
+        """Return the memory of a rank, and the vector that replicas exchange, unless backward sums by parts."""
         return ModelMemory(
             resident=self._resident_elements(model, context),
             transient=self._transient_elements(model, context),
@@ -131,7 +131,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return found
 
     def _transient_elements(self, model: nn.Module, context: PlanContext) -> int:
-        """With `shard`: what the model itself owns, a block and the next, the gradients of one, and these as sent."""
+        """With `shard`, count the model's own tensors, two blocks, the gradients of one, and their send buffers."""
         if not self.shard or self.num_replicas(context) == 1:
             return 0
         fit = self._fitted(model)
@@ -143,7 +143,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return rest + 2 * largest + 2 * max(largest, rest)
 
     def setup(self, request: SetupRequest) -> ShardedExecutor:
-        """Join the other ranks, and leave each its part of every layer of the plan.
+        """Join the other ranks, and keep this rank's part of every layer of the plan.
 
         Raises:
             ConfigError: the plan does not fit the model, or the degrees do not make up the ranks of the run.
@@ -189,7 +189,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         precision: Precision,
         placement: Placement,
     ) -> PlacedModel:
-        """Leave this rank its part of each layer of the plan, and let the layers exchange what they need.
+        """Keep this rank's part of each layer of the plan, and let the layers exchange activations.
 
         Raises:
             ConfigError: the plan does not fit the model.
@@ -208,7 +208,7 @@ class TensorParallel(ProcessGroupOptions, Strategy):
         return held
 
     def _cut(self, place: OnMesh, model: nn.Module, precision: Precision, placement: Placement) -> nn.Module:
-        """Cut what is left of each layer over the replicas; collective."""
+        """Shard this rank's part of each layer over the replicas; collective."""
         assert place.mesh is not None
         units = without_shared(model, blocks_of_model(model)).values()
         sharding = Sharding(mesh=place.mesh["shard"], device=placement.device, precision=precision)

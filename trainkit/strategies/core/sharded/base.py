@@ -1,4 +1,4 @@
-"""What strategies share whose ranks hold parts of the parameters, of their gradients and of the optimizer's state."""
+"""Common code of strategies whose ranks hold parts of the parameters, their gradients and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from trainkit.strategies.tensors.layouts import make_dense
 from trainkit.strategies.tensors.sharded import ShardedState, TensorShard, gather_full
 
 CutModel = Callable[[nn.Module, Precision, Placement], nn.Module]
-"""Cuts a model over the ranks, its parameters made DTensors in the numbers they are held in; collective."""
+"""Shards a model over the ranks: its parameters become DTensors in their stored dtype; collective."""
 
 
 def without_order(context: PlanContext) -> PlanContext:
-    """Return a context without the order of summation, which is judged by `sharding_problems`."""
+    """Return a context without the order of summation, which `sharding_problems` checks."""
     return replace(context, numerics=replace(context.numerics, reproducible=False))
 
 
 def sharding_problems(context: PlanContext) -> list[Problem]:
-    """Return an order of summation or an optimizer that parts of parameters cannot have."""
+    """Return the problem of an order of summation or an optimizer that sharded parameters do not support."""
     found = []
     if context.numerics.reproducible:
         rule = "is not kept where gradients are summed part by part. Use strategy=mirrored, or leave it out."
@@ -51,7 +51,7 @@ def sharding_problems(context: PlanContext) -> list[Problem]:
 
 
 def unsharded_model_problems(model: nn.Module) -> list[Problem]:
-    """Return parameters that cannot be cut, and gradients that cannot be summed in parts."""
+    """Return problems of parameters that cannot be sharded, and gradients that cannot be summed in parts."""
     found = sparse_problems(model, "which are not summed in parts")
     for name, param in model.named_parameters():
         if not param.dim():
@@ -61,7 +61,7 @@ def unsharded_model_problems(model: nn.Module) -> list[Problem]:
 
 
 def cut_and_cast(cut: CutModel, model: nn.Module, precision: Precision, placement: Placement) -> PlacedModel:
-    """Cut a model, and take this rank's parts as plain tensors; move a single rank's whole."""
+    """Shard a model, and return this rank's parts as plain tensors; a single rank keeps the whole model."""
     if not dist.is_initialized():
         values = lazy_init_values(model)
         return move_and_cast(model if values is None else filled(model, values), precision, placement)
@@ -76,7 +76,7 @@ def cut_and_cast(cut: CutModel, model: nn.Module, precision: Precision, placemen
 
 
 def cuts_of(model: nn.Module, *, is_rank0: bool) -> dict[str, ShardSlice]:
-    """Return where each parameter's part lies; empty where none is cut."""
+    """Return the slice of each parameter on this rank; empty if none is sharded."""
     params = dict(model.named_parameters())
     if not any(isinstance(param, DTensor) for param in params.values()):
         return {}
@@ -86,10 +86,10 @@ def cuts_of(model: nn.Module, *, is_rank0: bool) -> dict[str, ShardSlice]:
 
 
 class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
-    """A rank with parts of the parameters.
+    """A rank with parts of the parameters, or whole ones if the replica has no cuts.
 
     Args:
-        check: names a parameter of which two ranks hold the same part in different bits; collective.
+        check: returns a parameter of which two ranks hold the same part in different bits; collective.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
         self._check = check
 
     def sharded_state_dict(self) -> ShardedState:
-        """Return the parts of this rank; what is whole everywhere, on rank 0."""
+        """Return the shards of this rank; tensors that are whole on all ranks, on rank 0."""
         replica = self._replica
         if replica.cuts:
             return sharded_pieces(replica)
@@ -115,7 +115,7 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
         return {name: (TensorShard.whole(tensor),) for name, tensor in replica_state(replica).items()}
 
     def state_dict(self) -> StateDict:
-        """Return the whole state, put together on every rank; collective."""
+        """Return the whole state, gathered on every rank; collective."""
         if self._replica.cuts:
             return gather_full(sharded_pieces(self._replica), self._replica.all_ranks)
         return replica_state(self._replica)
@@ -128,10 +128,10 @@ class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
             restore_replica(self._replica, state)
 
     def recover(self, step: int) -> bool:
-        """Refuse: other ranks hold parts, and may have begun an update."""
+        """Return False: other ranks hold parts, and may have begun an update."""
         del step
         return False
 
     def check_replicas(self) -> str | None:
-        """Return the parameter of which two ranks hold the same part in different bits; collective."""
+        """Return a parameter of which two ranks hold the same part in different bits; collective."""
         return self._check(self._replica)

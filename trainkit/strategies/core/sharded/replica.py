@@ -117,16 +117,16 @@ def joined_norms(cuts: Sequence[ShardSlice], device: torch.device) -> JoinNorms:
 
 
 class ShardedReplica(Replica):
-    """What of a model is on one rank.
+    """The parts of a model on one rank.
 
-    `params` and `masters` are the parts of the trainable parameters that are here, as plain tensors in the memory of
-    the model's own parameters: the optimizer, its kernels and the update are those of a whole replica. Where nothing
-    is cut (a single rank), it is one.
+    `params` and `masters` are this rank's parts of the trainable parameters, as plain tensors in the memory of the
+    model's own parameters: the optimizer, its kernels and the update are those of a whole replica. A single rank, which
+    shards nothing, has a whole replica.
 
     Args:
-        cuts: where each parameter's part lies, trainable or not; empty where the replica is whole.
-        expect: called before a shard with whether it is the last of this rank and step.
-        reload: called when parameters were replaced, where the model may hold what it has gathered of them.
+        cuts: the slice of each parameter, trainable or not; empty if the replica is whole.
+        expect: called before each shard with whether it is the last one of this rank and step.
+        reload: called when parameters were replaced, so that the model frees gathered copies.
     """
 
     def __init__(
@@ -140,17 +140,17 @@ class ShardedReplica(Replica):
         super().__init__(parts)
         self.cuts = dict(cuts)
         self.owners = dict(parts.held.model.named_parameters())
-        """The model's own parameters, which backward gives their gradients, by canonical name."""
+        """The model's own parameters, which get the gradients of backward, by canonical name."""
         self.expect, self.reload = expect or _ignore_last, reload or _keep
         self.stand_in: Batch = None
-        """A batch for a rank that has none in a step, and must take part in the exchanges of the others."""
+        """A batch for steps in which this rank has none, but must take part in the collectives of the others."""
 
     def set_stand_in(self, batch: Batch) -> None:
-        """Keep a batch for steps in which this rank has none."""
+        """Store a batch for steps in which this rank has none."""
         self.stand_in = batch
 
     def take_grads(self) -> list[Tensor | None]:
-        """Take the parts of the gradients that came since the last call; None for a parameter without."""
+        """Return the parts of the gradients since the last call; None for a parameter without."""
         if not self.cuts or self.masters_apart:
             return super().take_grads()
         grads = [self.owners[name].grad for name in self.params]
@@ -160,7 +160,7 @@ class ShardedReplica(Replica):
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The parts of all parameters, trainable or not, as they are saved."""
+        """The parts of all parameters, trainable or not, for a checkpoint."""
         held = self.masters
         return {name: held[name] if name in held else local_part(self.owners[name]) for name in self.cuts}
 
@@ -188,7 +188,7 @@ def sharded_pieces(replica: ShardedReplica) -> ShardedState:
 
 
 def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> None:
-    """Take this rank's parts of the tensors of a checkpoint; no more of one is asked for than that part.
+    """Load this rank's parts of the tensors of a checkpoint; no more is read.
 
     Raises:
         CheckpointError: a parameter or buffer is missing, unknown, or of another shape.
@@ -210,7 +210,7 @@ def restore_pieces(replica: ShardedReplica, tensors: Mapping[str, Tensor]) -> No
 
 
 def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut: ShardSlice, is_owner: bool) -> None:
-    if tuple(part.shape) != cut.size:  # a count of steps: the same on every rank
+    if tuple(part.shape) != cut.size:  # a step count: the same on every rank
         if is_owner:
             found[key] = (TensorShard.whole(part),)
     elif cut.is_written and not cut.is_empty:
@@ -218,14 +218,14 @@ def _add(found: dict[str, tuple[TensorShard, ...]], key: str, part: Tensor, cut:
 
 
 class _Local(Mapping[str, Tensor]):
-    """The tensors of a checkpoint, each cut to this rank's part when it is asked for."""
+    """The tensors of a checkpoint, each cut to this rank's part on access."""
 
     def __init__(self, wholes: Mapping[str, Tensor], cuts: Mapping[str, ShardSlice]) -> None:
         self._wholes, self._cuts = wholes, cuts
 
     def __getitem__(self, key: str) -> Tensor:
         cut = self._cuts.get(name_in(key))
-        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a count of steps is no cut one
+        if cut is None or tuple(shape_of(self._wholes, key)) != cut.shape:  # a step count is not sharded
             return self._wholes[key]
         return read_slice(self._wholes, key, cut.region).clone()
 

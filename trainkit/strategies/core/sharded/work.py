@@ -62,10 +62,10 @@ def _exchanged(leaf: Any, description: dict[str, Any], device: torch.device) -> 
 
 
 class ShardedWork(ShardStep):
-    """One try at a step, whose forward and backward passes are exchanges.
+    """One try at a step whose forward and backward passes are collective.
 
-    Gradients are summed over the ranks as backward makes them; what is whole on every rank (updated buffers, the
-    counted weight) is summed at the end. A rank with fewer shards than others computes one again, with weight 0.
+    Gradients are summed over the ranks during backward; tensors that are whole on every rank (updated buffers, the
+    counted weight) are summed at the end. A rank with fewer shards than others repeats one, with weight 0.
 
     Args:
         group: the ranks whose shards differ; None: all.
@@ -95,16 +95,16 @@ class ShardedWork(ShardStep):
             replica.buffers.begin_step()
         turns = list(zip(self.ticket.shards, self.batches, strict=True))
         for turn, (shard, batch) in enumerate(turns, start=1):
-            self._tell(is_last=turn == len(turns) and again is None)
+            self._expect(is_last=turn == len(turns) and again is None)
             self.weight = self.weight + self._shard(shard, batch)
         if again is not None:
-            self._tell(is_last=True)
+            self._expect(is_last=True)
             self._repeat(again)
         self._enter("reduce")
         return [*replica.take_grads(), *self._sum(packing)]
 
     def agree_on_grad_layout(self) -> FlatBuffer:
-        """See which buffers are updated, and agree on it; collective, once."""
+        """Find which buffers are updated, and agree on it; collective, once."""
         replica, buffers = self.replica, self.replica.buffers
         if buffers.names:
             batch = self.batches[0] if self.batches else replica.stand_in
@@ -118,10 +118,10 @@ class ShardedWork(ShardStep):
         return packing
 
     def _again(self) -> Batch:
-        """Return the batch to compute again where other ranks have more shards, or None. Collective."""
+        """Return the batch to repeat if other ranks have more shards, or None. Collective."""
         plan, replica, step = self.training.plan, self.replica, self.ticket.step
         num_shards, ranks = plan.num_shards(step), replica.num_ranks
-        if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will want it
+        if replica.stand_in is None and plan.num_shards(plan.steps_per_epoch - 1) < ranks:  # some step will need it
             own, all_ranks = self.batches[0] if self.batches else None, replica.all_ranks
             replica.set_stand_in(own if num_shards >= ranks else dummy_batch(own, replica.device, all_ranks))
         if len(self.batches) == -(-num_shards // ranks):
@@ -129,7 +129,7 @@ class ShardedWork(ShardStep):
         return self.batches[-1] if self.batches else replica.stand_in
 
     def _repeat(self, batch: Batch) -> None:
-        """Take part in the exchanges of a shard, and add nothing."""
+        """Take part in the collectives of a shard, and add nothing."""
         seen, self._counts = self.loss_sum, False
         self._shard(self.ticket.shards[-1] if self.ticket.shards else 0, batch)
         self.loss_sum, self._counts = seen, True
@@ -140,7 +140,7 @@ class ShardedWork(ShardStep):
     def _seed(self, total: Tensor) -> Tensor:
         return super()._seed(total) if self._counts else torch.zeros_like(total, requires_grad=False)
 
-    def _tell(self, *, is_last: bool) -> None:
+    def _expect(self, *, is_last: bool) -> None:
         self.replica.expect(is_last)
 
     def _sum(self, packing: FlatBuffer) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The chief's process: the model that is looked at, the one that computes, and what makes the updates."""
+"""The chief's process: the model that is evaluated, the one that computes, and the dispatcher of updates."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel
 
 
 class CoordinatorExecutor(Executor):
-    """What the chief works with.
+    """The chief: it evaluates, computes, and dispatches updates.
 
     Args:
         eval_model: the model that is evaluated and sampled from; up to date after `refresh_model`.
         computing: the model of the chief's own worker.
 
     Raises:
-        LinkError: a server has not come.
+        LinkError: a server cannot be reached.
     """
 
     def __init__(self, settings: PsSettings, request: SetupRequest, eval_model: Replica, computing: Replica) -> None:
@@ -45,20 +45,20 @@ class CoordinatorExecutor(Executor):
         self._addresses = AddressBook.of(request.identity, settings.timeout_s)
         self._shares = settings.shares(eval_model)
         self._servers = settings.servers(self._addresses, self._shares, "chief")
-        """The links that give orders."""
+        """Connections for orders."""
         self._listener = self._addresses.listener("chief")
-        """Where workers of other processes come to."""
+        """Accepts the connections of workers in other processes."""
         numerics = eval_model.numerics
         self._lanes = numerics.lanes if numerics.reproducible else None
         """Lanes of the reproducible order of summation."""
         self._recalled: JsonMap = {}
-        """What a checkpoint knows of what was handed out."""
+        """The assigned work in a checkpoint."""
         self._chief: UpdateDispatcher | None = None
         """None until the first step."""
         self._scheduler: WorkScheduler | None = None
         self._version = 0
         self._seen = 0
-        """The version that the evaluated model shows."""
+        """The version of the evaluated model."""
 
     @property
     def local(self) -> Replica:
@@ -66,18 +66,18 @@ class CoordinatorExecutor(Executor):
         return self._eval_model
 
     def assign(self, step: int) -> tuple[int, ...]:
-        """Return nothing: shards are for whichever worker is free."""
+        """Return nothing: shards are assigned to idle workers."""
         del step
         return ()
 
     def tickets(self, position: StepCounter, until: int | None = None) -> Iterator[Ticket]:
-        """Yield empty tickets: wait for the next update."""
+        """Yield empty tickets, each of which waits for the next update."""
         self._start(position.step, until)
         while True:
             yield Ticket(position.step, ())
 
     def step(self, ticket: Ticket, batches: Sequence[Batch]) -> StepOutcome:
-        """Wait for the next update, of whatever workers have computed; at the first call, let all workers in."""
+        """Wait for the next update; at the first call, start the workers."""
         del ticket, batches
         if self._chief is None:
             self._chief = self._start_dispatcher()
@@ -92,7 +92,7 @@ class CoordinatorExecutor(Executor):
             self._seen = self._version
 
     def state_dict(self) -> StateDict:
-        """Return what the servers hold; before the first step, what they will."""
+        """Return the state of the servers; before the first step, the state that they will load."""
         if self._chief is None:
             return replica_state(self._eval_model)
         if self._chief.record is not None:
@@ -100,19 +100,19 @@ class CoordinatorExecutor(Executor):
         return self._servers.state()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Restore a checkpoint; the servers get it before the next step."""
+        """Restore a checkpoint; the servers load it before the next step."""
         restore_replica(self._eval_model, state)
 
     def state_dict_extra(self) -> JsonMap:
-        """Return what is handed out and not applied."""
+        """Return the work that is assigned and not applied."""
         return self._recalled if self._scheduler is None else self._scheduler.remember()
 
     def load_state_extra(self, extra: JsonMap) -> None:
-        """Hand it out again, before anything else."""
+        """Assign this work again, before any other."""
         self._recalled = dict(extra)
 
     def result_extra(self) -> JsonMap:
-        """Return the staleness of the updates, and the gradients that came too late."""
+        """Return the staleness of the updates, and the number of late gradients."""
         if self._chief is None:
             return {}
         found: dict[str, object] = {}
@@ -125,7 +125,7 @@ class CoordinatorExecutor(Executor):
         return found
 
     def close(self, *, failed: bool = False) -> None:  # noqa: ARG002 - the others wait for no exchange
-        """End the other tasks, and close all links."""
+        """End the other tasks, and close all connections."""
         self._addresses.end()
         if self._chief is not None:
             self._chief.close()
@@ -178,7 +178,7 @@ class CoordinatorExecutor(Executor):
         return None if self._request.folder is None else UpdateLog(self._request.folder / FILE, self._version)
 
     def _work(self, channel: WorkChannel) -> None:
-        """On a thread: what a worker does in a process of its own."""
+        """Run the chief's own worker, on a thread."""
         data = self._request.open_data(self._eval_model.device)
         servers = self._settings.servers(self._addresses, self._shares, "worker:chief")
         with closing(servers), closing(self._settings.replicas(self._computing)) as replicas:
