@@ -323,12 +323,12 @@ def shares_table(size_mb: float, steps: int) -> str:
         with serving(model, sgd, servers=count) as farm:
             servers = farm.chief
             servers.pull(into)
-            before = [servers.sent_bytes[server] + servers.received_bytes[server] for server in range(count)]
+            before = [link.sent_bytes + link.received_bytes for link in servers.links]
             for step in range(steps):
                 servers.push("a", into)
                 servers.apply(version=step + 1, lr_factor=1.0, keys=["a"])
                 servers.pull(into)
-            after = [servers.sent_bytes[server] + servers.received_bytes[server] for server in range(count)]
+            after = [link.sent_bytes + link.received_bytes for link in servers.links]
         carried = max(late - early for early, late in zip(before, after, strict=True)) / steps
         held = [farm.shares.bytes_of(server) for server in range(count)]
         spread = f"{min(held) / fair:.3f} to {max(held) / fair:.3f}"

@@ -6,9 +6,8 @@ import pytest
 
 from tests.cluster.refusals import refused
 from tests.support.present import present
-from trainkit.cluster.detect import LAUNCHERS, detect
 from trainkit.cluster.launch import LaunchEnvironment
-from trainkit.cluster.local import Local
+from trainkit.cluster.local import LAUNCHERS, Local, detect
 from trainkit.cluster.spec import Spec
 
 REMEDY = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from trainkit.cluster.detect import detect
+from trainkit.cluster.local import detect
 from trainkit.errors import ConfigError
 
 REMEDY = "Correct it, or have the launch ignored: TRAINKIT_LAUNCHER=none."

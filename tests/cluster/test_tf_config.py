@@ -4,7 +4,7 @@ import pytest
 
 from tests.cluster.refusals import refused
 from tests.support.present import present
-from trainkit.cluster.detect import detect
+from trainkit.cluster.local import detect
 from trainkit.cluster.tf_config import read_tf_config
 
 REMEDY = "Correct it, or unset it: TF_CONFIG= trainkit ..."

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 import trainkit
-from trainkit.cluster.detect import detect
+from trainkit.cluster.local import detect
 from trainkit.config.schema import RunConfig
 from trainkit.errors import DataError, TrainkitError
 from trainkit.run.planning.plan import RunPlan, make_plan

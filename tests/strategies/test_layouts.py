@@ -13,7 +13,7 @@ from trainkit.strategies.core.optimizer import OptimizerStepper
 from trainkit.strategies.groups.collective import GroupCollective, broadcast_values
 from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.parameter_server.wire.variables import variables_of
-from trainkit.strategies.pipeline.stage_params import StageParams
+from trainkit.strategies.pipeline.strategy import StageParams
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.layouts import in_layout, make_dense
 

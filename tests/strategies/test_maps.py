@@ -15,10 +15,9 @@ from trainkit.models.gpt import Gpt
 from trainkit.strategies.base import PlanContext
 from trainkit.strategies.device_map.strategy import DeviceMap
 from trainkit.strategies.partition.activations import activation_bytes
-from trainkit.strategies.partition.balance import balanced
 from trainkit.strategies.partition.blocks import blocks_of
 from trainkit.strategies.partition.device_layout import DeviceLayout
-from trainkit.strategies.partition.solver import model_bytes, unit_bytes
+from trainkit.strategies.partition.solver import balanced, model_bytes, unit_bytes
 from trainkit.strategies.partition.syntax import assign, collapsed
 
 FACTS = PlanContext(num_gpus=4)

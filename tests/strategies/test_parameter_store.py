@@ -170,9 +170,9 @@ def test_servers_between_two_updates_are_read_again() -> None:
         farm.chief.push("a", gradients(model, 1))
         farm.chief.links[1].send("apply", meta)
         farm.chief.answer(1, "applied")
-        before, pulled = worker.received_bytes[0], Thread(target=worker.pull, args=(tensors_of(worked),))
+        before, pulled = worker.links[0].received_bytes, Thread(target=worker.pull, args=(tensors_of(worked),))
         pulled.start()
-        while worker.received_bytes[0] == before:  # it has read the one that is behind
+        while worker.links[0].received_bytes == before:  # it has read the one that is behind
             time.sleep(0.001)
         farm.chief.links[0].send("apply", meta)
         farm.chief.answer(0, "applied")

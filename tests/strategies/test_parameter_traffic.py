@@ -21,13 +21,9 @@ HEADS = 512
 
 def moved(worker: ParameterServerClient, act: Callable[[], object]) -> dict[int, int]:
     """Bytes to and from each server while something is done."""
-    before = [worker.sent_bytes, worker.received_bytes]
+    before = [link.sent_bytes + link.received_bytes for link in worker.links]
     act()
-    after = [worker.sent_bytes, worker.received_bytes]
-    return {
-        server: sum(late[server] - early[server] for early, late in zip(before, after, strict=True))
-        for server in after[0]
-    }
+    return {server: link.sent_bytes + link.received_bytes - before[server] for server, link in enumerate(worker.links)}
 
 
 def a_step(farm: Farm, worker: ParameterServerClient, model: nn.Module, grads: list[Tensor | None]) -> dict[int, int]:

@@ -2,14 +2,122 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.detect import detect
 from trainkit.cluster.launch import LaunchEnvironment
+from trainkit.cluster.launchers.mpi import mpich, open_mpi
+from trainkit.cluster.launchers.slurm import slurm
+from trainkit.cluster.launchers.torch import by_hand, pet, torchrun
+from trainkit.cluster.members import launch_of
+from trainkit.cluster.spec import Spec
+from trainkit.cluster.tf_config import read_tf_config
+from trainkit.config.values import closest
+from trainkit.errors import ConfigError, Problem
 from trainkit.fields import placement
+
+VARIABLE: Final = "TRAINKIT_LAUNCHER"
+"""The environment variable that selects the launcher to use, or `none`."""
+
+
+def _tf_config(environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    tf_config = read_tf_config(environ)
+    return None if tf_config is None else launch_of(tf_config.members, tf_config.task, kind=tf_config.variable)
+
+
+LAUNCHERS: Final[Mapping[str, Callable[[Mapping[str, str]], LaunchEnvironment | None]]] = {
+    "torchrun": torchrun,
+    "environment": by_hand,
+    "tf_config": _tf_config,
+    "openmpi": open_mpi,
+    "mpich": mpich,
+    "slurm": slurm,
+    "pet": pet,
+}
+"""Launcher -> function that detects it in an environment, the innermost launcher first.
+
+torchrun started by srun is torchrun; mpirun in a job of SLURM is mpirun; variables that a user sets in a shell are
+inside of the launcher that started the shell.
+"""
+_MARKS: Final[Mapping[str, tuple[str, ...]]] = {
+    "torchrun": ("TORCHELASTIC_RUN_ID",), "environment": ("RANK", "WORLD_SIZE"),
+    "tf_config": ("TF_CONFIG", "CLUSTER_SPEC"), "openmpi": ("OMPI_COMM_WORLD_SIZE",), "mpich": ("PMI_SIZE",),
+    "slurm": ("SLURM_STEP_ID",), "pet": ("PET_NNODES",),
+}  # fmt: skip
+"""Launcher -> variables that it sets, at least one of them in each of its processes."""
+
+
+def detect(environ: Mapping[str, str], spec: Spec | None = None, *, launcher: str = "auto") -> LaunchEnvironment | None:
+    """Return the launch that a process belongs to; a pure function.
+
+    Args:
+        environ: `os.environ`, or a replacement in a test.
+        spec: the cluster that the config describes; it overrides everything in the environment.
+        launcher: the launcher to use, `none`, or `auto`: the value of `TRAINKIT_LAUNCHER`, else the one that is
+            found.
+
+    Returns:
+        None if this process is the only one: no launcher was found, or a group of one process. torchrun with
+        restarts left is a launch even with one process: it may have had more members, and regain them.
+
+    Raises:
+        ConfigError: variables of one launcher are missing, not numbers, or contradict one another.
+
+    Example:
+        >>> hand = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
+        >>> detect(hand).kind, detect(hand).rank
+        ('RANK and WORLD_SIZE', 1)
+        >>> detect({}) is detect(hand | {"TRAINKIT_LAUNCHER": "none"}) is None
+        True
+    """
+    if spec is not None:
+        _refuse_beside_spec(environ)
+        return spec.launch(environ)
+    asked = launcher if launcher != "auto" else environ.get(VARIABLE, "") or "auto"
+    if asked == "none":
+        return None
+    if asked != "auto":
+        return _forced(asked, environ)
+    for name, found in LAUNCHERS.items():
+        given = [bool(environ.get(mark)) for mark in _MARKS[name]]
+        launch = found(environ) if any(given) and (name != "environment" or all(given)) else None
+        if launch is not None:
+            return _shared(launch, environ)
+    if environ.get("WORLD_SIZE") == "1" or not any(environ.get(mark) for mark in _MARKS["environment"]):
+        return None
+    half = by_hand(environ)  # only one of the two variables is set: the error names the missing one
+    return None if half is None else _shared(half, environ)
+
+
+def _shared(launch: LaunchEnvironment, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    """Return the launch, or None if this process is its only one."""
+    restarts = environ.get("TORCHELASTIC_MAX_RESTARTS", "0") if launch.kind == "torchrun" else "0"
+    if launch.num_ranks == 1 and restarts == "0":
+        return None
+    return replace(launch, ignore=f"{VARIABLE}=none")
+
+
+def _forced(name: str, environ: Mapping[str, str]) -> LaunchEnvironment | None:
+    origin = "environment" if environ.get(VARIABLE) == name else ""
+    key = VARIABLE if origin else "cluster.launcher"
+    if name not in LAUNCHERS:
+        near = closest(name, [*LAUNCHERS, "auto", "none"])
+        hint = f"Did you mean {near}? " if near else ""
+        rule = f"no such launcher. {hint}There are: {', '.join(LAUNCHERS)}, auto and none."
+        raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
+    launch = LAUNCHERS[name](environ)
+    if launch is None:
+        rule = f"this process was not started by it, or is the only one: see {' and '.join(_MARKS[name])}."
+        raise ConfigError([Problem(key=key, value=name, rule=rule, origin=origin)])
+    return _shared(launch, environ)
+
+
+def _refuse_beside_spec(environ: Mapping[str, str]) -> None:
+    if environ.get(VARIABLE, "") not in ("", "auto", "none"):
+        rule = "has no effect: cluster=spec lists all tasks. Unset it, or use cluster=local."
+        raise ConfigError([Problem(key=VARIABLE, value=environ[VARIABLE], rule=rule, origin="environment")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,5 +135,5 @@ class Local(Cluster):
     """The launcher; auto: the one in TRAINKIT_LAUNCHER, else the one that is found; none: ignore the environment."""
 
     def launch(self, environ: Mapping[str, str]) -> LaunchEnvironment | None:
-        """Return the launch of this process, as found by `trainkit.cluster.detect`."""
+        """Return the launch of this process, as found by `trainkit.cluster.local`."""
         return detect(environ, launcher=self.launcher)

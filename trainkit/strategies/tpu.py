@@ -20,9 +20,8 @@ from trainkit.numerics.hashing import key32
 from trainkit.objectives.base import Loss
 from trainkit.strategies.base import Batch, PlanContext, SetupRequest, StepContext, StepOutcome, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
-from trainkit.strategies.core.placement import SingleDevicePlacement
 from trainkit.strategies.core.refusals import launch_problems
-from trainkit.strategies.core.replica import Replica
+from trainkit.strategies.core.replica import Replica, SingleDevicePlacement
 from trainkit.strategies.core.step import ShardStep
 from trainkit.strategies.core.synchronous import SynchronousExecutor, build_parts, synchronous_gradient_copies
 

@@ -7,6 +7,6 @@ the bits that building the whole model on the CPU would give.
 """
 
 from trainkit.numerics.deferred.building import InitialValues, build_deferred, lazy_init_values
-from trainkit.numerics.deferred.tape import CannotDeferError
+from trainkit.numerics.deferred.recording import CannotDeferError
 
 __all__ = ["CannotDeferError", "InitialValues", "build_deferred", "lazy_init_values"]

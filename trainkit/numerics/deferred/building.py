@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from trainkit.numerics.deferred.recording import Recorder, fake_cpu_device
-from trainkit.numerics.deferred.tape import CannotDeferError, TensorVersion
+from trainkit.numerics.deferred.recording import CannotDeferError, Recorder, TensorVersion, fake_cpu_device
 
 
 class InitialValues(Mapping[str, Tensor]):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 from trainkit.cluster.base import Cluster
-from trainkit.cluster.detect import detect
+from trainkit.cluster.local import detect
 from trainkit.config.values import at_least
 from trainkit.errors import ConfigError, MissingExtraError, Problem
 from trainkit.fields import placement

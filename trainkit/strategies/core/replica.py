@@ -1,4 +1,4 @@
-"""One replica of a synchronous strategy: the model, its optimizer, and other state that a step needs."""
+"""One replica of a synchronous strategy: the model, its devices, its optimizer, and other state that a step needs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,57 @@ from trainkit.objectives.base import Collective
 from trainkit.strategies.base import LocalModel, Numerics, PhaseListener, ignore_phase
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper, optimizer_state
-from trainkit.strategies.core.placement import Placement
 from trainkit.strategies.reducers import Reducer
 from trainkit.strategies.tensors.flat_buffer import FlatBuffer
 from trainkit.strategies.tensors.lazy_state import shape_of
+
+
+class Placement(Protocol):
+    """The devices of a replica, and the device of each tensor."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the batches and the loss."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[torch.device]:
+        """All devices."""
+        ...
+
+    def device_of(self, name: str) -> torch.device:
+        """Return the device of a parameter, by canonical name."""
+        ...
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move every tensor of the model to its device."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleDevicePlacement:
+    """The whole model on one device.
+
+    Example:
+        >>> SingleDevicePlacement(device=torch.device("cpu")).device_of("any.weight")
+        device(type='cpu')
+    """
+
+    device: torch.device
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The only device."""
+        return (self.device,)
+
+    def device_of(self, name: str) -> torch.device:  # noqa: ARG002 - the same for each
+        """Return the only device."""
+        return self.device
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move the whole model."""
+        return model.to(device=self.device)
+
 
 JoinNorms = Callable[[Tensor, Sequence[int], float], Tensor]
 """(norms of this rank's parts of some gradients, the places of those, order of the norm) -> norms of the wholes, or of

@@ -29,11 +29,12 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.core.buffers import StepBuffers
 from trainkit.strategies.core.optimizer import OptimizerStepper
-from trainkit.strategies.core.placement import Placement, SingleDevicePlacement
 from trainkit.strategies.core.replica import (
     PlacedModel,
+    Placement,
     Replica,
     ReplicaParts,
+    SingleDevicePlacement,
     make_master_params,
     replica_state,
     restore_replica,

@@ -15,7 +15,7 @@ from trainkit.fields import placement, speed
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, SetupRequest, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
-from trainkit.strategies.core.placement import Placement
+from trainkit.strategies.core.replica import Placement
 from trainkit.strategies.core.sharded.base import (
     ShardedExecutor,
     cut_and_cast,

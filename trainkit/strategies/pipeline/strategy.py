@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainkit.config.values import MOST_PROCESSES, above, at_least, at_most
 from trainkit.errors import ConfigError, Problem
@@ -18,20 +18,74 @@ from trainkit.numerics.precision import Precision
 from trainkit.objectives.base import Objective, Supervised
 from trainkit.strategies.base import PlanContext, SetupRequest, StagePart, Strategy, Traits
 from trainkit.strategies.capabilities import ModelMemory
-from trainkit.strategies.core.placement import Placement
-from trainkit.strategies.core.replica import PlacedModel
+from trainkit.strategies.core.replica import PlacedModel, Placement
 from trainkit.strategies.core.sparse import sparse_problems
 from trainkit.strategies.core.synchronous import build_parts, move_and_cast, no_reducer
 from trainkit.strategies.groups.process_group import ProcessGroupOptions
 from trainkit.strategies.partition.activations import activations_in
 from trainkit.strategies.partition.device_layout import part_of
 from trainkit.strategies.partition.solver import model_bytes
-from trainkit.strategies.pipeline.memory_limits import Limits
 from trainkit.strategies.pipeline.schedules import ScheduleName, several_a_rank
-from trainkit.strategies.pipeline.stage_assignment import StageAssignment, cut_blocks, names_parts
-from trainkit.strategies.pipeline.stage_params import StageParams
-from trainkit.strategies.pipeline.tracing.trial import programs_of
+from trainkit.strategies.pipeline.stage_assignment import Limits, StageAssignment, cut_blocks, names_parts
+from trainkit.strategies.pipeline.tracing.trace import programs_of
 from trainkit.strategies.pipeline.validation import misfits
+from trainkit.strategies.tensors.layouts import dense_strides, in_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageParams:
+    """The tensors of some stages on one device; all others are moved to torch's meta device."""
+
+    device: torch.device
+    names: frozenset[str]
+    """Canonical names of the parameters and buffers that are kept."""
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices: only one."""
+        return (self.device,)
+
+    def device_of(self, name: str) -> torch.device:
+        """Return the device of a tensor."""
+        return self.device if name in self.names else torch.device("meta")
+
+    def release(self, model: nn.Module, values: Mapping[str, Tensor] | None) -> None:
+        """Release the tensors that are not kept, and initialise the others; tied tensors stay tied."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        name_of = {id(tensor): name for name, tensor in named}
+        replaced: dict[int, Tensor] = {}
+
+        def replacement(tensor: Tensor) -> Tensor:
+            name = name_of[id(tensor)]
+            if name in self.names and not (tensor.is_meta and values is not None):
+                return tensor
+            if id(tensor) not in replaced:
+                replaced[id(tensor)] = _like(
+                    tensor, values[name] if name in self.names and values is not None else None
+                )
+            return replaced[id(tensor)]
+
+        for module in model.modules():
+            for own in (module._parameters, module._buffers):  # noqa: SLF001 - without those of its children
+                own.update({leaf: replacement(tensor) for leaf, tensor in own.items() if tensor is not None})  # type: ignore[misc]
+
+    def move(self, model: nn.Module) -> nn.Module:
+        """Move the kept tensors to the device."""
+        for param in model.parameters():
+            if not param.is_meta:
+                param.data = param.data.to(self.device)  # the same Parameter object: tied tensors stay tied
+        for module in model.modules():
+            for leaf, buffer in module._buffers.items():  # noqa: SLF001
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[leaf] = buffer.to(self.device)  # noqa: SLF001
+        return model
+
+
+def _like(tensor: Tensor, value: Tensor | None) -> Tensor:
+    """Return a tensor with these values, or without memory."""
+    new = torch.empty_like(tensor, device="meta") if value is None else in_layout(value, dense_strides(tensor))
+    return nn.Parameter(new, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
 
 if TYPE_CHECKING:
     from trainkit.strategies.pipeline.executor import PipelineExecutor

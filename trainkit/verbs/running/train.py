@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from trainkit.cluster.detect import VARIABLE, detect
+from trainkit.cluster.local import VARIABLE, detect
 from trainkit.config.grammar import refusal, replacing
 from trainkit.config.texts import whole_number
 from trainkit.config.values import MOST_PROCESSES

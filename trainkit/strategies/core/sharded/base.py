@@ -13,9 +13,8 @@ from trainkit.errors import Problem
 from trainkit.numerics.deferred import lazy_init_values
 from trainkit.numerics.precision import Precision
 from trainkit.strategies.base import PlanContext, StateDict, StepContext
-from trainkit.strategies.core.placement import Placement
 from trainkit.strategies.core.refusals import optimizer_problems
-from trainkit.strategies.core.replica import PlacedModel, replica_state, restore_replica
+from trainkit.strategies.core.replica import PlacedModel, Placement, replica_state, restore_replica
 from trainkit.strategies.core.sharded.fully import filled
 from trainkit.strategies.core.sharded.replica import (
     ShardedReplica,

@@ -17,8 +17,7 @@ from trainkit.strategies.base import (
 )
 from trainkit.strategies.capabilities import JsonMap
 from trainkit.strategies.core.replica import Replica, replica_state, restore_replica
-from trainkit.strategies.parameter_server.coordinator.dispatcher import UpdateDispatcher
-from trainkit.strategies.parameter_server.coordinator.registry import WorkerRegistry
+from trainkit.strategies.parameter_server.coordinator.dispatcher import UpdateDispatcher, WorkerRegistry
 from trainkit.strategies.parameter_server.coordinator.scheduler import WorkScheduler
 from trainkit.strategies.parameter_server.coordinator.staleness import staleness_summary
 from trainkit.strategies.parameter_server.coordinator.update_log import FILE, UpdateLog

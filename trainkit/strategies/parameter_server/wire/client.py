@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
+from trainkit.errors import LinkError, TrainingError
 from trainkit.strategies.core.replica import refuse_mismatch
 from trainkit.strategies.parameter_server.server.aggregation import AggregationOptions, Norms, joined
-from trainkit.strategies.parameter_server.wire.client_base import ServerConnections
+from trainkit.strategies.parameter_server.wire.auth import connect
 from trainkit.strategies.parameter_server.wire.encoding import (
     FullStateAssembler,
     PullBuffer,
@@ -20,20 +22,38 @@ from trainkit.strategies.parameter_server.wire.encoding import (
     rows_to_load,
 )
 from trainkit.strategies.parameter_server.wire.protocol import as_flags, dtype_name
+from trainkit.strategies.parameter_server.wire.transport import Connection, Frame
+from trainkit.strategies.parameter_server.wire.variable_shards import VariableShards
 from trainkit.strategies.tensors.layouts import in_layout
 
+T = TypeVar("T")
+_MORE_S = 10.0
+"""A server reports a timeout itself, before its silence would count as one."""
 _PULLS = 8
 """Attempts to read all servers at one version."""
 
 
-class ParameterServerClient(ServerConnections):
-    """The servers of a run from the point of view of one task: requests of workers, and orders of the chief.
+class ParameterServerClient:
+    """The servers of a run for one task: requests of workers, and orders of the chief.
 
     One thread at a time uses it; `connect` creates it.
+
+    Args:
+        transfer: the dtype of transferred gradients and parameters; None: their own dtype.
+        timeout_s: how long an answer may take.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        links: Sequence[Connection],
+        shares: VariableShards,
+        *,
+        transfer: torch.dtype | None = None,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.links, self.shares, self.transfer = list(links), shares, transfer
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(len(links), thread_name_prefix="servers") if len(links) > 1 else None
         self.version = -1
         """The version of the variables that were pulled last."""
         self.mixed = False
@@ -41,6 +61,74 @@ class ParameterServerClient(ServerConnections):
         self.loads: int | None = None
         """How often the servers had been loaded when they were pulled last."""
         self._buffers: dict[int, tuple[tuple[Any, ...], PullBuffer]] = {}
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: Sequence[tuple[str, int]],
+        shares: VariableShards,
+        *,
+        token: bytes,
+        name: str,
+        timeout_s: float = 60.0,
+        transfer: torch.dtype | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> Self:
+        """Connect to all servers, retrying for `timeout_s`; they execute orders of the task `chief` only.
+
+        Raises:
+            LinkError: a server cannot be reached.
+            TrainingError: a server holds another model.
+        """
+        links: list[Connection] = []
+        try:
+            for index, address in enumerate(addresses):
+                peer = f"ps:{index}"
+                link = connect(address, token=token, name=name, peer=peer, timeout_s=timeout_s, is_over=is_over)
+                links.append(link)
+            found = cls(links, shares, transfer=transfer, timeout_s=timeout_s)
+            for server, link in enumerate(links):
+                link.send("layout", {"digest": shares.digest})
+                found.answer(server, "layout")
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
+        return found
+
+    def close(self) -> None:
+        """Close the connections."""
+        for link in self.links:
+            link.close()
+        if self._threads is not None:
+            self._threads.shutdown()
+
+    def answer(self, server: int, *kinds: str) -> Frame:
+        """Receive the answer of a server to a request.
+
+        Raises:
+            TrainingError: the server rejects the request; the error contains its reason.
+            LinkError: the connection broke, or the answer is of another kind.
+        """
+        frame = self.links[server].receive(self._timeout_s + _MORE_S)
+        if frame.kind == "refused":
+            raise TrainingError(f"ps:{server} refuses: {frame.meta.get('why')}")
+        if frame.kind not in kinds:
+            raise LinkError(f"ps:{server} says {frame.kind}, and {' or '.join(kinds)} was expected")
+        return frame
+
+    def each(self, request: Callable[[int], T], servers: Sequence[int] | None = None) -> list[T]:
+        """Run a request on several servers in parallel, by default on all; return when all have answered.
+
+        Raises:
+            LinkError, TrainingError: of the first that fails, after all have answered.
+        """
+        chosen = range(len(self.links)) if servers is None else servers
+        if self._threads is None or len(chosen) < 2:
+            return [request(server) for server in chosen]
+        futures = [self._threads.submit(request, server) for server in chosen]
+        wait(futures)
+        return [one.result() for one in futures]
 
     def pull(self, into: Sequence[Tensor | None]) -> int:
         """Read the variables; untrained ones only if they were loaded since.
