@@ -18,8 +18,6 @@ from trainkit.strategies.partition.blocks import Block
 from trainkit.strategies.pipeline.tracing.program import Modes, ParamRef, Program, RecordedCall, TensorMeta, Value
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, PythonState, first_mutable, refused_object
 
-__all__ = ["CannotCut", "Recorder", "is_fake", "whole_functions"]
-
 _LOST: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"})
 """Methods of tensors with side effects and without a tensor result: a list of calls does not represent them."""
 

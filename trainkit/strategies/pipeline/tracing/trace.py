@@ -38,8 +38,6 @@ from trainkit.strategies.pipeline.tracing.program import Program, RecordedCall
 from trainkit.strategies.pipeline.tracing.python_state import CannotCut, same_constant
 from trainkit.strategies.pipeline.tracing.recorder import Recorder, whole_functions
 
-__all__ = ["CannotCut", "trace"]
-
 
 def trace(
     model: nn.Module,
