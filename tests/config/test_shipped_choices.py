@@ -8,7 +8,8 @@ from trainkit.config.check import check
 from trainkit.config.compose import compose
 from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import GROUPS
-from trainkit.config.targets.build import GROUP_KEYS, INJECTED, TARGET, resolve_target, signature_of
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, resolve_target, signature_of
 from trainkit.config.yaml_documents import read_document
 
 FILES = sorted(shipped_conf().glob("*/*.yaml"))

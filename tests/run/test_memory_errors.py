@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from trainkit.errors import OutOfMemoryError
-from trainkit.run.planning.out_of_memory import MemoryKind, is_out_of_memory, memory_kind
+from trainkit.run.planning.out_of_memory import MemoryKind, memory_kind
 
 DEVICE, HOST, SHARED = MemoryKind.device, MemoryKind.host, MemoryKind.shared
 NCCL = (
@@ -93,7 +92,6 @@ OTHERS = [
 @pytest.mark.parametrize(("kind", "text"), TEXTS)
 def test_an_error_of_memory_is_known_by_its_text(kind: MemoryKind | None, text: str) -> None:
     assert memory_kind(RuntimeError(text)) is kind
-    assert is_out_of_memory(RuntimeError(text)) == (kind is not MemoryKind.on_chip)
 
 
 @pytest.mark.parametrize("text", OTHERS)
@@ -139,17 +137,16 @@ def test_an_error_of_torch_on_the_cpu_is_one() -> None:
 def test_an_error_raised_from_one_of_memory_is_one() -> None:
     error = RuntimeError("the step failed")
     error.__cause__ = torch.OutOfMemoryError("CUDA out of memory.")
-    assert is_out_of_memory(error)
-    assert is_out_of_memory(OutOfMemoryError("rank 0: cpu is out of memory."))
+    assert memory_kind(error) is DEVICE
 
 
 def test_an_error_raised_while_one_of_memory_was_handled_is_another() -> None:
     error = KeyError("left over")
     error.__context__ = torch.OutOfMemoryError("CUDA out of memory.")
-    assert not is_out_of_memory(error)
+    assert memory_kind(error) is None
 
 
 @pytest.mark.parametrize("text", OTHERS[4:7])
 def test_a_library_that_does_not_start_is_out_of_memory_where_the_device_is_full(text: str) -> None:
-    assert is_out_of_memory(RuntimeError(text), device_is_short=lambda: True)
-    assert not is_out_of_memory(RuntimeError(text), device_is_short=lambda: False)
+    assert memory_kind(RuntimeError(text), device_is_short=lambda: True) is DEVICE
+    assert memory_kind(RuntimeError(text), device_is_short=lambda: False) is None

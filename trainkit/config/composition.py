@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from trainkit.config.grammar import key_of
 from trainkit.config.provenance import NOWHERE, KeyPath, Level, Origin, dotted
@@ -15,9 +15,6 @@ from trainkit.config.secrets.secrets import redacted
 from trainkit.config.yaml_documents import Document
 from trainkit.errors import MISSING, ConfigError, Problem
 from trainkit.redaction import REDACTED, redacted_argument
-
-_SWEEPER: Final = "hydra/sweeper="
-_LAUNCHER: Final = "hydra/launcher="
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +105,16 @@ class Composition:
     @property
     def sweeper(self) -> str:
         """The choice of hydra/sweeper, which decides the points of a sweep."""
-        given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_SWEEPER)]
-        return given[-1] if given else self.hydra_choices.get(_SWEEPER[:-1], "basic")
+        return self._hydra_setting("hydra/sweeper") or self.hydra_choices.get("hydra/sweeper", "basic")
 
     @property
     def launcher(self) -> str:
         """The choice of hydra/launcher, which starts the jobs of a sweep."""
-        given = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith(_LAUNCHER)]
-        return given[-1] if given else self.hydra_choices.get(_LAUNCHER[:-1], "slots")
+        return self._hydra_setting("hydra/launcher") or self.hydra_choices.get("hydra/launcher", "slots")
+
+    def _hydra_setting(self, key: str) -> str:
+        """Return the last value that the arguments give to a key of Hydra, or an empty text."""
+        return next((line.partition("=")[2] for line in reversed(self.hydra_overrides) if key_of(line) == key), "")
 
     @property
     def asks_for_folds(self) -> bool:
@@ -126,9 +125,8 @@ class Composition:
     @property
     def submits_single_runs(self) -> bool:
         """Whether the cluster's launcher also submits single runs; the job itself has hydra.mode=RUN."""
-        modes = [line.partition("=")[2] for line in self.hydra_overrides if line.lstrip("+").startswith("hydra.mode=")]
-        if modes:
-            return modes[-1] == "MULTIRUN"
+        if mode := self._hydra_setting("hydra.mode"):
+            return mode == "MULTIRUN"
         return self.hydra_choices.get("hydra/launcher", "slots") not in ("slots", "basic")
 
     @property

@@ -13,7 +13,8 @@ from trainkit.config.provenance import KeyPath, dotted, leaves
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.keys import secret_keys
 from trainkit.config.secrets.secrets import redacted
-from trainkit.config.targets.build import TARGET, resolve_target, signature_of
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import resolve_target, signature_of
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import NO_NEUTRAL, Tag, Tagged, cosmetic, maths, placement, tags_of

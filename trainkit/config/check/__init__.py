@@ -14,11 +14,12 @@ from typing import Any, Final
 from trainkit.config.check.recipe_keys import fitted
 from trainkit.config.check.unused_keys import unused_keys, unused_keys_in_launch
 from trainkit.config.composition import Composition, ConfigFile
+from trainkit.config.grammar import key_of
 from trainkit.config.provenance import KeyPath, dotted, is_path_key, leaves, lookup
 from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of
 from trainkit.config.secrets.secrets import missing_secrets
-from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, name_problem, targets_in
-from trainkit.config.targets.build import GROUP_KEYS, INJECTED, TARGET, build
+from trainkit.config.targets.allowed import ALLOWED_PACKAGES, TARGET, allow_packages, name_problem, targets_in
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, build
 from trainkit.config.targets.checks import OtherChoices, target_problems, unchecked_keys
 from trainkit.config.texts import path_rule
 from trainkit.config.values import closest, limits_in, misfit, plain
@@ -171,7 +172,7 @@ def _group(composition: Composition, group: str, alternatives: OtherChoices) -> 
         if not any(problem.key == group for problem in composition.problems):
             choices = ", ".join(alternatives.choices(group))
             rule = f"needs a choice. There are: {choices}."
-            asked = any(line.lstrip("+~").partition("=")[0] == group for line in composition.overrides)
+            asked = any(key_of(line) == group for line in composition.overrides)
             origin = "command line" if asked else composition.origin(group).where
             yield Problem(key=group, value=None, rule=rule, origin=origin)
         return
@@ -290,14 +291,6 @@ def _rules(composition: Composition) -> Iterator[Problem]:
     yield from _optimizer_rules(composition)
 
 
-_OPTIMIZER_LIMITS: Final[Sequence[tuple[str, float, float | None, str]]] = (
-    ("lr", 0.0, None, "must not be negative."),
-    ("weight_decay", 0.0, None, "must not be negative."),
-    ("eps", 0.0, None, "must not be negative."),
-    ("momentum", 0.0, None, "must not be negative."),
-)
-
-
 def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
     """Check the limits that all optimizers of torch share, before torch is imported."""
     node = composition.values["optimizer"]
@@ -305,10 +298,10 @@ def _optimizer_rules(composition: Composition) -> Iterator[Problem]:
     if node.get("lr") is None:
         rule = "is missing: the base learning rate. Give optimizer.lr=VALUE."
         yield composition.problem("optimizer.lr", rule, show_value=False)
-    for name, low, _, rule in _OPTIMIZER_LIMITS:
+    for name in ("lr", "weight_decay", "eps", "momentum"):
         value = node.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and value < low:
-            yield composition.problem(("optimizer", name), rule, value=value)
+        if isinstance(value, int | float) and not isinstance(value, bool) and value < 0:
+            yield composition.problem(("optimizer", name), "must not be negative.", value=value)
     betas = node.get("betas")
     for value in betas if isinstance(betas, list) else ():
         if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1:

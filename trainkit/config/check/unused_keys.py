@@ -183,7 +183,8 @@ def _processes(values: Mapping[str, Any]) -> int | None:
 
 def _started_externally(values: Mapping[str, Any]) -> bool:
     """Return whether an external launcher, not this machine's supervisor, starts the processes."""
-    from trainkit.config.targets.build import TARGET, build  # noqa: PLC0415 - imports targets: second phase only
+    from trainkit.config.targets.allowed import TARGET  # noqa: PLC0415 - imports targets: second phase only
+    from trainkit.config.targets.build import build  # noqa: PLC0415 - imports targets: second phase only
 
     if TARGET not in values["cluster"]:
         return False

@@ -22,7 +22,7 @@ from pathlib import Path
 from trainkit.config.compose.composer import Composer, foreign_keys
 from trainkit.config.composition import Composition
 
-__all__ = ["Composer", "choices_of", "compose", "foreign_keys"]
+__all__ = ["Composer", "compose", "foreign_keys"]
 
 
 def compose(
@@ -41,13 +41,3 @@ def compose(
         The composition; its `problems` lists the errors.
     """
     return Composer(config_dirs, packages).compose(overrides)
-
-
-def choices_of(group: str, *, config_dirs: Sequence[str | Path] = ()) -> list[str]:
-    """Return the choices of a group, including the user's own.
-
-    Example:
-        >>> "cosine" in choices_of("schedule")
-        True
-    """
-    return Composer(config_dirs).choices_of(group)

@@ -16,7 +16,7 @@ from trainkit.config.compose.files import hydra_state
 from trainkit.config.compose.hydra_adapter import ConfigLoaderImpl, ConfigSearchPathImpl
 from trainkit.config.compose.space import Space, read_space
 from trainkit.config.composition import Composition
-from trainkit.config.grammar import COMMAND_LINE, unreadable
+from trainkit.config.grammar import COMMAND_LINE, key_of, unreadable
 from trainkit.config.paths import shipped_conf, shipped_recipes
 from trainkit.config.provenance import Level, dotted
 from trainkit.config.schema import LIST_GROUPS
@@ -105,7 +105,7 @@ class Composer:
         with hydra_state():
             composition = CompositionBuilder(self, overrides).run()
             if for_others and (foreign := foreign_keys(composition)):
-                kept = [line for line in overrides if _key_of(line) not in foreign]
+                kept = [line for line in overrides if key_of(line) not in foreign]
                 composition = CompositionBuilder(self, kept).run()
         hide_from_process_list(overrides)  # the secrets that the user's classes mark are known by now
         return composition
@@ -131,10 +131,6 @@ class Composer:
             ConfigError: an argument cannot be parsed, or the points of a sweep cannot be enumerated.
         """
         return self.space(overrides).grid()
-
-
-def _key_of(argument: str) -> str:
-    return argument.lstrip("+").partition("=")[0]
 
 
 def foreign_keys(composition: Composition) -> set[str]:

@@ -21,7 +21,7 @@ from trainkit.config.compose.files import CONFIG, hydra_state
 from trainkit.config.compose.hydra_adapter import Callbacks, completions
 from trainkit.config.compose.loader import ComposedConfigLoader, about_one_job, redact_hydra, redacted_lines
 from trainkit.config.composition import Composition
-from trainkit.config.grammar import COMMAND_LINE
+from trainkit.config.grammar import COMMAND_LINE, key_of
 from trainkit.config.secrets.secrets import redacted
 from trainkit.errors import Problem
 from trainkit.redaction import redacted_argument
@@ -50,14 +50,10 @@ def hydra_problems(composition: Composition) -> list[Problem]:
         arguments = composition.hydra_overrides
         if not arguments:
             return [Problem(key="hydra", rule=rule)]
-        culprit = next((item for item in arguments if any(_key(item) in text for text in texts)), arguments[0])
+        culprit = next((item for item in arguments if any(key_of(item) in text for text in texts)), arguments[0])
         key, _, value = culprit.lstrip("+").partition("=")
         return [Problem(key=key, value=value, rule=rule, origin=COMMAND_LINE)]
     return []
-
-
-def _key(argument: str) -> str:
-    return argument.lstrip("+~").partition("=")[0]
 
 
 def run_job(composition: Composition, folder: Path, task: Callable[[], T], *, configure_logging: bool = True) -> T:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,6 +29,7 @@ from trainkit.config.compose.hydra_adapter import (
 from trainkit.config.composition import Composition
 from trainkit.config.grammar import replacing
 from trainkit.config.provenance import dotted
+from trainkit.config.secrets.keys import texts_in
 from trainkit.config.secrets.secrets import hidden_arguments, redacted
 from trainkit.config.targets.allowed import TARGET, root_of
 from trainkit.config.targets.build import imported
@@ -192,22 +193,11 @@ def refuse_hydra_targets(node: DictConfig, packages: Sequence[str]) -> None:
     values = OmegaConf.to_container(node, resolve=False)
     problems = [
         Problem(key=dotted(("hydra", *path)), value=value, rule=rule)
-        for path, value in _texts(values, ())
+        for path, value in texts_in(values)
         if (rule := _rule(path, value, packages)) is not None
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _texts(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _texts(item, (*path, str(name)))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _texts(item, (*path, str(index)))
-    elif isinstance(value, str):
-        yield path, value
 
 
 def _rule(path: tuple[str, ...], text: str, packages: Sequence[str]) -> str | None:

@@ -19,20 +19,6 @@ from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import signature_hints
 
-__all__ = [
-    "GROUP_KEYS",
-    "INJECTED",
-    "TARGET",
-    "Key",
-    "Signature",
-    "admitted",
-    "build",
-    "imported",
-    "resolve_target",
-    "signature_keys",
-    "signature_of",
-]
-
 INJECTED: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("params",), "data": ("split",)}
 """Group -> parameters of its classes that trainkit supplies; they are not keys of the config."""
 GROUP_KEYS: Final[Mapping[str, tuple[str, ...]]] = {"optimizer": ("groups",)}
@@ -170,16 +156,6 @@ def signature_of(target: Callable[..., Any]) -> Signature:
     }
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
     return Signature(keys=keys, takes_more=takes_more)
-
-
-def signature_keys(target: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a target's parameters.
-
-    Example:
-        >>> signature_keys(lambda a, *, b=1: None)
-        ('a', 'b')
-    """
-    return tuple(signature_of(target).keys)
 
 
 def build(node: Mapping[str, Any], place: str | None = None, /, **injected: Any) -> Any:

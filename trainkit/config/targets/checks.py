@@ -11,16 +11,8 @@ from trainkit.config.composition import Composition, ConfigFile
 from trainkit.config.paths import shipped_conf
 from trainkit.config.provenance import KeyPath, dotted
 from trainkit.config.secrets.references import dereferenced, is_reference
-from trainkit.config.targets.build import (
-    GROUP_KEYS,
-    INJECTED,
-    TARGET,
-    Key,
-    admitted,
-    build,
-    resolve_target,
-    signature_of,
-)
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import GROUP_KEYS, INJECTED, Key, admitted, build, resolve_target, signature_of
 from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, expected_by
 from trainkit.config.values import closest, limits_in, misfit, plain
 from trainkit.config.yaml_documents import Document, read_document

@@ -122,11 +122,6 @@ class RunFolder:
         return self.path / "evaluations.jsonl"
 
     @property
-    def plots(self) -> Path:
-        """Plots."""
-        return self.path / "plots"
-
-    @property
     def tensorboard(self) -> Path:
         """TensorBoard event files."""
         return self.path / "tensorboard"

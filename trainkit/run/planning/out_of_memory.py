@@ -21,7 +21,8 @@ import torch
 from trainkit.cluster.tasks import Task
 from trainkit.config.paths import shipped_conf
 from trainkit.config.schema import RunConfig
-from trainkit.config.targets.build import TARGET, build, resolve_target
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build, resolve_target
 from trainkit.config.yaml_documents import read_document
 from trainkit.errors import ConfigError, OutOfMemoryError, TrainingError, TrainkitError
 from trainkit.run.planning.build import model_transforms_of
@@ -257,21 +258,12 @@ _SHORT_BYTES: Final = 512 * 1024**2
 """
 
 
-def is_out_of_memory(error: BaseException, *, device_is_short: Callable[[], bool] | None = None) -> bool:
-    """Return whether an allocation failed: on a device, on the host, or in /dev/shm. Also inside a collective.
-
-    Example:
-        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
-        (True, False)
-    """
-    if isinstance(error, OutOfMemoryError):
-        return True
-    kind = memory_kind(error, device_is_short=device_is_short)
-    return kind is not None and kind is not MemoryKind.on_chip
-
-
 def memory_kind(error: BaseException, *, device_is_short: Callable[[], bool] | None = None) -> MemoryKind | None:
-    """Return the memory that an error ran out of; None for other errors. Arguments as above.
+    """Return the memory that an error ran out of; None for other errors. Also inside a collective.
+
+    Args:
+        error: an exception; its causes (`raise ... from ...`) are examined too.
+        device_is_short: returns whether a device is almost out of memory; by default for the current device.
 
     Example:
         >>> memory_kind(RuntimeError("CUDA error: out of memory")).value

@@ -16,7 +16,8 @@ from trainkit.config.grammar import refusal
 from trainkit.config.identity import difference, fingerprint
 from trainkit.config.schema import RunConfig, load_resolved
 from trainkit.config.secrets.secrets import with_own_secrets
-from trainkit.config.targets.build import TARGET, build
+from trainkit.config.targets.allowed import TARGET
+from trainkit.config.targets.build import build
 from trainkit.data.evaluation import EvalBatches
 from trainkit.data.folds import folded
 from trainkit.data.splits import build_splits

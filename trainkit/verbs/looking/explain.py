@@ -81,7 +81,8 @@ def explanation(call: Call) -> Iterator[str]:
 def _doc_and_tag(cfg: Any, path: tuple[str, ...]) -> tuple[str, str]:
     from trainkit.config.identity import tag_of  # noqa: PLC0415
     from trainkit.config.schema import GROUPS, LIST_GROUPS, RunConfig, hints_of  # noqa: PLC0415
-    from trainkit.config.targets.build import TARGET, resolve_target  # noqa: PLC0415 - imports the target
+    from trainkit.config.targets.allowed import TARGET  # noqa: PLC0415 - imports the target
+    from trainkit.config.targets.build import resolve_target  # noqa: PLC0415 - imports the target
     from trainkit.config.values import plain  # noqa: PLC0415
 
     kind: Any = RunConfig

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from trainkit.cluster.manifests import ENGINES, ManifestJob, ManifestWriter
 from trainkit.cluster.manifests.job import seconds_of
+from trainkit.config.grammar import key_of
 from trainkit.config.paths import config_dir_arguments
 from trainkit.config.secrets.references import reference
 from trainkit.config.targets.allowed import package_arguments
@@ -72,7 +73,7 @@ def _with_remark(text: str, overrides: Sequence[str]) -> str:
     hidden = [line for line in overrides if redacted_argument(line) != line]
     if not hidden:
         return text
-    names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({_key(line)})" for line in hidden)
+    names = ", ".join(f"{variable_of(_runnable(line).partition('=')[2])} ({key_of(line)})" for line in hidden)
     remark = f"# Secrets are not written here. Set these variables where the run starts: {names}\n"
     first, newline, rest = text.partition("\n")
     return f"{first}{newline}{remark}{rest}" if first.startswith("#!") else f"{remark}{text}"
@@ -81,10 +82,6 @@ def _with_remark(text: str, overrides: Sequence[str]) -> str:
 def _runnable(line: str) -> str:
     """Return an argument in which a reference to an environment variable replaces the secret."""
     return line if redacted_argument(line) == line else shlex.split(reference(line.partition("=")[0]))[0]
-
-
-def _key(line: str) -> str:
-    return line.partition("=")[0].lstrip("+")
 
 
 def _engine(call: Call) -> ManifestWriter:
