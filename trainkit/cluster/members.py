@@ -21,13 +21,7 @@ Members = Mapping[str, Sequence[str]]
 
 
 def member_problems(members: Members, *, key: str, origin: str = "") -> Iterator[Problem]:
-    """Yield everything that is wrong with the addresses.
-
-    Args:
-        members: the addresses as written.
-        key: the prefix of the keys of roles: `cluster`, `TF_CONFIG.cluster`.
-        origin: where they were set; empty if the config knows.
-    """
+    """Yield everything that is wrong with the addresses."""
     seen: dict[Address, str] = {}
     for role, texts in members.items():
         inner = f"{key}.{role}"

@@ -28,12 +28,7 @@ class Variables:
     """
 
     def __init__(self, environ: Mapping[str, str], *, because: str) -> None:
-        """Create a reader.
-
-        Args:
-            environ: `os.environ`, or a replacement in a test.
-            because: the variable that shows that this launcher started the process.
-        """
+        """Create a reader; the variable `because` shows that this launcher started the process."""
         self._environ = environ
         self._because = because
         self.problems: list[Problem] = []

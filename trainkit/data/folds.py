@@ -120,12 +120,7 @@ def _chosen(dataset: Any, chosen: NDArray[np.bool_]) -> Any:
 
 
 def part_of(dataset: Any, indices: NDArray[np.int64]) -> Any:
-    """Return a subset of a dataset, with the same ways of reading.
-
-    Args:
-        dataset: a dataset with random access.
-        indices: (n,) int64, the indices of the samples.
-    """
+    """Return the samples at (n,) int64 indices of a dataset with random access, with the same ways of reading."""
     if callable(getattr(dataset, "gather", None)):
         return _PartGathered(dataset, indices)
     if callable(getattr(dataset, "tensors", None)):

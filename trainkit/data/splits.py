@@ -67,15 +67,10 @@ def build_splits(node: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_splits(node: Mapping[str, Any]) -> bool:
-    """Build the splits once for this process and its forks, which then share their memory.
+    """Build the splits once for this process and its forks, which then share their memory; return whether they were
+    kept.
 
     Only trainkit's own datasets of tensors in memory are kept: these contain no open file and no generator.
-
-    Args:
-        node: the `data` group.
-
-    Returns:
-        Whether they were kept.
 
     Raises:
         DataError: as `build_splits`.

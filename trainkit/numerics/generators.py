@@ -33,10 +33,8 @@ def generators_of(devices: Iterable[torch.device]) -> list[torch.Generator]:
 
 
 def seed_host(key: int) -> None:
-    """Seed the generators that code on the host may draw from: torch's of the CPU, `random` and NumPy.
-
-    Args:
-        key: the seed, of any size; NumPy uses the low 32 bits.
+    """Seed the generators that code on the host may draw from: torch's of the CPU, `random` and NumPy (the low 32
+    bits).
     """
     torch.default_generator.manual_seed(key)
     random.seed(key)

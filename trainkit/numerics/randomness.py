@@ -82,13 +82,8 @@ class BlockKeys:
             _KEYS[module] = self
 
     def enter(self, *, step: int, shard: int, objective: object = None, calls: int = 0) -> None:
-        """Key the following computation of a shard of a step.
-
-        Args:
-            step: the step.
-            shard: its shard.
-            objective: the objective that runs the model; None: the model runs alone.
-            calls: how often the model was called for this shard already.
+        """Key the following computation of a shard of a step, by an objective or by the model alone, which was called
+        so often.
         """
         self._enter((self._seed, step, shard), objective, calls)
 

@@ -65,11 +65,6 @@ def named_fields(batch: Any) -> Mapping[Field, Any]:
 def select(named: Mapping[Field, Any], field: Fields, key: str) -> Any:
     """Return one field, or a tuple of several.
 
-    Args:
-        named: the fields of a batch.
-        field: the name or names.
-        key: the key of the config that names them, for messages.
-
     Raises:
         ConfigError: there is no such field.
     """

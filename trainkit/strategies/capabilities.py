@@ -304,13 +304,9 @@ class Recovers(Protocol):
     """An executor that may undo a step that an error has interrupted."""
 
     def recover(self, step: int) -> bool:
-        """Restore the state after `step` updates, without another rank.
+        """Restore the state after so many updates, without another rank; return whether that was possible.
 
-        Args:
-            step: updates completed, as the training counts them.
-
-        Returns:
-            Whether that was possible. False if it is not certain: an update had begun, or other ranks hold parts.
+        It is not if that is uncertain: an update had begun, or others hold a part.
         """
 
 

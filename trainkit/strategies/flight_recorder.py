@@ -55,11 +55,7 @@ _OF_ONESIZE: Final = frozenset(
 
 
 class FlightRecorder:
-    """Records the collectives of this process while its block runs.
-
-    Args:
-        step: the updates completed so far; -1 before the first step.
-    """
+    """Records the collectives of this process while its block runs."""
 
     def __init__(self, file_of: Callable[[int], Path], rank: int, step: Callable[[], int]) -> None:
         self._file_of, self._rank, self._step = file_of, rank, step

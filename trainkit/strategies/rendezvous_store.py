@@ -19,11 +19,7 @@ _START_S = 60.0
 
 
 def store_client(address: tuple[str, int], timeout_s: float) -> Any:
-    """Connect to a store.
-
-    Args:
-        address: host and port.
-        timeout_s: how long it may take to answer; also how long the client waits for a key.
+    """Connect to a store that must answer in `timeout_s`, which is also how long the client waits for a key.
 
     Raises:
         LinkError: a process listens there and does not answer.

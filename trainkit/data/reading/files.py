@@ -49,11 +49,6 @@ def digest_of(path: Path) -> str:
 def download(url: str, to: Path, *, sha256: str) -> Path:
     """Download a file once; an existing file is checked and kept.
 
-    Args:
-        url: the address.
-        to: the destination.
-        sha256: digest of the whole file.
-
     Raises:
         DataError: it cannot be fetched, or is not the expected file.
     """

@@ -36,13 +36,6 @@ class InProcessReader:
     Reading and stepping evict each other's data from the processor's caches: alternating, a step of a small model and
     the reading of its batch took about a sixth longer than the two alone. Reading a burst of batches every few steps
     pays this once. Batches that are large, or slow to read, are read one at a time.
-
-    Args:
-        reader: reads samples.
-        positions: which samples each ticket refers to.
-        shards_at: returns the shards of this rank at a step.
-        num_steps: steps of the run; nothing is read past them.
-        device: the device of the batches.
     """
 
     def __init__(

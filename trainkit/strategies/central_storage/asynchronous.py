@@ -49,11 +49,7 @@ class _Gradient:
 
 
 class AsyncCentralExecutor(CentralExecutor):
-    """The variables and the copies, each of which takes whole steps.
-
-    Args:
-        steppers: an optimizer a copy, each over the variables.
-    """
+    """The variables and the copies, each of which takes whole steps with an optimizer of its own over the variables."""
 
     def __init__(
         self,

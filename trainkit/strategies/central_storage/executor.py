@@ -26,12 +26,7 @@ from trainkit.strategies.core.update import apply_update
 
 
 class CentralExecutor(Executor):
-    """The variables in one place, and the copies that compute with them.
-
-    Args:
-        copies: refreshed from the variables after every update.
-        local: the model that is evaluated.
-    """
+    """The variables in one place, and the copies that compute with them."""
 
     def __init__(self, copies: ComputingCopies, local: LocalModel, training: StepContext) -> None:
         self._copies, self._variables, self._local, self._training = copies, copies.source, local, training

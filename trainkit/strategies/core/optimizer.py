@@ -18,9 +18,6 @@ class OptimizerStepper:
     The fused kernels of Adam, AdamW and SGD without hooks are called directly: the wrappers of `Optimizer.step`
     (profiler ranges, hook dictionaries, grouping by device) cost more than the kernel for a small model. The kernel is
     the same, and so are the bits.
-
-    Args:
-        params: the parameters it updates, in canonical order.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:

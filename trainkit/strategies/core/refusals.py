@@ -9,12 +9,7 @@ from trainkit.strategies.base import PlanContext
 
 
 def no_rollback(because: str, facts: PlanContext) -> list[Problem]:
-    """Return the problem of `numerics.on_nonfinite=rollback` where a second pass would be another training.
-
-    Args:
-        because: why the updates of a second pass differ; the start of a sentence.
-        facts: what the config says.
-    """
+    """Return the problem of `numerics.on_nonfinite=rollback` where a second pass would be another training."""
     if facts.numerics.on_nonfinite != "rollback":
         return []
     rule = f"trains the same steps again, and {because}: a second pass is another training. Use skip or stop."

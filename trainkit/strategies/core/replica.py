@@ -160,13 +160,7 @@ class Replica(LocalModel):
         """The latest step whose update has ended."""
 
     def set_exchange(self, *, used: Sequence[bool], sparse: dict[int, int], exchanged: list[int] | None = None) -> None:
-        """Store which parameters get gradients, and how a step exchanges them.
-
-        Args:
-            used: a flag per parameter.
-            sparse: places of the sparse gradients -> their sparse dims.
-            exchanged: places of the gradients that the reducer sums; None: all.
-        """
+        """Keep which parameters get gradients, and which of these the reducer sums (by default all) or are sparse."""
         self.used, self.some_unused = list(used), not all(used)
         self.sparse, self.exchanged = sparse, exchanged
 
@@ -322,11 +316,7 @@ def _misshapen_slots(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, T
 
 
 def refuse_mismatch(own: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint of another model.
-
-    Args:
-        own: the shapes of this model's parameters and buffers, by key.
-        tensors: of the checkpoint; only shapes are read.
+    """Refuse the tensors of a checkpoint of another model, before any is read.
 
     Raises:
         CheckpointError: one is missing, unknown, or of another shape; up to five are named.

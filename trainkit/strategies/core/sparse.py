@@ -60,11 +60,8 @@ def gather_sparse(grad: Tensor | None, like: Tensor, *, sparse_dim: int, collect
 
 
 def sparse_problems(model: nn.Module, why: str) -> list[Problem]:
-    """Return problems of embeddings with sparse gradients, for a strategy that does not support them.
-
-    Args:
-        model: may be on the meta device.
-        why: the problem with such gradients: "which are not summed".
+    """Return problems of embeddings with sparse gradients, for a strategy that cannot take those; `why` says what
+    becomes of such gradients.
     """
     return [
         Problem(key="model", rule=f"{name} has sparse gradients, {why}. Use sparse=False.")

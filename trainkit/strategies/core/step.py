@@ -64,12 +64,7 @@ _divisor_of = lru_cache(maxsize=8)(LossDivisor.of)  # full batches and the short
 
 
 class ShardStep:
-    """One try at a step on one rank: its shards and their sums.
-
-    Args:
-        batches: one a shard, on the replica's device.
-        batch_size: samples of the update that these shards are for; None: of their step.
-    """
+    """One try at a step on one rank: its shards, and what they add up to for an update of `batch_size` samples."""
 
     def __init__(
         self,

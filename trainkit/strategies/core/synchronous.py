@@ -101,14 +101,8 @@ def build_parts(
     make_reducer: MakeReducer = backend_or_lanes,
     move: MoveModel = move_and_cast,
 ) -> ReplicaParts:
-    """Move a model to its devices and dtypes, and build its optimizer there; collective.
-
-    Args:
-        request: the model and the settings.
-        ranks: from `join`; None: this rank is alone.
-        placement: the devices of the tensors; None: the device of the task.
-        make_reducer: makes the reducer of a step.
-        move: moves the model.
+    """Move a model to its devices and precision, and build its optimizer there; collective. Ranks are joined
+    already.
     """
     ranks = ranks or RankGroup()
     placement = placement or SingleDevicePlacement(device=torch.device(request.identity.task.device))
@@ -143,12 +137,7 @@ def broadcast_initial(replica: Replica) -> None:
 
 
 class SynchronousExecutor(Executor, Generic[R]):
-    """A rank that computes its shards of a step, and then makes the same update as every other rank.
-
-    Args:
-        ranks: None: this rank is alone.
-        make_step: makes one try at a step.
-    """
+    """A rank that computes its shards of a step, and then makes the same update as every other rank."""
 
     def __init__(
         self,

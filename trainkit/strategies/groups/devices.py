@@ -28,14 +28,7 @@ def parse_device(name: str | int) -> str | None:
 
 
 def device_list_problems(key: str, names: Sequence[str | int] | None, num_gpus: int, *, because: str) -> list[Problem]:
-    """Return the problems of a list of devices: invalid names, repeated GPUs, an empty list.
-
-    Args:
-        key: the config's key that holds the list.
-        names: the list; None: it was left out.
-        num_gpus: GPUs of the host.
-        because: why a GPU cannot stand twice, as a sentence.
-    """
+    """Return the problems of a list of devices: invalid names, repeated GPUs, an empty list."""
     if names is None:
         return []
     if not names:

@@ -152,9 +152,7 @@ class LocalSgd(ProcessGroupOptions, Strategy):
 class LocalSgdExecutor(SynchronousExecutor[Replica]):
     """A replica that steps alone and is averaged with the others every few steps.
 
-    Args:
-        replica: its gradients are summed over all replicas.
-        apart: the same model, with a reducer that sums over no other rank.
+    `apart` is the same model, with a reducer that sums over no other rank.
     """
 
     def __init__(

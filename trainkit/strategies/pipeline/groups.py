@@ -46,11 +46,8 @@ class Groups:
     """
 
     def sum(self, tensors: Sequence[Tensor | None], holders: Sequence[tuple[int, ...]]) -> list[Tensor | None]:
-        """Return each tensor's sum over the ranks that hold it; collective.
-
-        Args:
-            tensors: of one dtype and device; None where it is None on all ranks.
-            holders: the pipeline positions that hold each.
+        """Return each tensor's sum over the pipeline positions that hold it; None where it is None on all.
+        Collective.
         """
         sums = list(tensors)
         for places, group in self.alike.items():

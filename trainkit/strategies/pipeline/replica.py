@@ -215,11 +215,8 @@ class PipelineReplica(Replica):
         self._step = 0
 
     def begin_step(self, step: int, score: Score) -> None:
-        """Begin with the microbatches of a step.
-
-        Args:
-            step: its number.
-            score: scores a microbatch on the last stage: (outputs, its number) -> the start value of backward.
+        """Compute the microbatches of a step from now on; `score` maps the outputs of one and its number to where
+        backward begins.
         """
         self._step, self._score = step, score
 

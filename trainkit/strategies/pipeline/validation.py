@@ -13,13 +13,8 @@ from trainkit.strategies.pipeline.tracing.program import Program
 def misfits(
     cut: StageAssignment, programs: Sequence[Program], *, better: StageAssignment | None = None
 ) -> list[Problem]:
-    """Return problems of a stage assignment; if the recorded passes are unknown, only the order of block names is
-    checked.
-
-    Args:
-        cut: the stage of each block.
-        programs: the recorded passes, in training and in evaluation; empty if unknown.
-        better: another assignment, which is suggested if it is valid.
+    """Return problems of a stage assignment; without recorded passes only the order of block names is checked. `better`
+    is suggested if it is valid.
     """
     if better is not None and misfits(better, programs):
         better = None

@@ -19,10 +19,8 @@ _ROUNDS: Final = 5
 
 
 class AutoReducer(Reducer):
-    """The fastest of several reducers, once `choose` has timed them; until then the first.
-
-    Args:
-        candidates: name -> factory of the reducer, which is collective; in the same order on every rank.
+    """The fastest of several reducers, once `choose` has timed them; until then the first. All ranks list them in one
+    order.
     """
 
     def __init__(self, candidates: Mapping[str, Callable[[], Reducer]], collective: Collective) -> None:

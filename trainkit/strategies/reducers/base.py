@@ -34,11 +34,7 @@ class Reducer(ABC):
         """
 
     def arm(self, params: Sequence[Tensor]) -> None:  # noqa: B027 - most do not overlap with backward
-        """Announce this rank's last backward pass of the step: every gradient that it computes is final.
-
-        Args:
-            params: the parameters whose gradients are exchanged, in the order of the packing.
-        """
+        """Announce this rank's last backward pass of the step: every gradient that it computes is final."""
 
     def close(self) -> None:  # noqa: B027 - most hold none
         """Release resources other than tensors; not collective."""

@@ -56,16 +56,7 @@ class Compressor:
         self._hook = hook
 
     def sum(self, part: Tensor, grads: Sequence[Tensor], *, index: int) -> Callable[[], Any]:
-        """Start to sum a bucket in place; collective.
-
-        Args:
-            part: the bucket, (numel,).
-            grads: the gradients inside it.
-            index: its index among the buckets.
-
-        Returns:
-            A function that waits for the sum.
-        """
+        """Start to sum a bucket, (numel,), in place; return a function that waits for the sum. Collective."""
         part.mul_(dist.get_world_size())
         group = dist.group.WORLD
         references = sys.getrefcount(group)

@@ -88,11 +88,6 @@ def iter_gather_full(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each name with its full tensor, on every rank; collective for each name. Memory: one full tensor.
 
-    Args:
-        pieces: the shards of this rank; each part of a tensor is on exactly one rank.
-        all_ranks: all processes of the run.
-        order: sort key of the names; None: the names themselves.
-
     Raises:
         ValueError: the shards of a tensor do not cover it exactly.
     """

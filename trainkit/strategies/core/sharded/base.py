@@ -85,11 +85,7 @@ def cuts_of(model: nn.Module, *, is_rank0: bool) -> dict[str, ShardSlice]:
 
 
 class ShardedExecutor(SynchronousExecutor[ShardedReplica]):
-    """A rank with parts of the parameters, or whole ones if the replica has no cuts.
-
-    Args:
-        check: returns a parameter of which two ranks hold the same part in different bits; collective.
-    """
+    """A rank with parts of the parameters, or whole ones if the replica has no cuts."""
 
     def __init__(
         self,

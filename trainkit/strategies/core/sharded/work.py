@@ -66,9 +66,6 @@ class ShardedWork(ShardStep):
 
     Gradients are summed over the ranks during backward; tensors that are whole on every rank (updated buffers, the
     counted weight) are summed at the end. A rank with fewer shards than others repeats one, with weight 0.
-
-    Args:
-        group: the ranks whose shards differ; None: all.
     """
 
     replica: ShardedReplica

@@ -102,11 +102,8 @@ class WorkScheduler(ABC):
         return
 
     def report(self, number: int, read: int) -> None:
-        """Record that a gradient is staged.
-
-        Args:
-            number: the number of its work item; the gradient is ignored if that was requeued meanwhile.
-            read: updates that the variables had seen when it was computed.
+        """Record that a gradient is staged that read the variables after `read` updates; ignored if its item was
+        requeued.
         """
         item = self.running.pop(number, None)
         if item is not None:

@@ -30,10 +30,6 @@ from trainkit.strategies.parameter_server.wire.work_channel import WorkChannel
 class CoordinatorExecutor(Executor):
     """The chief: it evaluates, computes, and dispatches updates.
 
-    Args:
-        eval_model: the model that is evaluated and sampled from; up to date after `refresh_model`.
-        computing: the model of the chief's own worker.
-
     Raises:
         LinkError: a server cannot be reached.
     """

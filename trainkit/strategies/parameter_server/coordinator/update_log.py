@@ -83,11 +83,7 @@ def _part(step: Any, shards: Any, read: Any, worker: Any) -> GradientRef:
 
 
 class UpdateLog:
-    """Writes the file; lines after the checkpoint that is continued are removed.
-
-    Args:
-        version: updates that the variables have seen when this start begins.
-    """
+    """Writes the file; lines after the checkpoint that is continued are removed."""
 
     def __init__(self, path: Path, version: int) -> None:
         kept = [line for line in read_record(path) if line.version < version] if path.exists() else []

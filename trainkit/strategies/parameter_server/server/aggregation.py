@@ -97,11 +97,7 @@ class AggregationResult:
 
 
 class GradientAggregator:
-    """Aggregates staged gradients. Not thread-safe, except for methods that only the chief calls.
-
-    Args:
-        params: the trainable pieces, which come first.
-    """
+    """Aggregates staged gradients. Not thread-safe, except for methods that only the chief calls."""
 
     def __init__(self, params: Sequence[RowShard], dtype: torch.dtype) -> None:
         self.pool = BufferPool(dtype)

@@ -60,11 +60,8 @@ class StagedGradient:
 
 
 def lane_sum(shards: Sequence[Sequence[Tensor | None]], lanes: int | None) -> Parts:
-    """Return the sum over the shards of a step, in the same order as `mirrored`.
-
-    Args:
-        shards: the tensors of each shard, in their order; consumed.
-        lanes: number of lanes of the order of summation; None: one shard after another.
+    """Return the sum over the shards of a step, in the same order as `mirrored`; without lanes, one shard after
+    another.
 
     Example:
         >>> [total] = lane_sum([[torch.tensor(1.0)], [None], [torch.tensor(2.0)]], 8)

@@ -49,9 +49,6 @@ class ServerShard:
 
     Master parameters are contiguous in memory, which is sent directly. An update during a send goes to a copy, so that
     neither waits for the other: a worker that stops while reading blocks no other.
-
-    Args:
-        make_optimizer: creates the optimizer over named parameters, here rows of them.
     """
 
     def __init__(
@@ -103,13 +100,8 @@ class ServerShard:
 
     @torch.no_grad()
     def update(self, gradient: Parts, *, version: int, lr_factor: float, buffer_factor: float = 1.0) -> None:
-        """Step the optimizer, and replace the buffers by their sums.
-
-        Args:
-            gradient: of the trainable pieces, then sums of the others; empty: only the version changes.
-            version: the version of the variables afterwards.
-            lr_factor: factor of every learning rate.
-            buffer_factor: factor of the sums of floating-point buffers.
+        """Step the optimizer at scaled rates, and replace the buffers by their scaled sums; without a gradient only the
+        version changes.
         """
         count = len(self.params)
         if gradient and self._stepper is not None:

@@ -17,11 +17,7 @@ _MAX_PORT = 65535
 
 
 class AddressBook:
-    """Publishes addresses and finds them.
-
-    Args:
-        host: the address of this host for the others; loopback if all are on one.
-    """
+    """Publishes addresses and finds them."""
 
     def __init__(self, store: Any, *, token: bytes, timeout_s: float, host: str = "127.0.0.1") -> None:
         self._store, self.token, self.timeout_s, self.host = store, token, timeout_s, host

@@ -195,11 +195,8 @@ class ParameterServerClient:
         return found[0] if found else self.shares.master_dtype
 
     def pull_rows(self, place: int, rows: Tensor) -> Tensor:
-        """Return the current rows of a variable, (len(rows), ...), in the requested order.
-
-        Args:
-            place: the index of a trainable variable.
-            rows: (n,) int64, may contain duplicates.
+        """Return the current rows of a trainable variable, (len(rows), ...), in the order of `rows`: (n,) int64,
+        perhaps with duplicates.
 
         Raises:
             LinkError: the connection to a server broke.

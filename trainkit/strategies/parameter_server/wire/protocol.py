@@ -114,14 +114,7 @@ def take_tensor(link: Connection, frame: Frame, most_bytes: int) -> Tensor:
 
 
 def decode_gradient(link: Connection, frame: Frame, pieces: Sequence[RowShard], pool: BufferPool) -> StagedGradient:
-    """Decode a pushed gradient: dense gradients, sums of buffers, then sparse gradients as rows and values.
-
-    Args:
-        link: the connection to read the numbers from.
-        frame: describes which pieces are present (`have`), and how many rows of sparse ones (`rows`).
-        pieces: the pieces of the server.
-        pool: provides the memory, in the dtype of the master parameters.
-    """
+    """Decode a pushed gradient: dense gradients, sums of buffers, then sparse gradients as rows and values."""
     flags, counts, wire_dtype = as_flags(frame, "have", len(pieces)), _as_rows(frame, pieces), as_dtype(frame)
     dense = [number for number, flag in enumerate(flags) if flag and number not in counts]
     if any(pieces[number].variable.kind == "frozen" for number in dense):

@@ -66,11 +66,7 @@ class Variable:
 
 
 def variables_of(model: nn.Module, master_dtype: torch.dtype) -> tuple[Variable, ...]:
-    """Return trainable parameters, frozen ones, and buffers, each in canonical order.
-
-    Args:
-        model: on any device, including meta; in the dtypes it is trained in.
-        master_dtype: the dtype of the master parameters.
+    """Return trainable parameters, frozen ones, and buffers of a model, perhaps on meta, each in canonical order.
 
     Example:
         >>> [(v.name, v.kind) for v in variables_of(nn.BatchNorm1d(2), torch.float32)][:3]

@@ -85,11 +85,7 @@ class WorkChannel(Protocol):
 
 
 class RemoteWorkChannel:
-    """A channel over a connection to the chief.
-
-    Args:
-        link: to the chief; any frame except a work order and a bye ends it.
-    """
+    """A channel over a connection to the chief; any frame except a work order and a bye ends it."""
 
     def __init__(self, link: Connection) -> None:
         self._link = link

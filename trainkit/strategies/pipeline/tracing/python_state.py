@@ -111,12 +111,7 @@ _ELSEWHERE: Final = "or use strategy=mirrored."
 
 
 class CannotCut(Exception):  # noqa: N818 - a reason, which becomes a problem or an error elsewhere
-    """A forward pass that cannot be recorded.
-
-    Args:
-        reason: what the model does, without a full stop.
-        remedy: a sentence with a remedy.
-    """
+    """A forward pass that cannot be recorded, with the reason and a sentence about the remedy."""
 
     def __init__(self, reason: str, *, remedy: str = "Use strategy=fsdp.") -> None:
         super().__init__(reason)

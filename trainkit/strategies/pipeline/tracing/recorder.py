@@ -23,11 +23,7 @@ _LOST: Final = frozenset({"register_hook", "register_post_accumulate_grad_hook",
 
 
 class Recorder(TorchFunctionMode):
-    """Records the calls outside of blocks.
-
-    Args:
-        own: the model's parameters and buffers in this pass, by name.
-    """
+    """Records the calls outside of blocks."""
 
     def __init__(self, model: nn.Module, own: Mapping[str, Tensor], inputs: Any, *, device_type: str) -> None:
         super().__init__()

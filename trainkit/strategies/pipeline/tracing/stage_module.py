@@ -16,11 +16,6 @@ class Blocks(nn.Module):
     """The blocks of a stage, and the tensors that the model owns itself.
 
     The modules are those of the model; nothing is copied, and the model's own names are unchanged.
-
-    Args:
-        blocks: name -> module.
-        owned: name -> parameter or buffer of the model itself.
-        inside: name -> parameter or buffer of a block, which the model's own code may use as well.
     """
 
     def __init__(
@@ -37,11 +32,7 @@ class Blocks(nn.Module):
 
 
 class StageModule(nn.Module):
-    """Computes a stage for inputs of one shape.
-
-    Args:
-        shapes: of the values that it sends; the next stage expects tensors of these shapes.
-    """
+    """Computes a stage for inputs of one shape."""
 
     def __init__(self, blocks: Blocks, stretch: StageProgram, shapes: Mapping[int, TensorMeta]) -> None:
         super().__init__()
