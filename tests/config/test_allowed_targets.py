@@ -19,7 +19,7 @@ from trainkit.cli import main
 from trainkit.config.check import check
 from trainkit.config.compose import compose
 from trainkit.config.targets.allowed import ALLOWED_PACKAGES, allow_packages, allowed_packages
-from trainkit.config.targets.build import build, resolve_target
+from trainkit.config.targets.build import build, resolve_target, signature_of
 from trainkit.config.targets.kinds import PLACES
 from trainkit.errors import ConfigError
 
@@ -116,6 +116,7 @@ def test_a_nested_class_fits_the_annotation_of_its_key() -> None:
 
 def test_models_and_configs_of_transformers_are_built() -> None:
     config = {"_target_": "transformers.GPT2Config", "n_layer": 1, "n_head": 1, "n_embd": 8, "vocab_size": 9}
+    assert "num_labels" in signature_of(resolve_target("transformers.GPT2Config")).keys  # set as an attribute
     for node in (
         {"_target_": "transformers.GPT2LMHeadModel", "config": config},
         {"_target_": "transformers.AutoModelForCausalLM.from_config", "config": config},

@@ -14,7 +14,15 @@ from typing import Any, Final
 
 from trainkit.config.secrets.references import with_variables
 from trainkit.config.targets.allowed import TARGET, allowed_packages, name_problem, root_of
-from trainkit.config.targets.kinds import ANY_KIND, PLACES, Expected, argument_problem, expected_by, target_problem
+from trainkit.config.targets.kinds import (
+    ANY_KIND,
+    PLACES,
+    Expected,
+    argument_problem,
+    expected_by,
+    keys_set_as_attributes,
+    target_problem,
+)
 from trainkit.config.values import plain
 from trainkit.errors import ConfigError, Problem
 from trainkit.fields import signature_hints
@@ -154,6 +162,7 @@ def signature_of(target: Callable[..., Any]) -> Signature:
         for item in parameters
         if item.kind in named
     }
+    keys |= {name: Key(hint=Any, required=False) for name in keys_set_as_attributes(target) if name not in keys}
     takes_more = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters)
     return Signature(keys=keys, takes_more=takes_more)
 

@@ -226,6 +226,17 @@ def _of_transformers(node: Mapping[Any, Any], path: str = "") -> Iterator[tuple[
             yield from _of_transformers(inner, f"{key}.")
 
 
+def keys_set_as_attributes(target: Any) -> tuple[str, ...]:
+    """Return the keys that a config class of transformers takes beyond its signature: properties that can be set.
+
+    `num_labels` is one: the constructor sets what it does not name as an attribute.
+    """
+    if not isinstance(target, type) or not _CONFIG.holds(target):
+        return ()
+    found = (name for base in target.__mro__ for name, value in vars(base).items() if getattr(value, "fset", None))
+    return tuple(dict.fromkeys(name for name in found if not name.startswith("_")))
+
+
 def expected_by(hint: Any) -> Expected:
     """Return what a parameter accepts by its annotation; any kind where the annotation leaves it open.
 
